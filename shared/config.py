@@ -95,8 +95,9 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     request_timeout_s: float = 600.0
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     max_requests: int = 4096  # open at once; a request above the limit gets 429
+    preparations_per_tenant: int = 2  # requests that are rendered and tokenized at once
     default_max_tokens: int = 1024
     cluster_secret: str = ""  # the same for all gateways and the index; workers have none
     lame_duck_s: float = 5.0  # after SIGTERM, while balancers see /ready; then come drain and stop
@@ -120,14 +121,9 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from redis_tls_of(self).problems("redis")
         yield from positive_problems(
             self,
-            "request_timeout_s",
-            "max_body_bytes",
-            "max_requests",
-            "default_max_tokens",
-            "write_timeout_s",
-            "keep_alive_s",
-            "max_unsent_bytes",
-            "max_tenant_unsent_bytes",
+            *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
+            *("default_max_tokens", "write_timeout_s", "keep_alive_s"),
+            *("max_unsent_bytes", "max_tenant_unsent_bytes"),
         )
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"

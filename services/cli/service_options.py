@@ -46,6 +46,8 @@ HELP = {
     "http_port": "HTTP listen port.",
     "request_timeout_s": "Maximum duration of a request, in seconds.",
     "max_body_bytes": "Maximum size of a request body.",
+    "preparations_per_tenant": "Requests of a tenant that are decoded, rendered and tokenized at "
+    "once; its further requests wait.",
     "max_requests": "Maximum concurrent requests; further requests are rejected with 429.",
     "default_max_tokens": "Tokens to generate for a request without max_tokens.",
     "lame_duck_s": "Seconds after SIGTERM in which /ready is 503 and requests are still served.",

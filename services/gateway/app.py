@@ -18,6 +18,7 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from services.gateway.admission import BODY_KIND, IS_FREE, Admission
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.chat import ChatCompletion
@@ -40,6 +41,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.routes import PrefixRoutes
 from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.tenancy.permissions import check_model, may_use
@@ -98,15 +100,6 @@ class Routes:
         self._wall_clock = wall_clock
         self._started_at = int(wall_clock())
 
-    async def authenticate(self, connection: Connection) -> None:
-        """Runs before the body is read: unauthenticated bodies are not parsed. Not a guard, since
-        Litestar copies the route's handler for each guard.
-        """
-        state = connection.state
-        state.request_id = self._new_request_id()
-        header = connection.headers.get("authorization")
-        state.tenant = await self._api_keys.tenant_of(header)
-
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
         """Protects the metrics: two readings of these sums show the activity of other tenants."""
         given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
@@ -159,7 +152,11 @@ class Routes:
         if request.method == "POST":
             self._metrics.count_request(error.code)
         request_id = request.state.get("request_id") or self._new_request_id()
-        return error_response(error, request_id)
+        response = error_response(error, request_id)
+        reservation: Reservation | None = request.state.get("reservation")
+        if reservation is not None:
+            response.headers = {**reservation.headers, **response.headers}
+        return response
 
     def on_http_error(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
         response = self.on_hearth_error(request, error_of_http(error))
@@ -200,10 +197,10 @@ def build_app(
     openai = OpenAIRoutes(
         submission, catalog, files, wall_clock, clock=clock, keep_alive_s=keep_alive_s
     )
-    known: dict[str, Any] = {
-        "before_request": routes.authenticate,
-        "security": [{BEARER: []}],
-    }
+    admission = Admission(
+        submission, api_keys, new_request_id=new_request_id, max_body_bytes=max_body_bytes
+    )
+    known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
     return Litestar(
         [
             *_openai_handlers(openai, known),
@@ -225,13 +222,22 @@ def build_app(
 def _openai_handlers(openai: OpenAIRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
     submits = partial(post, return_dto=None, status_code=200, **known)
     chat = submits(
-        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *ERRORS)
+        path="/v1/chat/completions",
+        dto=ChatBody,
+        opt={BODY_KIND: "chat"},
+        responses=_responses(ChatCompletion, *ERRORS),
     )
     texts = submits(
-        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *ERRORS)
+        path="/v1/completions",
+        dto=CompletionBody,
+        opt={BODY_KIND: "completions"},
+        responses=_responses(Completion, *ERRORS),
     )
     embeddings = submits(
-        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *ERRORS)
+        path="/v1/embeddings",
+        dto=EmbeddingBody,
+        opt={BODY_KIND: "embeddings"},
+        responses=_responses(EmbeddingList, *ERRORS),
     )
     return [
         chat(openai.chat_completions),
@@ -241,24 +247,31 @@ def _openai_handlers(openai: OpenAIRoutes, known: dict[str, Any]) -> list[HTTPRo
 
 
 def _model_handlers(routes: Routes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-    models = READS("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
+    free = {"opt": {IS_FREE: True}, **known}
+    models = READS("/v1/models", responses=_responses(ModelList, 401, 403, 503), **free)
     model = READS(
-        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **known
+        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **free
     )
     return [models(routes.models), model(routes.model)]
 
 
 def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
     pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
-    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *ERRORS, 409), **pinned)
-    get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
-    delete_prefix = delete(
-        responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
+    put_prefix = put(
+        dto=PrefixBody,
+        opt={BODY_KIND: "prefix"},
+        responses=_responses(Prefix, *ERRORS, 409),
+        **pinned,
     )
-    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
+    get_prefix = get(responses=_responses(Prefix, 401, 404, 429, 503), **pinned)
+    delete_prefix = delete(
+        responses=_responses(DeletedPrefix, 401, 404, 429, 503), status_code=200, **pinned
+    )
+    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 429, 503), **known)
     try_prefix = post(
         path="/v1/prefixes/dry_run",
         dto=DryRunBody,
+        opt={BODY_KIND: "dry_run"},
         return_dto=None,
         status_code=200,
         responses=_responses(DryRunReport, *ERRORS),

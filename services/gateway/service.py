@@ -30,6 +30,8 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
 from shared.background import Background
 from shared.block_hash import root_key
@@ -44,6 +46,7 @@ from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
+PREPARATION_PROCESS = "services.gateway.preparation_process"
 PREFIX_STORE_TIMEOUT_S = 2.0
 
 
@@ -59,7 +62,7 @@ class GatewayService:
         *,
         clock: Clock,
         randomness: Randomness,
-        renderer: Renderer | None = None,
+        pool: PreparationPool | None = None,
         prefix_redis: Store | None = None,
         redis_replica: Store | None = None,
         wall_clock: Callable[[], float] = time.time,
@@ -79,7 +82,7 @@ class GatewayService:
             bus, clock, randomness, roles=("gateway",), region=config.region
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
-        self._renderer = Renderer(files.chat_template) if renderer is None else renderer
+        self._pool = preparation_pool(config, files) if pool is None else pool
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
@@ -90,7 +93,7 @@ class GatewayService:
         self.submission = Submission(
             max_requests=config.max_requests,
             preparation=Preparation(config, files, randomness, public),
-            renderer=self._renderer,
+            renderer=Renderer(self._pool, has_template=files.chat_template is not None),
             limits=self._limits,
             usage=self._usage,
             catalog=self.catalog,
@@ -99,6 +102,7 @@ class GatewayService:
             clock=clock,
             max_payload_bytes=lambda: bus.max_payload_bytes,
             unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
+            slots_per_tenant=config.preparations_per_tenant,
         )
         reader = PrefixTokenizer(
             self.submission.render, files.tokenizer, lambda: bus.max_payload_bytes
@@ -188,7 +192,7 @@ class GatewayService:
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
         await self._health_monitor.stop()
-        await self._renderer.close()
+        await self._pool.close()
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
@@ -221,8 +225,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     if not config.cluster_secret:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
     files = ModelFiles(config.model_dir)
-    renderer = Renderer(files.chat_template)
-    await renderer.start()
+    pool = preparation_pool(config, files)
+    await pool.start()
     clock = MonotonicClock()
     bus = await connect(config, "gateway")
     tls = redis_tls_of(config)
@@ -239,10 +243,16 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         files,
         clock=clock,
         randomness=SystemRandomness(),
-        renderer=renderer,
+        pool=pool,
         prefix_redis=prefix_redis,
         redis_replica=replica,
     )
+
+
+def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
+    template = None if files.chat_template is None else files.chat_template.source
+    setup = ProcessSetup(template, str(config.model_dir))
+    return PreparationPool(setup, module=PREPARATION_PROCESS)
 
 
 def _installed_version() -> str:

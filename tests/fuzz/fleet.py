@@ -116,8 +116,9 @@ class Fleet:
             num_choices=num_choices,
         )
         tenant = TenantRecord(tenant_id=tenant_id)
+        reservation = await self.gateway.submission.reserve(tenant, request_id)
         prepared = await self.gateway.submission.prepare(tenant, request_id, generation)
-        reservation = await self.gateway.submission.admit(tenant, request_id, [prepared])
+        await self.gateway.submission.charge(reservation, [prepared])
         output = self.gateway.submission.open(prepared, reservation)
         reservation.close_submissions()
         return output

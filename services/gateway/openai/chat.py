@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.body import SupportedFields
+from services.gateway.http.supported_fields import SupportedFields, check_count
 from services.gateway.openai.logprobs import ChatLogprobs
 from services.gateway.openai.request_fields import (
     NEUTRAL_VALUES,
@@ -20,6 +20,9 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
 from shared.errors import InvalidRequest
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
 
 CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
@@ -86,7 +89,8 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
-    """Converts messages to the dicts of chat templates. Raises InvalidRequest."""
+    """Converts messages to the dicts of chat templates. Raises InvalidRequest, PayloadTooLarge."""
+    check_count("messages", len(messages), MAX_MESSAGES)
     return tuple(_message(index, each) for index, each in enumerate(messages))
 
 
@@ -97,6 +101,7 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         raise InvalidRequest("tool calls are not supported", param=f"messages[{index}].tool_calls")
     if isinstance(content, list):
+        check_count(f"messages[{index}].content", len(content), MAX_PARTS)
         content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": "" if content is None else content}

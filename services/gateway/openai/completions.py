@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.body import SupportedFields
+from services.gateway.http.supported_fields import SupportedFields
 from services.gateway.openai.logprobs import CompletionLogprobs
 from services.gateway.openai.prompts import Prompts, to_prompts
 from services.gateway.openai.request_fields import (

@@ -6,6 +6,7 @@ from typing import Annotated, cast
 
 from msgspec import Meta
 
+from services.gateway.http.supported_fields import check_count
 from services.gateway.request.prompt import TextPrompt, TokenPrompt
 from shared.errors import InvalidRequest
 
@@ -20,7 +21,7 @@ def to_prompts(
 ) -> list[TextPrompt | TokenPrompt]:
     """Each prompt's `param` is its position, `prompt[3]`, which errors can then name.
 
-    Raises InvalidRequest if `given` mixes kinds, is empty or is too long.
+    Raises InvalidRequest if `given` mixes kinds or is empty, PayloadTooLarge if it is too long.
     """
     if isinstance(given, str):
         return [TextPrompt(given, param, add_special_tokens)]
@@ -30,8 +31,7 @@ def to_prompts(
         raise InvalidRequest(f"{param}: the list {kind}", param=param)
     if kinds == {int}:
         return [TokenPrompt(cast(list[int], given), param)]
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(f"{param}: at most {MAX_PROMPTS} per request", param=param)
+    check_count(param, len(given), MAX_PROMPTS)
     places = [f"{param}[{index}]" for index in range(len(given))]
     if kinds == {str}:
         texts = zip(cast(list[str], given), places, strict=True)

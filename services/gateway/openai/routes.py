@@ -21,6 +21,7 @@ from services.gateway.openai.completion_response import CompletionRenderer
 from services.gateway.openai.completions import CompletionRequest
 from services.gateway.openai.embedding_response import EmbeddingRenderer
 from services.gateway.openai.embeddings import EmbeddingRequest
+from services.gateway.openai.prepared_bodies import with_prompts
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.submission import Submission
@@ -119,11 +120,13 @@ class OpenAIRoutes:
     async def _submit(
         self, request: Request[Any, Any, Any], generations: Sequence[GenerationRequest]
     ) -> OutputMerger:
+        state = request.state
+        if state.prompts is not None:
+            generations = with_prompts(generations, state.prompts)
         session = request.headers.get(AFFINITY_HEADER)
         if session:
             generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
-        state = request.state
-        return await self._submission.submit(state.tenant, state.request_id, generations)
+        return await self._submission.submit(state.reservation, generations)
 
     def _response(
         self,

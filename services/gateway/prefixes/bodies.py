@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.body import StrictBody, SupportedFields
+from services.gateway.http.body import StrictBody
+from services.gateway.http.supported_fields import SupportedFields, check_count
 from services.gateway.openai.chat import ChatMessage, messages_of
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.messages import IndexState
 
 MAX_TTL_S = 366 * 86_400
 MAX_TOOLS = 256
+MAX_TOOL_DEPTH = 32
+MAX_TOOL_VALUES = 16_384  # of all tools together
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +87,8 @@ class DeletedPrefix(msgspec.Struct, frozen=True, kw_only=True):
 class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Each field is a body of chat completions if it has `messages`, else of completions."""
 
-    request: dict[str, Any]
-    other: dict[str, Any] | None = None
+    request: msgspec.Raw
+    other: msgspec.Raw | None = None
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,8 +128,27 @@ class DryRunBody(StrictBody):
     fields = SupportedFields(DryRunRequest, {})
 
 
+def check_tools(tools: list[dict[str, Any]]) -> None:
+    """Raises PayloadTooLarge for values that are nested too deeply, or too many."""
+    level: list[Any] = list(tools)
+    num_values, depth = 0, 0
+    while level:
+        num_values, depth = num_values + len(level), depth + 1
+        check_count("tools", num_values, MAX_TOOL_VALUES)
+        if depth > MAX_TOOL_DEPTH:
+            raise PayloadTooLarge(f"tools: nested deeper than {MAX_TOOL_DEPTH}", param="tools")
+        level = [value for each in level for value in _children(each)]
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def conversation_of(body: PrefixRequest) -> list[dict[str, Any]]:
-    """Raises InvalidRequest for an empty conversation."""
+    """Raises InvalidRequest for an empty conversation, PayloadTooLarge."""
+    check_tools(body.tools or [])
     system = [] if body.system is None else [ChatMessage(role="system", content=body.system)]
     messages = list(messages_of([*system, *(body.messages or [])]))
     if not messages:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
-from typing import Any
 
 import msgspec
 
@@ -28,12 +27,19 @@ CONTEXT_TOKENS = 8  # returned as text before the divergence
 Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
 
 
-def to_generation_request(
-    body: dict[str, Any], param: str, default_model: str
-) -> GenerationRequest:
+class _Peek(msgspec.Struct, frozen=True):
+    """Tells a chat from a completion, and reads nothing else."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def to_generation_request(data: msgspec.Raw, param: str, default_model: str) -> GenerationRequest:
     """Raises the same InvalidRequest as the route of the body."""
-    data = msgspec.json.encode(body)
-    if "messages" in body:
+    try:
+        is_chat = msgspec.json.decode(data, type=_Peek).messages is not msgspec.UNSET
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    if is_chat:
         return chat.to_generation_request(chat.CHAT_FIELDS.decode(data), default_model)
     completion = completions.COMPLETION_FIELDS.decode(data)
     generations = completions.to_generation_requests(completion, default_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import takewhile
 
 import msgspec
@@ -16,7 +17,8 @@ from shared.messages import ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
 
-Render = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
+Render = Callable[[str, Messages, Messages], Awaitable[Sequence[str]]]  # tenant, messages, tools
+RenderOfTenant = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
 
 ENVELOPE_BYTES = 4096  # of the pin message, besides tokens and hashes
 STORED_BYTES_PER_TOKEN = 16  # of a prefix's record in Redis: four of them are the token's id
@@ -27,7 +29,7 @@ PROBES = ("A", "0", "\u2026", " x")
 
 
 async def prefix_tokens(
-    render: Render, tokenizer: PromptTokenizer, messages: Messages, tools: Messages
+    render: RenderOfTenant, tokenizer: PromptTokenizer, messages: Messages, tools: Messages
 ) -> list[int]:
     """Returns the common prefix of the conversation's token ids with each of PROBES appended.
     Templates write any text around a message, so the end of a prefix is found by experiment.
@@ -54,9 +56,8 @@ class PrefixTokenizer:
         """Returns the prefix as it is stored: with its tokens, and of each message the fields that
         all templates render. Raises PromptTooLong, PrefixTooShort and PrefixTooLarge.
         """
-        token_ids = await prefix_tokens(
-            self._render, self._tokenizer, prefix.messages, prefix.tools
-        )
+        render = partial(self._render, prefix.tenant_id)
+        token_ids = await prefix_tokens(render, self._tokenizer, prefix.messages, prefix.tools)
         num_tokens, context = len(token_ids), card.max_context_tokens
         if num_tokens >= context:
             raise PromptTooLong(

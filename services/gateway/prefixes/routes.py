@@ -41,7 +41,9 @@ class PrefixRoutes:
     ) -> Response[Prefix]:
         """Pins a prefix and replaces one with the same name. The prefix is warm soon after."""
         name = str(request.path_params["name"])
-        prefix = await self._prefix_store.put(request.state.tenant, name, data)
+        charge = partial(self._submission.charge_input, request.state.reservation)
+        tenant = request.state.tenant
+        prefix = await self._prefix_store.put(tenant, name, data, charge=charge)
         return _response(request, prefix)
 
     async def get(self, request: Request[Any, Any, Any]) -> Response[Prefix]:
@@ -75,4 +77,5 @@ class PrefixRoutes:
 
 
 def _response(request: Request[Any, Any, Any], content: Any) -> Response[Any]:
-    return Response(content, headers={"x-request-id": request.state.request_id})
+    limits = request.state.reservation.headers
+    return Response(content, headers={"x-request-id": request.state.request_id, **limits})

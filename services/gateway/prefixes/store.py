@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
@@ -64,9 +64,19 @@ class PrefixStore:
 
     # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
 
-    async def put(self, tenant: TenantRecord, name: str, body: PrefixRequest) -> Prefix:
-        """Raises InvalidRequest and its subclasses, TooManyPrefixes, PrefixStorageFull,
-        ZeroRetentionRejected, NoRegionAllowed, ModelNotAllowed, StoreUnavailable.
+    async def put(
+        self,
+        tenant: TenantRecord,
+        name: str,
+        body: PrefixRequest,
+        *,
+        charge: Callable[[int], Awaitable[None]],
+    ) -> Prefix:
+        """`charge`: called with the prefix's tokens before the prefix is stored.
+
+        Raises InvalidRequest and its subclasses, TooManyPrefixes, PrefixStorageFull,
+        ZeroRetentionRejected, NoRegionAllowed, ModelNotAllowed, StoreUnavailable, and the errors
+        of `charge`.
         """
         if tenant.is_zero_retention:
             raise ZeroRetentionRejected(
@@ -95,6 +105,7 @@ class PrefixStore:
             expires_at=None if body.ttl_s is None else now + body.ttl_s,
         )
         prefix = await self._reader.read(prefix, card)
+        await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         await pinned_prefix.save(self._store, prefix, now)
         return await self._stored(prefix, card)
 

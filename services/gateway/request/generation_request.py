@@ -6,9 +6,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from services.gateway.request.prompt import ChatPrompt, Prompt
+from services.gateway.request.prompt import ChatPrompt, PackedPrompt, Prompt, min_tokens
 from services.gateway.request.public_prefixes import PromptChain, PublicPrefixes
 from services.gateway.request.sampling import SamplingFields
+from services.gateway.tenancy.errors import ExceedsLimit
 from services.gateway.tenancy.permissions import priority_of
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
@@ -42,7 +43,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def continues_text(self) -> bool:
         """Whether the output continues the prompt's text; a chat response starts a new text."""
-        return not isinstance(self.prompt, ChatPrompt)
+        prompt = self.prompt
+        is_chat = (
+            prompt.is_chat if isinstance(prompt, PackedPrompt) else isinstance(prompt, ChatPrompt)
+        )
+        return not is_chat
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +85,33 @@ def max_output_tokens(
             param="max_tokens",
         )
     return max_tokens
+
+
+def check_min_tokens(
+    generation: GenerationRequest,
+    longest_token_chars: int | None,
+    *,
+    max_context_tokens: int | None,
+    max_input_tokens: int | None,
+) -> None:
+    """Rejects a prompt that cannot fit, before it is rendered. None: no limit.
+
+    Raises PromptTooLong, or ExceedsLimit for `max_input_tokens`, a tenant's limit.
+    """
+    prompt = generation.prompt
+    least = min_tokens(prompt, longest_token_chars)
+    if max_context_tokens is not None and least > max_context_tokens:
+        raise PromptTooLong(
+            f"{prompt.param}: a prompt of at least {least} tokens exceeds this model's context of "
+            f"{max_context_tokens}",
+            param=prompt.param,
+        )
+    if max_input_tokens is not None and least > max_input_tokens:
+        raise ExceedsLimit(
+            f"{prompt.param}: this request uses at least {least} of input_tokens_per_min, this "
+            f"tenant's limit is {max_input_tokens}",
+            param=prompt.param,
+        )
 
 
 def check_payload(request: Request, param: str, limit: int) -> None:

@@ -9,6 +9,7 @@ from services.gateway.request.generation_request import (
     GenerationRequest,
     RequestContext,
     build_request,
+    check_min_tokens,
     check_payload,
     max_output_tokens,
 )
@@ -113,6 +114,17 @@ class Preparation:
         prepared = PreparedRequest(generation, request, prompt, echo, stop)
         check_logprobs((prepared,))
         return prepared
+
+    def check_min_tokens(
+        self, generation: GenerationRequest, tenant: TenantRecord, card: ModelCard
+    ) -> None:
+        """Rejects what cannot fit by its characters alone. Raises PromptTooLong, ExceedsLimit."""
+        check_min_tokens(
+            generation,
+            self._files.tokenizer.longest_token_chars,
+            max_context_tokens=card.max_context_tokens,
+            max_input_tokens=tenant.input_tokens_per_min,
+        )
 
     def assembler(self, prepared: PreparedRequest) -> TextAssembler:
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []

@@ -1,4 +1,4 @@
-"""The prompt of a request: a conversation, a text, or tokens."""
+"""The prompt of a request: a conversation, a text, or tokens (as a list, or packed)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
+from shared.packing import TOKEN_ID_BYTES, unpack_token_ids
 
 MESSAGE_CHARS = 32  # rendering cost of an empty message, in characters of text
 
@@ -33,6 +34,14 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         """The cost of rendering and tokenizing, in characters; an empty message costs some too."""
         return sum(MESSAGE_CHARS + len(message["content"]) for message in self.messages)
 
+    @property
+    def min_chars(self) -> int:
+        """Characters that are tokenized at least: templates strip text, and leave out what an
+        assistant thought.
+        """
+        sent = (each["content"] for each in self.messages if each["role"] != "assistant")
+        return sum(len(content.strip()) for content in sent)
+
 
 class TextPrompt(msgspec.Struct, frozen=True):
     """`param`: the request field that holds the prompt."""
@@ -55,19 +64,56 @@ class TokenPrompt(msgspec.Struct, frozen=True):
         return len(self.token_ids)
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+class PackedPrompt(msgspec.Struct, frozen=True):
+    """A prompt that a preparation process tokenized. `tokens`: packed token ids."""
+
+    tokens: bytes
+    param: str
+    is_chat: bool = False
+    echo: Echo | None = None
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.tokens) // TOKEN_ID_BYTES
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | PackedPrompt
+
+
+def min_tokens(prompt: Prompt, longest_token_chars: int | None) -> int:
+    """Returns a lower bound of the prompt's tokens, without tokenizing it."""
+    match prompt:
+        case TokenPrompt() | PackedPrompt():
+            return prompt.num_chars
+        case ChatPrompt():
+            num_chars = prompt.min_chars
+        case TextPrompt():
+            num_chars = prompt.num_chars
+    return 0 if longest_token_chars is None else -(-num_chars // longest_token_chars)
 
 
 def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
     """Raises InvalidRequest for a prompt without tokens or with one not in the vocabulary."""
+    token_ids = prompt_tokens(prompt, files)
+    if isinstance(prompt, TokenPrompt | PackedPrompt):
+        _check_vocabulary(token_ids, prompt.param, card)
+    return token_ids
+
+
+def prompt_tokens(prompt: Prompt, files: ModelFiles) -> list[int]:
+    """Raises InvalidRequest for a prompt without tokens, except for a conversation."""
     match prompt:
         case ChatPrompt():
             return files.tokenizer.encode(prompt.parts)
-        case TokenPrompt(token_ids):
-            _check_tokens(prompt, card)
-            return token_ids
+        case TokenPrompt():
+            token_ids = prompt.token_ids
+        case PackedPrompt():
+            token_ids = unpack_token_ids(prompt.tokens)
         case TextPrompt():
-            return _text_tokens(prompt, files)[0]
+            token_ids = _text_tokens(prompt, files)[0]
+    if not token_ids:
+        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
+    return token_ids
 
 
 def echo_of(prompt: Prompt, files: ModelFiles) -> Echo | None:
@@ -78,22 +124,17 @@ def echo_of(prompt: Prompt, files: ModelFiles) -> Echo | None:
         case TokenPrompt(token_ids):
             text, offsets = files.tokenizer.decode_with_offsets(token_ids)
             return Echo(text, token_ids, offsets)
+        case PackedPrompt():
+            return prompt.echo
     return None
 
 
 def _text_tokens(prompt: TextPrompt, files: ModelFiles) -> tuple[list[int], list[int]]:
     add = prompt.add_special_tokens
-    token_ids, offsets = files.tokenizer.encode_with_offsets(prompt.text, add_special_tokens=add)
-    if not token_ids:
-        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
-    return token_ids, offsets
+    return files.tokenizer.encode_with_offsets(prompt.text, add_special_tokens=add)
 
 
-def _check_tokens(prompt: TokenPrompt, card: ModelCard) -> None:
-    if not prompt.token_ids:
-        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
-    highest = max(prompt.token_ids)
+def _check_vocabulary(token_ids: list[int], param: str, card: ModelCard) -> None:
+    highest = max(token_ids)
     if highest >= card.vocab_size:
-        raise InvalidRequest(
-            f"{prompt.param}: {highest} is not in this model's vocabulary", param=prompt.param
-        )
+        raise InvalidRequest(f"{param}: {highest} is not in this model's vocabulary", param=param)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.tenancy.request_cost import LimitLease
-from shared.tenancy.tenant import UsageKind
+from shared.tenancy.tenant import TenantRecord, UsageKind
 
 
 def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
@@ -22,7 +22,9 @@ def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
 
 
 class Reservation:
-    """open ──no more submissions, and every output has ended──▶ ended, `on_end` called once
+    """Made before the body is read, so that rejected requests are charged, too.
+
+    open ──no more submissions, and every output has ended──▶ ended, `on_end` called once
          ──response closed─▶ closed, `on_close` called once
 
     A response that never began is closed with its last output.
@@ -30,11 +32,14 @@ class Reservation:
 
     def __init__(
         self,
+        request_id: str,
         lease: LimitLease,
         on_end: Callable[[Reservation], None],
         on_close: Callable[[LimitLease, Sequence[RequestOutput]], None],
     ) -> None:
-        self._lease = lease
+        """`lease`: replaced when the tokens are charged."""
+        self.request_id = request_id
+        self.lease = lease
         self._on_end = on_end
         self._on_close = on_close
         self._num_open = 0
@@ -46,12 +51,13 @@ class Reservation:
         self._counted: Counter[UsageKind] = Counter()
 
     @property
-    def headers(self) -> Mapping[str, str]:
-        return self._lease.headers
+    def tenant(self) -> TenantRecord:
+        return self.lease.tenant
 
     @property
-    def tenant_id(self) -> str:
-        return self._lease.tenant.tenant_id
+    def headers(self) -> Mapping[str, str]:
+        """The state of the tenant's limits."""
+        return self.lease.headers
 
     def opened(self, output: RequestOutput) -> None:
         self._num_open += 1
@@ -73,7 +79,9 @@ class Reservation:
         return fresh
 
     def close_submissions(self, *, has_response: bool = False) -> None:
-        """No more outputs will be opened. `has_response`: `close` follows."""
+        """No more outputs will be opened. `has_response`: `close`, or this without it, follows.
+        Idempotent.
+        """
         self._is_submitting = False
         self._is_responding = has_response
         self._advance()
@@ -91,4 +99,4 @@ class Reservation:
             self._on_end(self)
         if not self._is_responding and not self._is_closed:
             self._is_closed = True
-            self._on_close(self._lease, self._outputs)
+            self._on_close(self.lease, self._outputs)

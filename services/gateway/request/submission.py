@@ -1,12 +1,17 @@
-"""Submits a tenant's requests: prepare, admit, open, cancel.
+"""Submits a tenant's requests: reserve, prepare, charge, open, cancel.
 
-Every dialect submits `GenerationRequest`s here and reads their deltas from the `OutputMerger`.
+    reserve ──body read──▶ prepare ──tokens known──▶ charge ──▶ open ──every output ended──▶ settle
+
+The `Reservation` is made before any work and settled after it, also if the request is rejected on
+the way. Every dialect submits `GenerationRequest`s here and reads their deltas from the
+`OutputMerger`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -16,6 +21,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
+from services.gateway.request.preparation_slots import PreparationSlots
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
@@ -25,6 +31,7 @@ from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
+from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.template_renderer import Messages, Renderer
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
@@ -35,7 +42,10 @@ MAX_INLINE_CHARS = 8192
 
 
 class Submission:
-    """`max_requests`: limit of the requests open or in preparation at the same time."""
+    """`max_requests`: limit of the requests open or in preparation at the same time.
+
+    `slots_per_tenant`: limit of one tenant's requests in preparation; the rest waits.
+    """
 
     def __init__(
         self,
@@ -51,6 +61,7 @@ class Submission:
         clock: Clock,
         max_payload_bytes: Callable[[], int],
         unsent: UnsentOutput,
+        slots_per_tenant: int,
     ) -> None:
         self._max_requests = max_requests
         self._preparation = preparation
@@ -63,12 +74,25 @@ class Submission:
         self._clock = clock
         self._max_payload_bytes = max_payload_bytes
         self._unsent = unsent
+        self._slots = PreparationSlots(slots_per_tenant)
         self._num_preparing = 0
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
+    async def reserve(self, tenant: TenantRecord, request_id: str) -> Reservation:
+        """Charges one request and takes its place under `concurrency`, before its body is read.
+
+        The caller closes the reservation. Raises LimitIsZero or RateLimited.
+        """
+        lease = await self._limits.admit(tenant, request_id)
+        reservation = Reservation(
+            request_id, lease, on_end=self._count_last_usage, on_close=self._settle
+        )
+        self._reservations.add(reservation)
+        return reservation
+
     async def submit(
-        self, tenant: TenantRecord, request_id: str, generations: Sequence[GenerationRequest]
+        self, reservation: Reservation, generations: Sequence[GenerationRequest]
     ) -> OutputMerger:
         """Admits all requests or none: no worker receives part of a list with a bad prompt.
 
@@ -79,10 +103,11 @@ class Submission:
         for index, generation in enumerate(generations):
             if index:
                 await asyncio.sleep(0)
+            request_id = reservation.request_id
             own_id = f"{request_id}-{index}" if index else request_id
-            prepared.append(await self.prepare(tenant, own_id, generation))
+            prepared.append(await self.prepare(reservation.tenant, own_id, generation))
         check_logprobs(prepared)
-        reservation = await self.admit(tenant, request_id, prepared)
+        await self.charge(reservation, prepared)
         outputs: list[RequestOutput] = []
         try:
             for each in prepared:
@@ -91,14 +116,13 @@ class Submission:
                 outputs.append(self.open(each, reservation))
         except BaseException:
             self.cancel(outputs)
-            reservation.close_submissions()
             raise
         reservation.close_submissions(has_response=True)
         return OutputMerger(
             outputs,
             num_choices=generations[0].num_choices,
             headers=reservation.headers,
-            unsent=self._unsent.open(tenant.tenant_id),
+            unsent=self._unsent.open(reservation.tenant.tenant_id),
             on_close=reservation.close,
         )
 
@@ -110,24 +134,32 @@ class Submission:
         if generation.model == self._catalog.name:
             check_model(tenant, generation.model)
         check_regions(tenant)
-        self._limits.check(tenant)
-        generation = await self._rendered(generation)
-        prepare = partial(
-            self._preparation.prepare,
-            generation,
-            self._catalog.card(generation.model),
-            tenant=tenant,
-            request_id=request_id,
-            max_payload_bytes=self._max_payload_bytes(),
-        )
-        if generation.prompt.num_chars > MAX_INLINE_CHARS:
-            return await self._prepare_on_thread(prepare)
-        return prepare()
+        card = self._catalog.card(generation.model)
+        self._preparation.check_min_tokens(generation, tenant, card)
+        async with self._preparing(tenant.tenant_id):
+            generation = await self._rendered(generation, tenant.tenant_id)
+            prepare = partial(
+                self._preparation.prepare,
+                generation,
+                card,
+                tenant=tenant,
+                request_id=request_id,
+                max_payload_bytes=self._max_payload_bytes(),
+            )
+            if generation.prompt.num_chars > MAX_INLINE_CHARS:
+                return await asyncio.to_thread(prepare)
+            return prepare()
 
-    async def admit(
-        self, tenant: TenantRecord, request_id: str, prepared: Sequence[PreparedRequest]
-    ) -> Reservation:
-        """Reserves limits for all prompts of one response. Raises the HearthError that rejects."""
+    async def prepare_body(self, tenant: TenantRecord, kind: str, body: bytes) -> PreparedBody:
+        """Decodes, renders and tokenizes a large body in a preparation process."""
+        self._check_admission()
+        card = self._catalog.card(self._catalog.name)
+        job = BodyJob(kind, body, card.max_context_tokens, tenant.input_tokens_per_min)
+        async with self._preparing(tenant.tenant_id):
+            return await self._renderer.prepare_body(job, tenant_id=tenant.tenant_id)
+
+    async def charge(self, reservation: Reservation, prepared: Sequence[PreparedRequest]) -> None:
+        """Charges the tokens of all prompts of one response. Raises the error that rejects it."""
         request_cost = RequestCost(
             num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
             num_output_tokens=sum(each.max_output_tokens for each in prepared),
@@ -136,12 +168,13 @@ class Submission:
         self._check_admission()
         self._num_preparing += len(prepared)
         try:
-            lease = await self._limits.admit(tenant, request_id, request_cost)
+            reservation.lease = await self._limits.charge(reservation.lease, request_cost)
         finally:
             self._num_preparing -= len(prepared)
-        reservation = Reservation(lease, on_end=self._count_last_usage, on_close=self._settle)
-        self._reservations.add(reservation)
-        return reservation
+
+    async def charge_input(self, reservation: Reservation, num_tokens: int) -> None:
+        """Charges tokens that are computed without an output. Raises ExceedsLimit, RateLimited."""
+        reservation.lease = await self._limits.charge(reservation.lease, RequestCost(num_tokens, 0))
 
     def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
         """Sends the request to a scheduler. Raises the HearthError that rejects the request."""
@@ -164,46 +197,53 @@ class Submission:
         for output in outputs:
             self._driver.close(output.request_id, "client_gone", error)
 
-    async def render(self, messages: Messages, tools: Messages) -> Sequence[str]:
+    async def render(self, tenant_id: str, messages: Messages, tools: Messages) -> Sequence[str]:
         """Returns the chat template's parts. Counts as one request in preparation meanwhile."""
-        self._num_preparing += 1
-        try:
-            return await self._renderer.render(messages, tools)
-        finally:
-            self._num_preparing -= 1
+        async with self._preparing(tenant_id):
+            return await self._renderer.render(messages, tools, tenant_id=tenant_id)
 
     def count_usage(self) -> None:
         """Counts what running responses have delivered since the last count."""
         for reservation in self._reservations:
-            self._usage.count(reservation.tenant_id, self._catalog.name, reservation.take_usage())
+            self._count_usage(reservation)
 
     def _count_last_usage(self, reservation: Reservation) -> None:
         """Counts usage after every prompt of a response has ended."""
         self._reservations.discard(reservation)
-        self._usage.count(reservation.tenant_id, self._catalog.name, reservation.take_usage())
+        self._count_usage(reservation)
+
+    def _count_usage(self, reservation: Reservation) -> None:
+        tenant_id = reservation.tenant.tenant_id
+        self._usage.count(tenant_id, self._catalog.name, reservation.take_usage())
 
     def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
         """Settles limits after the last byte of a response has left."""
         self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
 
-    async def _rendered(self, generation: GenerationRequest) -> GenerationRequest:
+    async def _rendered(self, generation: GenerationRequest, tenant_id: str) -> GenerationRequest:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        parts = await self.render(prompt.messages, ())
-        self._check_admission()
+        parts = await self._renderer.render(prompt.messages, tenant_id=tenant_id)
+        self._check_draining()
         rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
         return msgspec.structs.replace(generation, prompt=rendered)
 
-    async def _prepare_on_thread(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
+    @asynccontextmanager
+    async def _preparing(self, tenant_id: str) -> AsyncIterator[None]:
+        """Holds one of the tenant's slots. Raises Overloaded."""
         self._num_preparing += 1
         try:
-            return await asyncio.to_thread(prepare)
+            async with self._slots.slot(tenant_id):
+                yield
         finally:
             self._num_preparing -= 1
 
-    def _check_admission(self) -> None:
+    def _check_draining(self) -> None:
         if self.is_draining:
             raise NoCapacity("the gateway is draining", retry_after_s=1.0)
+
+    def _check_admission(self) -> None:
+        self._check_draining()
         if len(self._driver) + self._num_preparing >= self._max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)

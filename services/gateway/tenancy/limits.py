@@ -1,10 +1,12 @@
 """Admits a tenant's requests and accounts for the open ones.
 
-    asked ──admitted──▶ open ──settle──▶ unsettled ──sent to Redis, or lease expired──▶ removed
-      └──rejected
+    asked ──admit──▶ open ──charge──▶ open ──settle──▶ unsettled ──sent, or lease expired──▶ removed
+      └──rejected      └──rejected
 
-Redis decides for all gateways, in one round trip per request; while Redis is unavailable, this
-gateway's local counter decides, which counts every request too. Open requests renew their leases,
+`admit` charges the request and takes its place under `concurrency` before its body is read;
+`charge` adds the tokens once they are known, only for tenants with a limit of tokens. Redis decides
+for all gateways, in one round trip each; while Redis is unavailable, this gateway's local counter
+decides, which counts every request too. Open requests renew their leases,
 so the requests of a dead gateway stop counting after `LEASE_S`. Settled requests are sent in the
 background and with the tenant's next request, so a client that has its response never finds that
 request still counted. Settling is idempotent.
@@ -23,7 +25,14 @@ import structlog
 
 from services.gateway.tenancy.errors import EXHAUSTED
 from services.gateway.tenancy.ratelimit_headers import ratelimit_headers
-from services.gateway.tenancy.request_cost import LimitLease, RequestCost, check_size, check_zeros
+from services.gateway.tenancy.request_cost import (
+    UNKNOWN_COST,
+    LimitLease,
+    RequestCost,
+    check_size,
+    check_zeros,
+    has_token_limit,
+)
 from shared.background import Background
 from shared.clock import Clock
 from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable
@@ -96,7 +105,7 @@ class Limits:
             _reject(state, {"requests_per_min": limit})
 
     async def admit(
-        self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost
+        self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost = UNKNOWN_COST
     ) -> LimitLease:
         """Raises LimitIsZero, ExceedsLimit or RateLimited. No Redis call for unlimited tenants."""
         self.check(tenant)
@@ -105,9 +114,40 @@ class Limits:
             return LimitLease(tenant, lease_id, request_cost, False, {})
         account = self._accounts.setdefault(tenant.tenant_id, _Account(tenant))
         account.tenant = tenant
-        state, is_charged = await self._decide(
-            account, RequestedTokens(lease_id, request_cost.costs)
-        )
+        return await self._open(account, lease_id, request_cost, request_cost.costs)
+
+    async def charge(self, lease: LimitLease, request_cost: RequestCost) -> LimitLease:
+        """Adds the tokens of an admitted request. Returns the lease that replaces `lease`.
+
+        Raises ExceedsLimit or RateLimited; RateLimited ends `lease`. No Redis call for a tenant
+        without a limit of tokens.
+        """
+        check_size(lease.tenant, request_cost)
+        account = self._accounts.get(lease.tenant.tenant_id)
+        if account is None or not has_token_limit(lease.tenant):
+            return lease
+        # A lease of its own, so that a refund finds these tokens charged or finds nothing.
+        lease_id, costs = f"{lease.lease_id}+tokens", {**request_cost.costs, "requests_per_min": 0}
+        first = Settled(lease.lease_id, 0)
+        account.open.pop(lease.lease_id, None)
+        try:
+            return await self._open(account, lease_id, request_cost, costs, settled=(first,))
+        finally:
+            # again with the next command: a renewal may have been under way
+            account.unsettled[first.lease_id] = (first, self._clock.now() + LEASE_S)
+
+    async def _open(
+        self,
+        account: _Account,
+        lease_id: str,
+        request_cost: RequestCost,
+        costs: dict[str, int],
+        *,
+        settled: tuple[Settled, ...] = (),
+    ) -> LimitLease:
+        tenant = account.tenant
+        requested = RequestedTokens(lease_id, costs)
+        state, is_charged = await self._decide(account, requested, settled)
         if state.rejected_by == "requests_per_min":
             account.closed = (tenant.requests_per_min or 0, self._clock.now() + state.wait_s)
         if state.rejected_by:
@@ -129,13 +169,13 @@ class Limits:
         self._leave(account, settled if lease.is_charged else Settled(lease.lease_id, 0))
 
     async def _decide(
-        self, account: _Account, requested: RequestedTokens
+        self, account: _Account, requested: RequestedTokens, settled: tuple[Settled, ...]
     ) -> tuple[LimitState, bool]:
         """Returns the state from Redis and True, or from the local counter and False."""
-        own = _own_command(account, requested=requested)
+        own = _own_command(account, settled=settled, requested=requested)
         refund = Settled(requested.lease_id, requested.costs["output_tokens_per_min"])
         try:
-            state = await self._apply(account, requested=requested)
+            state = await self._apply(account, settled=settled, requested=requested)
         except StoreUnavailable:
             state = account.counter.apply(own, self._clock.now())
             if state.rejected_by:
@@ -208,16 +248,18 @@ class Limits:
         self,
         account: _Account,
         *,
+        settled: tuple[Settled, ...] = (),
         renewed: tuple[str, ...] = (),
         requested: RequestedTokens | None = None,
     ) -> LimitState:
-        """Raises StoreUnavailable."""
+        """Sends `settled`, and older settled requests with it. Raises StoreUnavailable."""
         tenant = account.tenant
         command = LimitCommand(
             limits=enforced_limits(tenant),
             lease_s=LEASE_S,
-            settled=tuple(
-                settled for settled, _ in islice(account.unsettled.values(), MAX_SETTLED)
+            settled=(
+                *settled,
+                *(each for each, _ in islice(account.unsettled.values(), MAX_SETTLED)),
             ),
             renewed=renewed,
             asked=requested,

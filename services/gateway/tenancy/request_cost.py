@@ -27,6 +27,9 @@ class RequestCost:
         }
 
 
+UNKNOWN_COST = RequestCost(0, 0)  # of a request whose body has not been read
+
+
 @dataclass(frozen=True, slots=True)
 class LimitLease:
     """One admitted request. `is_charged`: by Redis. `headers`: the state of the limits."""
@@ -45,6 +48,10 @@ def check_zeros(tenant: TenantRecord) -> None:
             raise LimitIsZero(
                 f"this tenant's limit {name} is 0: requests are disabled for this tenant"
             )
+
+
+def has_token_limit(tenant: TenantRecord) -> bool:
+    return tenant.input_tokens_per_min is not None or tenant.output_tokens_per_min is not None
 
 
 def check_size(tenant: TenantRecord, request_cost: RequestCost) -> None:

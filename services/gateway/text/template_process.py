@@ -2,95 +2,125 @@
 
 A template is a program from a checkpoint: on some messages it may loop almost forever or allocate
 all memory. This process has a memory limit and an alarm that kills it when a template uses too
-much CPU time, even if the request was cancelled.
-
-    TemplateSource ──▶          once
-    RenderJob ───────▶          ◀── Rendered, Refused or Late
+much CPU time, even if the request was cancelled. `process_jobs.py` has its messages.
 """
 
 from __future__ import annotations
 
-import math
 import resource
 import signal
-import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
-from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
+from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.process_jobs import (
+    SIZE,
+    BodyJob,
+    Finished,
+    Job,
+    ProcessSetup,
+    Rejected,
+    Rendered,
+    RenderJob,
+    Reply,
+    frame,
+    limit_s,
+)
 from shared.errors import HearthError
 
-LIMIT_S = 2.0  # CPU time, so that a busy or frozen machine does not matter
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
-SIZE = struct.Struct("!I")
+
+BodyHandler = Callable[[BodyJob], Reply]
+# Called with the setup and the template when the first body arrives.
+MakeBodyHandler = Callable[[ProcessSetup, ChatTemplate | None], BodyHandler]
+
+_decoder: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
 
 
-class RenderJob(msgspec.Struct, frozen=True, array_like=True):
-    """A conversation to render. The job is skipped if it has not started by `latest_start`, in
-    seconds of this host's monotonic clock.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    latest_start: float = math.inf
-
-
-class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The parts of the prompt, each with a flag for literal text."""
-
-    parts: list[tuple[bool, str]]
-
-
-class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    reason: str
-
-
-class Late(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The job was skipped: `latest_start` had passed."""
-
-
-Reply = Rendered | Rejected | Late
-encode = msgspec.msgpack.Encoder().encode
-
-
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+def main(make_body_handler: MakeBodyHandler | None = None) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
-    source = _read()
-    if source is None:
+    data = _read()
+    if data is None:
         return
-    template = msgspec.msgpack.decode(source, type=TemplateSource).compiled()
-    while (order := _read()) is not None:
-        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-        reply = encoded_reply(template, order)
+    setup = msgspec.msgpack.decode(data, type=ProcessSetup)
+    template = None if setup.template is None else setup.template.compiled()
+    handle_body: BodyHandler | None = None
+    while (data := _read()) is not None:
+        job = decoded(data)
+        if isinstance(job, BodyJob) and handle_body is None and make_body_handler is not None:
+            handle_body = make_body_handler(setup, template)
+        signal.setitimer(signal.ITIMER_PROF, limit_s(job))
+        reply = encoded_reply(template, job, handle_body)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(reply)
 
 
-def encoded_reply(template: ChatTemplate, order: bytes) -> bytes:
-    """Rejects a job on any error: an end of the process would delay the jobs of other clients."""
+def decoded(data: bytes) -> Job | Rejected:
+    """Returns the job, or its rejection if this process cannot decode it."""
     try:
-        return encode(reply_to(template, msgspec.msgpack.decode(order, type=RenderJob)))
+        return _decoder.decode(data)
+    except Exception as error:  # of a client's data, such as RecursionError
+        return Rejected(f"the chat template fails on these messages: {type(error).__name__}")
+
+
+def encoded_reply(
+    template: ChatTemplate | None, job: Job | Rejected, handle_body: BodyHandler | None = None
+) -> bytes:
+    """Returns the frame of a `Finished`. Rejects a job on any error: an end of the process would
+    delay the jobs of other clients.
+    """
+    began_s = time.process_time()
+    try:
+        reply = _reply_to(template, job, handle_body)
+        return frame(Finished(reply, time.process_time() - began_s))
     except Exception as error:  # of a template, which may raise anything, or of a client's data
-        name = type(error).__name__
-        return encode(Rejected(f"the chat template fails on these messages: {name}"))
+        return frame(Finished(_failed(job, error), time.process_time() - began_s))
 
 
-def reply_to(template: ChatTemplate, order: RenderJob) -> Reply:
-    if time.monotonic() > order.latest_start:
-        return Late()
+def _reply_to(
+    template: ChatTemplate | None, job: Job | Rejected, handle_body: BodyHandler | None
+) -> Reply:
+    match job:
+        case Rejected():
+            return job
+        case RenderJob():
+            return _rendered(template, job)
+        case BodyJob():
+            return _body(handle_body, job)
+
+
+def _failed(job: Job | Rejected, error: Exception) -> Rejected:
+    name = type(error).__name__
+    if isinstance(job, BodyJob):
+        return Rejected(f"the body cannot be prepared: {name}", None)
+    return Rejected(f"the chat template fails on these messages: {name}")
+
+
+def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
+    if template is None:
+        return Rejected("this model has no chat template")
     try:
-        parts = template.render(order.messages, order.tools)
+        parts = template.render(job.messages, job.tools)
     except HearthError as error:
         return Rejected(error.message)
     if sum(map(len, parts)) > MAX_PROMPT_CHARS:
         return Rejected(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
     return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])
+
+
+def _body(handle: BodyHandler | None, job: BodyJob) -> Reply:
+    try:
+        if handle is not None:
+            return handle(job)
+    except HearthError as error:
+        return Rejected(error.message, error.param, error.code)
+    return Rejected("this process prepares no bodies", None)
 
 
 def _read() -> bytes | None:
@@ -99,7 +129,7 @@ def _read() -> bytes | None:
 
 
 def _write(data: bytes) -> None:
-    sys.stdout.buffer.write(SIZE.pack(len(data)) + data)
+    sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 

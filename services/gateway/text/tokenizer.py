@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.tiktoken_bpe import encoders
+from services.gateway.text.token_bounds import longest_token_chars
 from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
 
@@ -25,6 +26,7 @@ class PromptTokenizer:
             self._literal = Tokenizer.from_str(text)
             has_byte_level = is_byte_level(text)
             self.complete_texts = complete_texts(text, self.tokenizer)
+            self.longest_token_chars = longest_token_chars(text, self.tokenizer)
         except Exception as error:  # tokenizers raises a bare Exception
             raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
         for each in (self.tokenizer, self._literal):

@@ -303,7 +303,6 @@ async def test_lost_worker_does_not_change_the_response(cluster: Cluster, is_str
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [400]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
-        ({"prompt": ["a"] * 257}, "prompt"),
         ({"prompt": ["a"] * 9, "n": 128}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),

@@ -275,7 +275,7 @@ async def test_roles_and_contents_alone_are_stored(cluster: Cluster, store: Redi
 
 
 async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) -> None:
-    async def render(messages: Messages, tools: Messages) -> list[str]:
+    async def render(tenant_id: str, messages: Messages, tools: Messages) -> list[str]:
         return [str(message["content"]).strip() for message in messages]
 
     reader = PrefixTokenizer(render, model_files.tokenizer, lambda: 1 << 20)

@@ -15,16 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import services
-from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
-from services.gateway.text.template_process import (
+from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.process_jobs import (
     SIZE,
+    BodyJob,
+    Finished,
+    PreparedBody,
+    ProcessSetup,
     Rejected,
     Rendered,
     RenderJob,
     Reply,
-    encode,
-    encoded_reply,
+    frame,
 )
+from services.gateway.text.template_process import decoded, encoded_reply
 
 ROOT = Path(services.__file__).resolve().parents[1]
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|im_start|>x"]
@@ -44,8 +48,16 @@ trees = st.recursive(
 )
 objects = st.dictionaries(texts | st.just("role"), trees, max_size=4)
 
-_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_decode = _decoder.decode
+encode = msgspec.msgpack.encode
+
+
+def replies_of(frames: bytes) -> list[Reply]:
+    replies = []
+    while frames:
+        (size,) = SIZE.unpack(frames[: SIZE.size])
+        data, frames = frames[SIZE.size : SIZE.size + size], frames[SIZE.size + size :]
+        replies.append(msgspec.msgpack.decode(data, type=Finished).reply)
+    return replies
 
 
 def template(source: str = TOOLS) -> ChatTemplate:
@@ -101,19 +113,22 @@ def nested(depth: int) -> Any:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", encode(RenderJob(MESSAGES))),
         ("{{ '\ud800' }}", encode(RenderJob(MESSAGES))),  # cannot be sent
         ("{{ tools }}", encode(RenderJob(MESSAGES, [{"a": nested(500)}]))),
-        ("{{ tools }}", b"\x92\x91\x80\x91\x81\xa1a" + b"\x91" * 5_000 + b"\x90"),
+        ("{{ tools }}", b"\x93\xa9RenderJob\x91\x80\x91\x81\xa1a" + b"\x91" * 5_000 + b"\x90"),
         ("", b"\xc1"),
     ],
 )
 def test_any_error_rejects_the_job(source: str, job: bytes) -> None:
-    reply = _decode(encoded_reply(template(source), job))
+    (reply,) = replies_of(encoded_reply(template(source), decoded(job)))
     assert isinstance(reply, Rejected)
     assert "the chat template fails on these messages" in reply.reason
 
 
-def framed(message: RenderJob | TemplateSource) -> bytes:
-    data = encode(message)
-    return SIZE.pack(len(data)) + data
+def test_any_error_rejects_a_body() -> None:
+    def prepare(job: BodyJob) -> PreparedBody:
+        raise ZeroDivisionError(job.kind)
+
+    (reply,) = replies_of(encoded_reply(template(), BodyJob("chat", b"{}"), prepare))
+    assert reply == Rejected("the body cannot be prepared: ZeroDivisionError", None)
 
 
 def test_one_process_answers_every_hostile_job() -> None:
@@ -124,17 +139,13 @@ def test_one_process_answers_every_hostile_job() -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-m", "services.gateway.text.template_process"],
-        input=framed(template().source) + b"".join(map(framed, jobs)),
+        input=frame(ProcessSetup(template().source)) + b"".join(map(frame, jobs)),
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=60,
     )
     assert done.returncode == 0
-    replies, left = [], done.stdout
-    while left:
-        (size,) = SIZE.unpack(left[: SIZE.size])
-        replies.append(_decode(left[SIZE.size : SIZE.size + size]))
-        left = left[SIZE.size + size :]
+    replies = replies_of(done.stdout)
     assert [type(each) for each in replies] == [Rendered, Rejected] * (len(jobs) // 2)
     for reply in replies[::2]:
         assert isinstance(reply, Rendered)

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.template_process import Late, Rendered, RenderJob, reply_to
-from services.gateway.text.template_renderer import MAX_ROUND, Renderer
+from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.text.process_jobs import LIMIT_S, ProcessSetup
+from services.gateway.text.template_renderer import Renderer
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
 MESSAGES = [{"role": "user", "content": "hello <s>"}]
@@ -26,23 +27,38 @@ GREEDY_TEMPLATE = "{% set box = namespace(text='x' * 1000) %}" + (
     "{% if messages|length > 1 %}{% for a in range(40) %}"
     "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + TEMPLATE
 )
-SLOW_TEMPLATE = ENDLESS_TEMPLATE.replace("range(99999)", "range(99)", 1)  # some tenths of a second
-Make = Callable[[str], Awaitable[Renderer]]
+NEVER_S = 3600.0
+
+
+class PooledRenderer(Renderer):
+    """A renderer with its own pool of processes, whose seats a test may look at."""
+
+    def __init__(self, template: ChatTemplate, num_processes: int) -> None:
+        self.pool = PreparationPool(
+            ProcessSetup(template.source),
+            num_processes=num_processes,
+            max_wait_s=60.0,  # long, so that a paused machine does not count as a hang
+            hang_s=600.0,
+            spare_delay_s=NEVER_S,
+        )
+        super().__init__(self.pool, has_template=True)
+
+
+Make = Callable[..., Awaitable[PooledRenderer]]
 
 
 @pytest_asyncio.fixture
 async def make() -> AsyncIterator[Make]:
-    renderers: list[Renderer] = []
+    renderers: list[PooledRenderer] = []
 
-    async def renderer(source: str) -> Renderer:
+    async def renderer(source: str, num_processes: int = 1) -> PooledRenderer:
         template = ChatTemplate(source, special_tokens=["<s>"], variables={"bos_token": "<s>"})
-        # long, so that a paused machine does not count as a hang
-        renderers.append(Renderer(template, max_wait_s=60.0, hang_s=600.0))
+        renderers.append(PooledRenderer(template, num_processes))
         return renderers[-1]
 
     yield renderer
     for each in renderers:
-        await each.close()
+        await each.pool.close()
 
 
 async def test_renderer_returns_parts_of_template(make: Make) -> None:
@@ -79,28 +95,27 @@ async def test_rejection_includes_message_of_template(make: Make) -> None:
         await renderer.render(MESSAGES)
 
 
-async def test_jobs_of_one_round_have_separate_results(make: Make) -> None:
+async def test_each_job_has_its_own_result(make: Make) -> None:
     """Jobs after an endless job and after a rejected job succeed."""
     renderer = await make(ENDLESS_TEMPLATE)
-    jobs = [[{"role": "user", "content": f"{number} "}] for number in range(3 * MAX_ROUND)]
+    jobs = [[{"role": "user", "content": f"{number} "}] for number in range(20)]
     jobs[1] = MESSAGES * 2
-    jobs[MAX_ROUND] = [{"role": "user"}]
+    jobs[9] = [{"role": "user"}]
     tasks = [asyncio.create_task(renderer.render(each)) for each in jobs]
     tasks[2].cancel()
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(replies[1], InvalidRequest)
     assert isinstance(replies[2], asyncio.CancelledError)
-    others = [number for number in range(len(jobs)) if number not in (1, 2, MAX_ROUND)]
+    others = [number for number in range(len(jobs)) if number not in (1, 2, 9)]
     assert [replies[each] for each in others] == [[f"<s>{each} "] for each in others]
 
 
 async def test_cancel_after_reply_does_not_affect_next_job(make: Make) -> None:
     renderer = await make(TEMPLATE)
-    for _ in range(5):
+    for _ in range(3):
         assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
         cancelled = asyncio.create_task(renderer.render(MESSAGES))
-        while not renderer._round:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
         time.sleep(0.02)
         cancelled.cancel()
         assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
@@ -109,36 +124,34 @@ async def test_cancel_after_reply_does_not_affect_next_job(make: Make) -> None:
 async def test_job_not_started_in_time_is_overloaded(make: Make) -> None:
     renderer = await make(ENDLESS_TEMPLATE)
     await renderer.render(MESSAGES)  # starts the process, which takes a while
-    renderer.max_wait_s = 1.0
-    first = [MESSAGES * 2] + [MESSAGES] * (MAX_ROUND - 1)
-    tasks = [asyncio.create_task(renderer.render(each)) for each in (*first, MESSAGES)]
-    replies = await asyncio.gather(*tasks, return_exceptions=True)
-    assert isinstance(replies[0], InvalidRequest)
-    assert all(isinstance(each, Overloaded) for each in replies[1:])
+    renderer.pool.max_wait_s = 1.0
+    tasks = [asyncio.create_task(renderer.render(each)) for each in (MESSAGES * 2, MESSAGES)]
+    first, second = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(first, InvalidRequest)
+    assert isinstance(second, Overloaded)
 
 
-async def test_job_of_slow_round_is_overloaded_before_it_ends(make: Make) -> None:
-    """Each job of the round is fast enough, but the round is not: late jobs fail at once."""
-    renderer = await make(SLOW_TEMPLATE)
-    await renderer.render(MESSAGES)  # starts the process, which takes a while
-    renderer.max_wait_s = 1.0
-    tasks = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
-    while not renderer._round:
-        await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await renderer.render(MESSAGES)
-    replies = await asyncio.gather(*tasks, return_exceptions=True)
-    assert replies[0] == ["<s>hello ", "<s>", "hello ", "<s>"]
-    assert isinstance(replies[-1], Overloaded)
+async def test_tenant_does_not_wait_for_endless_jobs_of_another(make: Make) -> None:
+    """The attacker's jobs need 2 s of CPU each; it holds one process of two."""
+    renderer = await make(ENDLESS_TEMPLATE, num_processes=2)
+    attacks = [
+        asyncio.create_task(renderer.render(MESSAGES * 2, tenant_id="attacker")) for _ in range(4)
+    ]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        assert await renderer.render(MESSAGES, tenant_id="victim") == ["<s>hello ", "<s>"]
+    assert not any(each.done() for each in attacks)
+    for each in attacks:
+        each.cancel()
 
 
 async def test_only_current_job_waits_for_hung_process(make: Make) -> None:
     renderer = await make(TEMPLATE)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
-    assert renderer._process is not None
-    os.kill(renderer._process.pid, signal.SIGSTOP)
-    renderer.max_wait_s = 0.2
-    renderer.hang_s = 1.0
+    (process_id,) = renderer.pool.process_ids
+    os.kill(process_id, signal.SIGSTOP)
+    renderer.pool.max_wait_s = 0.2
+    renderer.pool.hang_s = 1.0 - LIMIT_S
     raised: list[type[BaseException]] = []
 
     async def render_once() -> None:
@@ -148,22 +161,16 @@ async def test_only_current_job_waits_for_hung_process(make: Make) -> None:
 
     await asyncio.gather(*[render_once() for _ in range(3)])
     assert raised == [Overloaded, Overloaded, NoCapacity]
-    renderer.max_wait_s = 60.0
+    renderer.pool.max_wait_s = renderer.pool.hang_s = 60.0
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-def test_expired_job_is_skipped() -> None:
-    template = ChatTemplate(TEMPLATE, special_tokens=["<s>"], variables={"bos_token": "<s>"})
-    assert reply_to(template, RenderJob(MESSAGES, latest_start=time.monotonic() - 1.0)) == Late()
-    assert isinstance(reply_to(template, RenderJob(MESSAGES)), Rendered)
-
-
-async def test_close_fails_waiting_jobs(make: Make) -> None:
+async def test_close_fails_all_jobs(make: Make) -> None:
     renderer = await make(ENDLESS_TEMPLATE)
-    await renderer.start()
-    tasks = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(2 * MAX_ROUND)]
+    await renderer.pool.start()
+    tasks = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(4)]
     await asyncio.sleep(0.05)
-    await renderer.close()
+    await renderer.pool.close()
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(each, NoCapacity) for each in replies)
 
@@ -181,24 +188,33 @@ async def test_cancel_during_rendering_does_not_affect_next_job(make: Make) -> N
 
 async def test_job_of_killed_process_is_retryable(make: Make) -> None:
     renderer = await make(ENDLESS_TEMPLATE)
-    await renderer.start()
-    assert renderer._process is not None
+    await renderer.pool.start()
+    (process_id,) = renderer.pool.process_ids
     rendering = asyncio.create_task(renderer.render(MESSAGES * 2))
     await asyncio.sleep(0.05)
-    os.kill(renderer._process.pid, signal.SIGKILL)
-    with pytest.raises(NoCapacity, match="the template process ended"):
+    os.kill(process_id, signal.SIGKILL)
+    with pytest.raises(NoCapacity, match="the preparation process ended"):
         await rendering
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-async def test_killed_process_is_restarted_and_ends_on_close(make: Make) -> None:
+async def test_spare_takes_the_place_of_a_killed_process(make: Make) -> None:
     renderer = await make(TEMPLATE)
-    await renderer.start()
-    process = renderer._process
+    renderer.pool._spare_delay_s = 0.0
+    await renderer.pool.start()
+    async with asyncio.timeout(10):
+        while not renderer.pool._spares:
+            await asyncio.sleep(0.01)
+    spare = renderer.pool._spares[0]
+    process = renderer.pool._seats[0].process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
-    process = renderer._process
-    await renderer.close()
-    assert process is not None and process.returncode is not None
+    assert renderer.pool.process_ids == [spare.pid]
+    async with asyncio.timeout(10):
+        while not renderer.pool._spares:
+            await asyncio.sleep(0.01)
+    processes = [spare, *renderer.pool._spares]
+    await renderer.pool.close()
+    assert all(each.returncode is not None for each in processes)

@@ -1,0 +1,149 @@
+"""What happens to a request before its route: authenticate, charge, read the body.
+
+    authenticate ──▶ reserve ──▶ read ──large──▶ preparation process ──▶ route ──▶ close
+
+One order in Redis charges the request and takes its place under `concurrency` before a byte of its
+body is read, so requests that are rejected later are paid, too. The reservation is closed when the
+response has been sent. An ASGI middleware rather than Litestar's hooks, since only a middleware
+sees the end of a request and may replace its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.request.request_output import ClientDisconnected
+from services.gateway.request.submission import Submission
+from services.gateway.tenancy.api_keys import ApiKeys
+from services.gateway.tenancy.permissions import check_regions
+from shared.errors import PayloadTooLarge
+from shared.tenancy.tenant import TenantRecord
+
+# Larger bodies are decoded, rendered and tokenized in another process. A thread would not do: the
+# decoder holds the interpreter's lock.
+MAX_INLINE_BYTES = 256 * 1024
+BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
+IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes nothing
+ON_AUTHENTICATED = "on_authenticated"  # set in the state by the server, for its connection limits
+
+
+class Admission:
+    """Sets `request_id`, `tenant`, `reservation` and `prompts` in the state of a request.
+
+    `prompts`: the tokenized prompts of a large body, else None.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        api_keys: ApiKeys,
+        *,
+        new_request_id: Callable[[], str],
+        max_body_bytes: int,
+        budget: BodyBudget | None = None,
+    ) -> None:
+        self._submission = submission
+        self._api_keys = api_keys
+        self._new_request_id = new_request_id
+        self._max_body_bytes = max_body_bytes
+        self._budget = BodyBudget() if budget is None else budget
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
+            state = scope["state"]
+            state["request_id"] = self._new_request_id()
+            tenant = await self._authenticate(scope)
+            state["tenant"] = tenant
+            options = scope["route_handler"].opt
+            if options.get(IS_FREE):
+                await app(scope, receive, send)
+                return
+            reservation = await self._submission.reserve(tenant, state["request_id"])
+            state["reservation"], state["prompts"] = reservation, None
+            body = self._budget.body(tenant.tenant_id)
+            try:
+                kind = options.get(BODY_KIND)
+                if kind is not None:
+                    receive = await self._with_body(scope, receive, body, tenant, kind)
+                await app(scope, receive, send)
+            finally:
+                body.release()
+                reservation.close_submissions()
+
+        return admitted
+
+    async def _authenticate(self, scope: Scope) -> TenantRecord:
+        header = _header(scope, b"authorization")
+        tenant = await self._api_keys.tenant_of(header)
+        on_authenticated = scope["state"].get(ON_AUTHENTICATED)
+        if on_authenticated is not None:
+            on_authenticated()
+        return tenant
+
+    async def _with_body(
+        self, scope: Scope, receive: Receive, body: BodyBytes, tenant: TenantRecord, kind: str
+    ) -> Receive:
+        """Returns a `receive` with the body, or with what remains of a large one."""
+        data = await self._read(scope, receive, body)
+        if len(data) > MAX_INLINE_BYTES and _is_json(scope):
+            check_regions(tenant)
+            prepared = await self._submission.prepare_body(tenant, kind, data)
+            data = prepared.body
+            scope["state"]["prompts"] = prepared.prompts or None
+        return _replayed(data, receive, body)
+
+    async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
+        """Raises PayloadTooLarge, Overloaded and ClientDisconnected."""
+        announced = _header(scope, b"content-length")
+        if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
+            raise self._too_large()
+        chunks, num_bytes = [], 0
+        while True:
+            event: dict[str, Any] = await receive()  # type: ignore[assignment]
+            if event["type"] == "http.disconnect":
+                raise ClientDisconnected("the client closed the connection")
+            chunk = event.get("body", b"")
+            num_bytes += len(chunk)
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            body.add(len(chunk))
+            chunks.append(chunk)
+            if not event.get("more_body", False):
+                return b"".join(chunks)
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def _is_json(scope: Scope) -> bool:
+    """Other types are rejected by the route, without decoding."""
+    kind = _header(scope, b"content-type")
+    return kind is None or "json" in kind
+
+
+def _replayed(data: bytes, receive: Receive, body: BodyBytes) -> Receive:
+    """A `receive` that starts with the body. The next call means that the request is submitted
+    and the response begins: its body no longer counts.
+    """
+    has_sent = False
+
+    async def replay() -> Any:
+        nonlocal has_sent
+        if has_sent:
+            body.release()
+            return await receive()
+        has_sent = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return replay

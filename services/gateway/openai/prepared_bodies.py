@@ -1,0 +1,133 @@
+"""Decodes, renders and tokenizes one body, in a preparation process.
+
+The reply is the same body with empty prompts, which the gateway decodes in no time, and the tokens
+of the prompts that were in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.gateway.http.supported_fields import SupportedFields
+from services.gateway.openai import chat, completions, embeddings
+from services.gateway.request.generation_request import GenerationRequest, check_min_tokens
+from services.gateway.request.prompt import (
+    ChatPrompt,
+    Echo,
+    PackedPrompt,
+    Prompt,
+    echo_of,
+    prompt_tokens,
+)
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedPrompt
+from shared.errors import InvalidRequest, PromptTooLong
+from shared.packing import pack_token_ids, unpack_token_ids
+
+NO_MESSAGES = [chat.ChatMessage(role="user", content="")]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyKind:
+    """`prompt_field`: the field that holds the prompts. `empty`: its value for N empty prompts."""
+
+    fields: SupportedFields
+    generations_of: Callable[[Any, int | None], Sequence[GenerationRequest]]
+    prompt_field: str
+    empty: Callable[[int], Any]
+
+
+def _texts(count: int) -> str | list[str]:
+    return "" if count == 1 else [""] * count
+
+
+BODY_KINDS = {
+    "chat": BodyKind(
+        chat.CHAT_FIELDS,
+        lambda body, _: [chat.to_generation_request(body, "")],
+        "messages",
+        lambda _: NO_MESSAGES,
+    ),
+    "completions": BodyKind(
+        completions.COMPLETION_FIELDS,
+        lambda body, _: completions.to_generation_requests(body, ""),
+        "prompt",
+        _texts,
+    ),
+    "embeddings": BodyKind(
+        embeddings.EMBEDDING_FIELDS,
+        lambda body, hidden_size: embeddings.to_generation_requests(body, "", hidden_size),
+        "input",
+        _texts,
+    ),
+}
+
+
+def prepare_body(job: BodyJob, files: ModelFiles, template: ChatTemplate | None) -> PreparedBody:
+    """Raises InvalidRequest and its subclasses, as the route of the body."""
+    kind = BODY_KINDS[job.kind]
+    body = kind.fields.decode(job.body)
+    generations = kind.generations_of(body, files.limits.hidden_size)
+    prompts = [_tokenized(each, job, files, template) for each in generations]
+    changed = {kind.prompt_field: kind.empty(len(prompts))}
+    short = msgspec.structs.replace(body, **changed)
+    return PreparedBody(msgspec.json.encode(short), prompts)
+
+
+def with_prompts(
+    generations: Sequence[GenerationRequest], prompts: Sequence[TokenizedPrompt]
+) -> list[GenerationRequest]:
+    """Puts the tokens in the place of the empty prompts. The gateway's side of `prepare_body`."""
+    pairs = zip(generations, prompts, strict=True)
+    return [msgspec.structs.replace(each, prompt=_packed(prompt)) for each, prompt in pairs]
+
+
+def _tokenized(
+    generation: GenerationRequest,
+    job: BodyJob,
+    files: ModelFiles,
+    template: ChatTemplate | None,
+) -> TokenizedPrompt:
+    check_min_tokens(
+        generation,
+        files.tokenizer.longest_token_chars,
+        max_context_tokens=job.max_context_tokens,
+        max_input_tokens=job.max_input_tokens,
+    )
+    prompt = _rendered(generation.prompt, template)
+    token_ids = prompt_tokens(prompt, files)
+    most = job.max_context_tokens
+    if most is not None and len(token_ids) > most:
+        raise PromptTooLong(
+            f"{prompt.param}: a prompt of {len(token_ids)} tokens exceeds this model's context of "
+            f"{most}",
+            param=prompt.param,
+        )
+    echo = echo_of(prompt, files) if generation.has_echo else None
+    return TokenizedPrompt(
+        prompt.param,
+        pack_token_ids(token_ids),
+        is_chat=isinstance(prompt, ChatPrompt),
+        echo=None if echo is None else (echo.text, echo.offsets),
+    )
+
+
+def _rendered(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
+    if not isinstance(prompt, ChatPrompt):
+        return prompt
+    if template is None:
+        raise InvalidRequest("this model has no chat template", param="messages")
+    return msgspec.structs.replace(prompt, parts=tuple(template.render(prompt.messages)))
+
+
+def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
+    echo = None
+    if prompt.echo is not None:
+        text, offsets = prompt.echo
+        echo = Echo(text, unpack_token_ids(prompt.token_ids), offsets)
+    return PackedPrompt(prompt.token_ids, prompt.param, is_chat=prompt.is_chat, echo=echo)

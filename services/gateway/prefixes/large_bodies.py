@@ -1,0 +1,30 @@
+"""Checks large bodies of `/v1/prefixes` in a preparation process.
+
+What passes has few values and prompts that may fit, so the gateway decodes it quickly.
+"""
+
+from __future__ import annotations
+
+from services.gateway.prefixes.bodies import DryRunBody, DryRunRequest, PrefixBody, conversation_of
+from services.gateway.prefixes.dry_run import to_generation_request
+from services.gateway.request.generation_request import check_min_tokens
+from services.gateway.text.process_jobs import BodyJob, PreparedBody
+
+PREFIX_KINDS = ("prefix", "dry_run")
+
+
+def check_prefix_body(job: BodyJob, longest_token_chars: int | None) -> PreparedBody:
+    """Returns the body unchanged. Raises InvalidRequest and its subclasses."""
+    if job.kind == "prefix":
+        conversation_of(PrefixBody.fields.decode(job.body))
+        return PreparedBody(job.body, [])
+    body: DryRunRequest = DryRunBody.fields.decode(job.body)
+    for param, given in (("request", body.request), ("other", body.other)):
+        if given is not None:
+            check_min_tokens(
+                to_generation_request(given, param, ""),
+                longest_token_chars,
+                max_context_tokens=job.max_context_tokens,
+                max_input_tokens=job.max_input_tokens,
+            )
+    return PreparedBody(job.body, [])

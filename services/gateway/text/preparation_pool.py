@@ -1,0 +1,277 @@
+"""Processes that render, decode and tokenize for all tenants, in fair turns.
+
+    waiting ──a process is free──▶ running ──reply, or its process ended──▶ settled
+       └──`max_wait_s`: Overloaded
+
+The pool starts further processes when all are busy, and some seconds after its start. One more is
+a spare: it takes the place of a process that was killed, so that no job waits for a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+
+import services
+from services.gateway.text.fair_turns import FairTurns
+from services.gateway.text.process_jobs import (
+    LIMIT_S,
+    SIZE,
+    BodyJob,
+    Finished,
+    Job,
+    ProcessSetup,
+    Rejected,
+    Reply,
+    frame,
+    limit_s,
+)
+from shared.background import Background
+from shared.errors import HearthError, NoCapacity, Overloaded
+from shared.lifecycle.child_process import send_signal
+
+MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
+HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
+SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
+TEMPLATE_PROCESS = "services.gateway.text.template_process"
+RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"
+BODY_TIMEOUT = "the body took too much CPU time to decode, render and tokenize"
+ROOT = Path(services.__file__).resolve().parents[1]
+
+log = structlog.get_logger(__name__)
+
+_decoder: msgspec.msgpack.Decoder[Finished] = msgspec.msgpack.Decoder(Finished)
+
+Process = asyncio.subprocess.Process
+
+
+def default_num_processes() -> int:
+    return max(2, (os.cpu_count() or 1) // 4)
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    tenant_id: str
+    job: Job
+    reply: asyncio.Future[Reply]
+
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """One place in the pool. `process`: None until its first job, and after a process ended."""
+
+    process: Process | None = None
+    running: _Waiting | None = None
+
+
+class PreparationPool:
+    def __init__(
+        self,
+        setup: ProcessSetup,
+        *,
+        num_processes: int | None = None,
+        module: str = TEMPLATE_PROCESS,
+        max_wait_s: float = MAX_WAIT_S,
+        hang_s: float = HANG_S,
+        spare_delay_s: float = SPARE_DELAY_S,
+    ) -> None:
+        """`num_processes`: without the spare. `module`: what each process runs."""
+        count = default_num_processes() if num_processes is None else num_processes
+        self.max_wait_s = max_wait_s
+        self.hang_s = hang_s
+        self._spare_delay_s = spare_delay_s
+        self._setup = frame(setup)
+        self._module = module
+        self._seats = [_Seat() for _ in range(count)]
+        self._turns: FairTurns[_Waiting] = FairTurns(max_running=max(1, count // 2))
+        self._spares: list[Process] = []
+        self._background = Background()
+        self._is_filling = self._is_closed = False
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the processes in the pool, without the spare."""
+        return [each.process.pid for each in self._seats if each.process is not None]
+
+    async def start(self) -> None:
+        """Optional first call: starts one process, so that the first job does not wait for it."""
+        await self._started(self._seats[0])
+        self._start_spares()
+
+    async def run(self, tenant_id: str, job: Job) -> Reply:
+        """Raises Overloaded if the job does not start within `max_wait_s`; NoCapacity."""
+        if self._is_closed:
+            raise _stopped()
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(tenant_id, job, loop.create_future())
+        self._turns.add(tenant_id, waiting)
+        self._start_jobs()
+        patience = loop.call_later(self.max_wait_s, self._give_up, waiting)
+        try:
+            return await waiting.reply
+        except asyncio.CancelledError:
+            self._leave(waiting)
+            raise
+        finally:
+            patience.cancel()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for waiting in self._turns.take_all():
+            _fail(waiting, _stopped())
+        for seat in self._seats:
+            if seat.running is not None:
+                _fail(seat.running, _stopped())
+        await self._background.stop()
+        for seat in self._seats:
+            await self._end(seat)
+        for spare in self._spares:
+            await _killed(spare)
+
+    # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_jobs(self) -> None:
+        while (seat := self._free_seat()) is not None:
+            turn = self._turns.next()
+            if turn is None:
+                return
+            _, seat.running = turn
+            self._background.start(self._run(seat, seat.running))
+
+    def _free_seat(self) -> _Seat | None:
+        """A seat whose process runs already, if one is free."""
+        free = [each for each in self._seats if each.running is None]
+        return min(free, key=lambda each: not _is_alive(each.process), default=None)
+
+    async def _run(self, seat: _Seat, waiting: _Waiting) -> None:
+        cpu_s, has_lost = limit_s(waiting.job), True
+        try:
+            async with asyncio.timeout(limit_s(waiting.job) + self.hang_s):
+                process = await self._started(seat)
+                _send(process, frame(waiting.job))
+                finished = await _finished(process)
+            cpu_s, has_lost = finished.cpu_s, False
+            _settle(waiting, finished.reply)
+        except (ConnectionError, EOFError):
+            _settle_lost(waiting, await self._end(seat))
+        except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
+            await self._end(seat)
+            _fail(waiting, NoCapacity("the preparation process hangs", retry_after_s=1.0))
+        finally:
+            seat.running = None
+            self._turns.ended(waiting.tenant_id, cpu_s, reached_limit=has_lost)
+            if not self._is_closed:
+                self._start_jobs()
+                self._start_spares()
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """Kills the process that runs a cancelled job, so that the next job need not wait."""
+        self._turns.remove(waiting.tenant_id, waiting)
+        for seat in self._seats:
+            if seat.running is waiting and seat.process is not None:
+                process, seat.process = seat.process, None  # the next job takes another
+                send_signal(process, signal.SIGKILL)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if all(seat.running is not waiting for seat in self._seats):
+            self._turns.remove(waiting.tenant_id, waiting)
+            _fail(waiting, Overloaded("too many conversations to render", retry_after_s=1.0))
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────
+
+    async def _started(self, seat: _Seat) -> Process:
+        while not _is_alive(seat.process) and self._spares:
+            seat.process = self._spares.pop()
+        if seat.process is None or not _is_alive(seat.process):
+            seat.process = await self._spawn()
+        return seat.process
+
+    async def _spawn(self) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", self._module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+        )
+        _send(process, self._setup)
+        return process
+
+    def _start_spares(self) -> None:
+        """Starts the missing processes in the background: at first after a while, then at once."""
+        if not self._is_filling and self._num_alive() <= len(self._seats):
+            self._is_filling = True
+            self._background.start(self._fill())
+
+    async def _fill(self) -> None:
+        delay_s, self._spare_delay_s = self._spare_delay_s, 0.0
+        try:
+            await asyncio.sleep(delay_s)
+            while self._num_alive() <= len(self._seats):
+                self._spares.append(await self._spawn())
+        except OSError as error:
+            log.warning("preparation_process_not_started", error=str(error))
+        finally:
+            self._is_filling = False
+
+    def _num_alive(self) -> int:
+        self._spares = [each for each in self._spares if _is_alive(each)]
+        return len(self._spares) + sum(_is_alive(each.process) for each in self._seats)
+
+    async def _end(self, seat: _Seat) -> Process | None:
+        """Kills the seat's process. Returns it; its exit status is then known."""
+        process, seat.process = seat.process, None
+        if process is not None:
+            await _killed(process)
+        return process
+
+
+def _is_alive(process: Process | None) -> bool:
+    return process is not None and process.returncode is None
+
+
+async def _killed(process: Process) -> None:
+    send_signal(process, signal.SIGKILL)
+    await process.wait()
+
+
+def _stopped() -> NoCapacity:
+    return NoCapacity("the gateway stops", retry_after_s=1.0)
+
+
+def _settle(waiting: _Waiting, reply: Reply) -> None:
+    if not waiting.reply.done():  # done: the client disconnected
+        waiting.reply.set_result(reply)
+
+
+def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
+    """Ends a job whose process ended: by its own alarm, or by something else, such as a kill."""
+    if process is None or process.returncode != -signal.SIGPROF:
+        _fail(waiting, NoCapacity("the preparation process ended", retry_after_s=1.0))
+    elif isinstance(waiting.job, BodyJob):
+        _settle(waiting, Rejected(BODY_TIMEOUT, None))
+    else:
+        _settle(waiting, Rejected(RENDER_TIMEOUT))
+
+
+def _fail(waiting: _Waiting, error: HearthError) -> None:
+    if not waiting.reply.done():
+        waiting.reply.set_exception(error)
+
+
+def _send(process: Process, frames: bytes) -> None:
+    """Does not drain: the other process may not read until its reply is read."""
+    assert process.stdin is not None, "its input is a pipe"
+    process.stdin.write(frames)
+
+
+async def _finished(process: Process) -> Finished:
+    assert process.stdout is not None, "its output is a pipe"
+    (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
+    return _decoder.decode(await process.stdout.readexactly(size))

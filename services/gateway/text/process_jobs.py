@@ -1,0 +1,103 @@
+"""Messages between the gateway and a preparation process: frames of msgpack with their size.
+
+ProcessSetup ────────────▶            once
+RenderJob or BodyJob ────▶            ◀──── Finished
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.text.chat_template import TemplateSource
+
+LIMIT_S = 2.0  # CPU time of a template, so that a busy or frozen machine does not matter
+LIMIT_S_PER_MIB = 1.0  # added for a body, whose decoding and tokenizing are linear in its size
+SIZE = struct.Struct("!I")
+MIB = 1 << 20
+
+
+class ProcessSetup(msgspec.Struct, frozen=True, array_like=True):
+    """`template`: None for a model without one. `model_dir`: where the tokenizer is."""
+
+    template: TemplateSource | None
+    model_dir: str = ""
+
+
+class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A conversation to render."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request body to decode, render and tokenize.
+
+    `kind`: the name of the body's type. `max_context_tokens`, `max_input_tokens`: prompts that
+    cannot fit are rejected before they are rendered; None: no limit is known.
+    """
+
+    kind: str
+    body: bytes
+    max_context_tokens: int | None = None
+    max_input_tokens: int | None = None
+
+
+class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """`token_ids`: packed. `echo`: the prompt's text and the start of each token, if requested."""
+
+    param: str
+    token_ids: bytes
+    is_chat: bool = False
+    echo: tuple[str, list[int]] | None = None
+
+
+class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The parts of the prompt, each with a flag for literal text."""
+
+    parts: list[tuple[bool, str]]
+
+
+class PreparedBody(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """`body`: the same JSON with short prompts in place of its own, or as it was given."""
+
+    body: bytes
+    prompts: list[TokenizedPrompt]
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """`code`: of an InvalidRequest or of one of its subclasses."""
+
+    reason: str
+    param: str | None = "messages"
+    code: str = "invalid_request"
+
+
+Job = RenderJob | BodyJob
+Reply = Rendered | PreparedBody | Rejected
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """`cpu_s`: CPU seconds that the job used."""
+
+    reply: Reply
+    cpu_s: float
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def limit_s(job: Job | Rejected) -> float:
+    """CPU seconds after which the process is killed."""
+    if isinstance(job, BodyJob):
+        return LIMIT_S + len(job.body) / MIB * LIMIT_S_PER_MIB
+    return LIMIT_S
+
+
+def frame(message: ProcessSetup | Job | Finished) -> bytes:
+    data = _encode(message)
+    return SIZE.pack(len(data)) + data
