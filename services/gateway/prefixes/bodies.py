@@ -84,11 +84,22 @@ class DeletedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = True
 
 
+NULL = msgspec.Raw(b"null")
+
+
 class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Each field is a body of chat completions if it has `messages`, else of completions."""
+    """Each field is a body of chat completions if it has `messages`, else of completions. They are
+    decoded once, by the route of such a body. `other` may be null.
+    """
+
+    @property
+    def named(self) -> list[tuple[str, msgspec.Raw]]:
+        """The bodies with their fields' names."""
+        other = [] if bytes(self.other) == bytes(NULL) else [("other", self.other)]
+        return [("request", self.request), *other]
 
     request: msgspec.Raw
-    other: msgspec.Raw | None = None
+    other: msgspec.Raw = NULL
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.openai import chat, completions
 from services.gateway.prefixes.bodies import (
+    NULL,
     Divergence,
     DryRun,
     DryRunReport,
@@ -30,13 +31,13 @@ Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
 class _Peek(msgspec.Struct, frozen=True):
     """Tells a chat from a completion, and reads nothing else."""
 
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw = NULL
 
 
 def to_generation_request(data: msgspec.Raw, param: str, default_model: str) -> GenerationRequest:
     """Raises the same InvalidRequest as the route of the body."""
     try:
-        is_chat = msgspec.json.decode(data, type=_Peek).messages is not msgspec.UNSET
+        is_chat = msgspec.json.decode(data, type=_Peek).messages is not NULL
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"{param}: {error}", param=param) from error
     if is_chat:
@@ -59,9 +60,8 @@ async def dry_run(
     default_model: str,
 ) -> DryRunReport:
     """Raises the HearthError that would reject the request itself."""
-    named = [("request", body.request)] + ([] if body.other is None else [("other", body.other)])
     runs, prompts, sizes = [], [], []
-    for param, given in named:
+    for param, given in body.named:
         generation = to_generation_request(given, param, default_model)
         prepared = await prepare(generation)
         card = card_of(generation.model)

@@ -19,12 +19,11 @@ def check_prefix_body(job: BodyJob, longest_token_chars: int | None) -> Prepared
         conversation_of(PrefixBody.fields.decode(job.body))
         return PreparedBody(job.body, [])
     body: DryRunRequest = DryRunBody.fields.decode(job.body)
-    for param, given in (("request", body.request), ("other", body.other)):
-        if given is not None:
-            check_min_tokens(
-                to_generation_request(given, param, ""),
-                longest_token_chars,
-                max_context_tokens=job.max_context_tokens,
-                max_input_tokens=job.max_input_tokens,
-            )
+    for param, given in body.named:
+        check_min_tokens(
+            to_generation_request(given, param, ""),
+            longest_token_chars,
+            max_context_tokens=job.max_context_tokens,
+            max_input_tokens=job.max_input_tokens,
+        )
     return PreparedBody(job.body, [])

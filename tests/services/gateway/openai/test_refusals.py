@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from services.gateway.openai.chat import ChatCompletionRequest, to_generation_request
+from services.gateway.request import submission
 from services.gateway.request.submission import MAX_INLINE_CHARS
 from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
@@ -310,7 +311,8 @@ async def test_prompts_in_preparation_count_as_open_requests(
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(preparation, "prepare", slow_prepare)
-    long = {"messages": [{"role": "user", "content": "x" * (MAX_INLINE_CHARS + 1)}]}
+    monkeypatch.setattr(submission, "MAX_INLINE_CHARS", 100)
+    long = {"messages": [{"role": "user", "content": "x" * 101}]}
     first = asyncio.create_task(cluster.http.post(CHAT, json=long))
     await is_preparing.wait()
     second = asyncio.create_task(cluster.http.post(CHAT, json=long))

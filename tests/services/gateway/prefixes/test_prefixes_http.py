@@ -219,7 +219,7 @@ async def test_invalid_prefixes_are_rejected(
 
 
 async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles) -> None:
-    async def render(messages: Messages, tools: Messages) -> list[str]:
+    async def render(tenant_id: str, messages: Messages, tools: Messages) -> list[str]:
         return [str(message["content"]) for message in messages]
 
     reader = PrefixTokenizer(render, model_files.tokenizer, lambda: 1 << 20)

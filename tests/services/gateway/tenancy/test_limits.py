@@ -369,3 +369,51 @@ async def until_open(store: RedisStore, record: TenantRecord, num_open: int) -> 
     async with asyncio.timeout(5):
         while (await state(store, record)).num_open != num_open:
             await asyncio.sleep(0.01)
+
+
+async def test_tokens_are_charged_to_an_admitted_request(limits: Limits, store: RedisStore) -> None:
+    """Its place under `concurrency` is its own, and its request is not charged twice."""
+    record = tenant(requests_per_min=10, concurrency=1, output_tokens_per_min=100)
+    first = await limits.admit(record, "a")
+    assert (await state(store, record)).used["output_tokens_per_min"] == 0
+    lease = await limits.charge(first, RequestCost(5, 80))
+    current = await state(store, record)
+    assert current.num_open == limits.num_open == 1
+    assert current.used["requests_per_min"] == pytest.approx(1, abs=0.1)
+    assert current.used["output_tokens_per_min"] == pytest.approx(80, abs=1)
+    with pytest.raises(ConcurrencyExhausted):
+        await limits.admit(record, "b")
+    limits.settle(first, 0)  # replaced: settles nothing
+    assert limits.num_open == 1
+    limits.settle(lease, 20)
+    assert await limits.flush()
+    current = await state(store, record)
+    assert current.num_open == 0
+    assert current.used["output_tokens_per_min"] == pytest.approx(20, abs=1)
+
+
+async def test_rejected_tokens_end_the_request_and_leave_it_charged(
+    limits: Limits, store: RedisStore
+) -> None:
+    record = tenant(requests_per_min=10, concurrency=1, input_tokens_per_min=100)
+    lease = await limits.charge(await limits.admit(record, "a"), RequestCost(90, 0))
+    limits.settle(lease, 0)
+    second = await limits.admit(record, "b")
+    with pytest.raises(InputTokensExhausted):
+        await limits.charge(second, RequestCost(90, 0))
+    limits.settle(second, 0)
+    assert limits.num_open == 0
+    current = await state(store, record)
+    assert current.num_open == 0
+    assert current.used["requests_per_min"] == pytest.approx(2, abs=0.1)
+    assert current.used["input_tokens_per_min"] == pytest.approx(90, abs=1)
+
+
+async def test_tenant_without_token_limits_has_one_order(
+    limits: Limits, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = await limits.admit(tenant(concurrency=1), "a")
+    monkeypatch.setattr(store, "evaluate", None)
+    assert await limits.charge(lease, RequestCost(10**6, 10**6)) is lease
+    monkeypatch.undo()
+    limits.settle(lease, 0)

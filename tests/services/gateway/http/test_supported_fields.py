@@ -1,0 +1,74 @@
+"""Bounds of bodies: each is a 413 that names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.http.body_budget import BodyBudget
+from services.gateway.openai.chat import CHAT_FIELDS
+from services.gateway.prefixes.bodies import PrefixBody, conversation_of
+from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [HELLO] * 4097}, "messages"),
+        (
+            {
+                "messages": [
+                    HELLO,
+                    {"role": "user", "content": [{"type": "text", "text": ""}] * 1025},
+                ]
+            },
+            "messages[1].content",
+        ),
+        ({"messages": [HELLO], "tools": [{"a": nested(32)}]}, "tools"),
+        ({"messages": [HELLO], "tools": [{"a": [0] * 16_384}]}, "tools"),
+    ],
+)
+def test_bounds_of_a_conversation(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(PayloadTooLarge) as caught:
+        conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))
+    assert (caught.value.http_status, caught.value.param) == (413, param)
+
+
+def test_conversation_at_its_bounds_is_accepted() -> None:
+    fields = {"messages": [HELLO] * 4096, "tools": [{"a": nested(29)}]}
+    assert len(conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))) == 4096
+
+
+def test_neutral_values_are_compared_without_decoding_large_ones() -> None:
+    """Values that cannot be neutral are not built: 200,000 lists cost no objects."""
+    for tools in ("null", "[]", " [ ] "):
+        CHAT_FIELDS.decode(b'{"messages": [{"role": "user"}], "tools": %s}' % tools.encode())
+    tools = "[" + ",".join(["[]"] * 200_000) + "]"
+    body = b'{"messages": [{"role": "user"}], "tools": %s}' % tools.encode()
+    with pytest.raises(InvalidRequest) as caught:
+        CHAT_FIELDS.decode(body)
+    assert caught.value.param == "tools"
+    assert isinstance(CHAT_FIELDS._others.decode(body).tools, msgspec.Raw)
+
+
+def test_body_bytes_of_a_tenant_and_of_the_gateway_are_bounded() -> None:
+    budget = BodyBudget(max_tenant_bytes=10, max_gateway_bytes=15)
+    first, second, other = budget.body("a"), budget.body("a"), budget.body("b")
+    first.add(8)
+    with pytest.raises(Overloaded, match="this tenant"):
+        second.add(3)
+    other.add(7)
+    with pytest.raises(Overloaded, match="the gateway"):
+        other.add(1)
+    for each in (first, first, second, other):
+        each.release()
+    assert budget.num_bytes == 0 and not budget._by_tenant

@@ -1,0 +1,112 @@
+"""Requests are charged before they are decoded, and large bodies are prepared in a process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway import admission
+from tests.services.gateway.conftest import until
+from tests.services.gateway.openai.test_chat_http import BODY, CHAT
+from tests.services.gateway.openai.test_refusals import check_envelope
+from tests.services.gateway.tenancy.test_limits_http import COMPLETIONS, EMBEDDINGS, Acme, acme
+
+__all__ = ["acme"]
+pytestmark = pytest.mark.own_cluster
+
+SYSTEM = "the quick brown fox jumps over the lazy dog " * 4
+TOO_LONG = {"messages": [{"role": "user", "content": "x" * 50_000}]}
+REJECTED: list[tuple[str, str, bytes, int]] = [
+    ("POST", CHAT, b"{", 400),
+    ("POST", CHAT, b"", 400),
+    ("POST", CHAT, b" " * (64 * 1024 + 1), 413),
+    ("POST", CHAT, json.dumps(TOO_LONG).encode(), 413),
+    ("POST", CHAT, json.dumps({**BODY, "tools": [{}]}).encode(), 400),
+    ("POST", CHAT, json.dumps({**BODY, "messages": [{"role": "assistant"}]}).encode(), 400),
+    ("POST", COMPLETIONS, b'{"prompt": [[]]}', 400),
+    ("POST", EMBEDDINGS, b'{"input": "a", "dimensions": 3}', 400),
+    ("POST", "/v1/prefixes/dry_run", b'{"request": {}}', 400),
+    ("PUT", "/v1/prefixes/short", b"{}", 400),
+    ("GET", "/v1/prefixes/none", b"", 404),
+    ("DELETE", "/v1/prefixes/none", b"", 404),
+]
+
+
+async def test_every_rejected_request_is_charged(acme: Acme) -> None:
+    await acme.configure(requests_per_min=60, concurrency=1)
+    for number, (method, path, body, status) in enumerate(REJECTED, 1):
+        headers = {"content-type": "application/json"}
+        response = await acme.http.request(method, path, content=body, headers=headers)
+        assert response.status_code == status, (path, response.text)
+        remaining = int(response.headers["x-ratelimit-remaining-requests"])
+        assert remaining == 60 - number, path
+    assert (await acme.post_chat()).status_code == 200  # no rejected request holds its place
+    await until(lambda: not acme.cluster.gateway._limits.num_open)
+
+
+async def test_exhausted_tenant_costs_no_work(acme: Acme, monkeypatch: Any) -> None:
+    """Its bodies are not even read, on no route that renders, tokenizes or writes."""
+    await acme.configure(requests_per_min=1)
+    assert (await acme.post_chat()).status_code == 200
+    monkeypatch.setattr(admission.Admission, "_read", None)
+    for method, path, body, _ in REJECTED:
+        response = await acme.http.request(method, path, content=body)
+        check_envelope(response, 429, "requests_per_min_exceeded", None)
+    assert (await acme.http.get("/v1/models")).status_code == 200
+
+
+async def test_prefix_write_costs_its_tokens(acme: Acme) -> None:
+    await acme.configure(requests_per_min=60, input_tokens_per_min=100)
+    response = await acme.http.put("/v1/prefixes/a", json={"system": SYSTEM})
+    assert response.status_code == 200, response.text
+    num_tokens = response.json()["num_tokens"]
+    assert num_tokens > 50
+    assert int(response.headers["x-ratelimit-remaining-tokens"]) == 100 - num_tokens
+    again = await acme.http.put("/v1/prefixes/b", json={"system": SYSTEM})
+    check_envelope(again, 429, "input_tokens_per_min_exceeded", None)
+    assert [each["name"] for each in (await acme.http.get("/v1/prefixes")).json()["data"]] == ["a"]
+
+
+LARGE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {**BODY, "logprobs": True, "logit_bias": {"7": 1.5}, "stop": ["zzz"], "seed": 1}),
+    (COMPLETIONS, {"prompt": ["hello", "the fox"], "max_tokens": 5, "echo": True, "seed": 1}),
+    (COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 5, "echo": True, "logprobs": 1, "seed": 1}),
+    (EMBEDDINGS, {"input": [[5, 6], [7]]}),
+    ("/v1/prefixes/dry_run", {"request": BODY, "other": {"prompt": "hello"}}),
+]
+
+
+async def test_large_body_has_the_same_response(acme: Acme, monkeypatch: Any) -> None:
+    """Prepared in a process as inline; only ids and times differ."""
+    await acme.configure()
+    for path, body in LARGE:
+        replies = []
+        for limit in (admission.MAX_INLINE_BYTES, 1):
+            monkeypatch.setattr(admission, "MAX_INLINE_BYTES", limit)
+            response = await acme.http.post(path, json=body)
+            assert response.status_code == 200, (path, response.text)
+            reply = response.json()
+            replies.append({key: reply[key] for key in reply.keys() - {"id", "created", "hearth"}})
+            monkeypatch.undo()
+        assert replies[0] == replies[1], path
+
+
+BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
+    (CHAT, TOO_LONG, 413, "context_length_exceeded", "messages"),
+    (CHAT, {**BODY, "tools": [{}]}, 400, "invalid_request", "tools"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
+     413, "", "messages[0].content"),
+    (COMPLETIONS, {"prompt": ["a"] * 257}, 413, "", "prompt"),
+    (EMBEDDINGS, {"input": ["a"] * 257}, 413, "", "input"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inline_bytes", [admission.MAX_INLINE_BYTES, 1])
+async def test_each_bound_names_its_field(acme: Acme, monkeypatch: Any, inline_bytes: int) -> None:
+    await acme.configure()
+    monkeypatch.setattr(admission, "MAX_INLINE_BYTES", inline_bytes)
+    for path, body, status, code, param in BOUNDS:
+        response = await acme.http.post(path, json=body)
+        check_envelope(response, status, code or "payload_too_large", param)
