@@ -16,6 +16,7 @@ from typing import Any
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
@@ -28,7 +29,6 @@ from shared.tenancy.tenant import TenantRecord
 MAX_INLINE_BYTES = 256 * 1024
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
 IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes nothing
-ON_AUTHENTICATED = "on_authenticated"  # set in the state by the server, for its connection limits
 
 
 class Admission:

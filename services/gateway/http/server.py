@@ -18,8 +18,10 @@ from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
+from services.gateway.http.connections import Connections
 from shared.errors import ConfigError
 
+ON_AUTHENTICATED = "on_authenticated"  # in a request's state: marks its connection
 LISTEN_BACKLOG = 2048
 GRACE_S = 5
 # Longer than the idle timeout of clients (httpx, and so OpenAI's SDK: 5 s): the client closes the
@@ -59,7 +61,8 @@ class HeadWithBody:
 
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, plus limits that uvicorn lacks: the size of a request's head and
-    trailers, the time for head and body, and the time that a client may leave its response unread.
+    trailers, the time for head and body, the time that a client may leave its response unread, and
+    the number of connections.
 
     idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ idle
     A connection starts in `head`. uvicorn closes idle connections.
@@ -72,9 +75,14 @@ class _Http(HttpToolsProtocol):
         body_timeout_s: float,
         write_timeout_s: float,
         on_slow_client: Callable[[], None],
+        connections: Connections,
         **named: Any,
     ) -> None:
         super().__init__(*args, **named)
+        self._connections = connections
+        self._address = ""
+        self._has_key = False
+        self._grace: asyncio.TimerHandle | None = None
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
         self._write_timeout_s = write_timeout_s
@@ -86,11 +94,19 @@ class _Http(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._connection = ClientConnection(transport, self._write_timeout_s, self._on_slow_client)
-        self._wait(self._head_timeout_s)
+        self._address = self.client[0] if self.client else ""
+        if self._connections.opened(self._address):
+            self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
+            self._wait(self._head_timeout_s)
+        else:
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._grace is not None:
+            self._grace.cancel()
         self._connection.lost()
+        self._connections.closed(self._address, has_key=self._has_key)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -115,6 +131,7 @@ class _Http(HttpToolsProtocol):
         self._wait(self._body_timeout_s)
         super().on_headers_complete()
         self.scope["extensions"] = {EXTENSION: self._connection}  # type: ignore[dict-item]
+        self.scope["state"][ON_AUTHENTICATED] = self._authenticated
         if self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
 
@@ -127,6 +144,16 @@ class _Http(HttpToolsProtocol):
         self._stop_waiting()
         self._is_idle = True
         super().on_message_complete()
+
+    def _authenticated(self) -> None:
+        """Called by the application for each request with a valid API key."""
+        if not self._has_key and not self.transport.is_closing():
+            self._has_key = True
+            self._connections.authenticated(self._address)
+
+    def _end_grace(self) -> None:
+        if not self._has_key and not self._connections.may_stay(self._address):
+            self.transport.close()
 
     def _wait(self, timeout_s: float) -> None:
         self._stop_waiting()
@@ -174,6 +201,7 @@ class WebServer:
         write_timeout_s: float = WRITE_TIMEOUT_S,
         keep_alive_s: int = KEEP_ALIVE_S,
         on_slow_client: Callable[[], None] = lambda: None,
+        connections: Connections | None = None,
     ) -> None:
         """Port 0 selects a free port. Raises ConfigError if the address cannot be bound."""
         try:
@@ -181,6 +209,7 @@ class WebServer:
             watch_peers(self._socket, write_timeout_s)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        self.connections = Connections() if connections is None else connections
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
             http=partial(  # type: ignore[arg-type]  # called like the class
@@ -189,13 +218,14 @@ class WebServer:
                 body_timeout_s=body_timeout_s,
                 write_timeout_s=write_timeout_s,
                 on_slow_client=on_slow_client,
+                connections=self.connections,
             ),
             ws="none",
             lifespan="on",
             access_log=False,
             log_config=None,
             server_header=False,
-            proxy_headers=False,  # the client's address is not used
+            proxy_headers=False,  # a client could name any address
             backlog=LISTEN_BACKLOG,
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=GRACE_S,

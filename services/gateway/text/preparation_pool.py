@@ -92,6 +92,7 @@ class PreparationPool:
         self._seats = [_Seat() for _ in range(count)]
         self._turns: FairTurns[_Waiting] = FairTurns(max_running=max(1, count // 2))
         self._spares: list[Process] = []
+        self._dying: list[Process] = []  # killed, and not yet seen to have ended
         self._background = Background()
         self._is_filling = self._is_closed = False
 
@@ -132,8 +133,8 @@ class PreparationPool:
         await self._background.stop()
         for seat in self._seats:
             await self._end(seat)
-        for spare in self._spares:
-            await _killed(spare)
+        for process in (*self._spares, *self._dying):
+            await _killed(process)
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,6 +179,7 @@ class PreparationPool:
             if seat.running is waiting and seat.process is not None:
                 process, seat.process = seat.process, None  # the next job takes another
                 send_signal(process, signal.SIGKILL)
+                self._dying = [*filter(_is_alive, self._dying), process]
 
     def _give_up(self, waiting: _Waiting) -> None:
         if all(seat.running is not waiting for seat in self._seats):
