@@ -10,6 +10,8 @@ import asyncio
 import atexit
 import json
 import tempfile
+import time
+from collections.abc import Awaitable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,9 +107,10 @@ BAD_HEADERS = (
 class FuzzedGateway:
     """A gateway whose peers reply immediately, shared by all examples of a run."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, max_body_bytes: int) -> None:
         """`patience_s`: the timeout of a request's head and of its body."""
         self.patience_s = patience_s
+        self.max_body_bytes = max_body_bytes
         self.broken: list[dict[str, Any]] = []
         self.runner = asyncio.Runner()
         self.runner.get_loop().set_exception_handler(lambda _, each: self.broken.append(each))
@@ -132,7 +135,7 @@ class FuzzedGateway:
             redis_url="redis://here",
             model_dir=directory,
             http_port=0,
-            max_body_bytes=MAX_BODY_BYTES,
+            max_body_bytes=self.max_body_bytes,
         )
         self.gateway = GatewayService(
             config,
@@ -212,8 +215,8 @@ GOOD_BODY = json.dumps({"prompt": "x", "max_tokens": 9}).encode()
 
 
 @cache
-def gateway_client(patience_s: float) -> FuzzedGateway:
-    return FuzzedGateway(patience_s)
+def gateway_client(patience_s: float, max_body_bytes: int = MAX_BODY_BYTES) -> FuzzedGateway:
+    return FuzzedGateway(patience_s, max_body_bytes)
 
 
 def check(answer: bytes) -> None:
@@ -294,3 +297,62 @@ def test_malformed_http(data: bytes) -> None:
     answer = impatient.runner.run(impatient.play(data))
     if answer:
         check(answer)
+
+
+# ── bodies at their bound ────────────────────────────────────────────────────────────────────────
+
+UNITS = (b"[]", b"{}", b"0", b'""', b"[[]]", b'{"a":[]}', b'{"role":"user","content":"a"}')
+FIELDS = (
+    b"tools",
+    b"messages",
+    b"prompt",
+    b"input",
+    b"stop",
+    b"logit_bias",
+    b"unknown",
+    b"request",
+)
+LARGE_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/v1/prefixes/dry_run", "/v1/prefixes/large"),
+)
+MAX_TURN_S = 0.05
+
+
+@st.composite
+def large_bodies(draw: st.DrawFn) -> bytes:
+    """A wide or a deep value in one field, as large as the gateway decodes on its event loop, or
+    larger, so that a preparation process decodes it.
+    """
+    field, size = draw(st.sampled_from(FIELDS)), draw(st.sampled_from((250_000, 2_000_000)))
+    if draw(st.booleans()):
+        unit = draw(st.sampled_from(UNITS))
+        value = b"[" + b",".join([unit] * (size // (len(unit) + 1))) + b"]"
+    else:
+        opening = draw(st.sampled_from((b"[", b'{"a":')))
+        value = opening * (size // len(opening))
+    path = draw(st.sampled_from(LARGE_PATHS))
+    method = "PUT" if path.endswith("large") else "POST"
+    body = b'{"' + field + b'":' + value + b"}"
+    return request_of(method, path, GOOD_HEADERS, body)
+
+
+async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
+    """The most CPU seconds of this thread that the loop spends in one iteration during `work`."""
+    longest, task = 0.0, asyncio.ensure_future(work)
+    before = time.thread_time()
+    while not task.done():
+        await asyncio.sleep(0)
+        now = time.thread_time()
+        longest, before = max(longest, now - before), now
+    return task.result(), longest
+
+
+@fuzz(12)
+@given(large_bodies())
+def test_no_body_holds_the_event_loop(data: bytes) -> None:
+    """CPU time, which a busy machine does not change."""
+    large = gateway_client(PATIENT_S, max_body_bytes=4 << 20)
+    answer, turn_s = large.runner.run(longest_turn_s(large.send(data)))
+    check(answer)
+    assert turn_s <= MAX_TURN_S

@@ -99,7 +99,7 @@ class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [("request", self.request), *other]
 
     request: msgspec.Raw
-    other: msgspec.Raw = NULL
+    other: msgspec.Raw = msgspec.field(default_factory=lambda: NULL)
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
