@@ -27,7 +27,7 @@ from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.kv_link import SimulatedDialer
+from tests.simulation.world.kv_link import DataPlane
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.store import MemoryStore
 from tests.simulation.world.workers import MODEL, SimulatedWorker
@@ -49,7 +49,7 @@ PROCESSES = (*WORKERS, "gateway-1", "scheduler-1", "kv_index-1")
 class Fleet:
     def __init__(self, model_dir: Path, files: ModelFiles) -> None:
         self.network = SimulatedNetwork()
-        clock, data_plane = VirtualClock(), SimulatedDialer()
+        clock, data_plane = VirtualClock(), DataPlane()
         self.index_store, self._gateway_store = MemoryStore(), MemoryStore()
         self.gateway = GatewayService(
             GatewayConfig(
