@@ -96,7 +96,7 @@ def running(
 
 def test_up_starts_one_process_per_service(running: Up) -> None:
     lines = list(processes_of(running.state_home).values())
-    preparing = [each for each in lines if "template_process" in each]
+    preparing = [each for each in lines if "preparation_process" in each]
     assert 1 <= len(preparing) <= 3  # the gateway's own, of which only the first is there at once
     # five services, nats-server, redis-server, and up itself
     assert len(lines) - len(preparing) == 8
