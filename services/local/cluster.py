@@ -35,6 +35,7 @@ from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from shared.transport.wire_errors import UNREADABLE
 
@@ -160,6 +161,9 @@ class LocalCluster:
         ):
             await self._supervisor.launch(spec)
         await self._wait_until_ready()
+        # By then each process has received a heartbeat of each other one, not only the gateway:
+        # the first request is placed like any later one.
+        await self._clock.sleep(HEARTBEAT_INTERVAL_S)
         self._state.publish(self._description())
 
     async def _wait_until_ready(self) -> None:
