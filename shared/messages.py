@@ -504,6 +504,15 @@ class IndexLoad(Message, frozen=True, kw_only=True):
     num_pinned_prefixes: Count = 0
 
 
+class GatewayLoad(Message, frozen=True, kw_only=True):
+    """Counts of a gateway since its start."""
+
+    # prompts that decode computed because it may not use the KV of live prefill workers
+    num_unlike_prefills: Count = 0
+    # outputs that a worker with other numerics than before continued
+    num_numerics_changes: Count = 0
+
+
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -589,6 +598,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     index: IndexLoad | None = None
     num_impostors: Count = 0  # messages rejected since its start for a wrong sender
     uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves
+    gateway: GatewayLoad | None = None
 
     @property
     def sender_id(self) -> str:

@@ -39,6 +39,9 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_failed_steps: int | None = None
     index_state: IndexState | None = None
     num_indexed_blocks: int | None = None
+    # since the start of a gateway: see GatewayLoad
+    num_unlike_prefills: int | None = None
+    num_numerics_changes: int | None = None
 
     @property
     def is_worker(self) -> bool:
@@ -134,6 +137,12 @@ def _view(known: _KnownProcess) -> ProcessView:
             view,
             index_state=heartbeat.index.state,
             num_indexed_blocks=heartbeat.index.num_blocks,
+        )
+    if heartbeat.gateway is not None:
+        return msgspec.structs.replace(
+            view,
+            num_unlike_prefills=heartbeat.gateway.num_unlike_prefills,
+            num_numerics_changes=heartbeat.gateway.num_numerics_changes,
         )
     if load is None:
         return view

@@ -39,7 +39,10 @@ WORKER_COLUMNS = (
     *("free blocks", "tokens/s", "prompt/s", "hits", "failed steps", "state"),
 )
 
-SERVICE_COLUMNS = ("process", "role", "region", "index", "state")
+SERVICE_COLUMNS = (
+    *("process", "role", "region", "index"),
+    *("unlike prefills", "numerics changes", "state"),
+)
 
 
 def find_nats(nats_url: str | None) -> str:
@@ -148,11 +151,13 @@ def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
         column.justify = "right"
     services = Table(*SERVICE_COLUMNS, box=None, header_style="bold")
     services.pad_edge = False
+    for column in services.columns[4:-1]:
+        column.justify = "right"
     for row in rows:
         if row.is_worker:
             workers.add_row(*_worker_cells(row), style="dim" if row.is_lost else "")
         else:
-            services.add_row(row.process_id, row.role, row.region or "-", _index(row), _state(row))
+            services.add_row(*_service_cells(row))
     parts: list[RenderableType] = (
         [workers, Text(), services] if rows else [Text("no heartbeat received")]
     )
@@ -178,12 +183,29 @@ def _worker_cells(row: ProcessView) -> list[str | Text]:
     ]
 
 
+def _service_cells(row: ProcessView) -> list[str | Text]:
+    return [
+        row.process_id,
+        row.role,
+        row.region or "-",
+        _index(row),
+        _count(row.num_unlike_prefills),
+        _count(row.num_numerics_changes),
+        _state(row),
+    ]
+
+
 def _index(row: ProcessView) -> Text:
     """The number of indexed blocks, and whether the index is exact."""
     if row.index_state is None or row.is_lost:
         return Text()
     style = "" if row.index_state == "exact" else "yellow"
     return Text(f"{row.index_state}, {row.num_indexed_blocks} blocks", style=style)
+
+
+def _count(value: int | None) -> str:
+    """Empty for a process that does not count this."""
+    return "" if value is None else str(value)
 
 
 def _number(value: float | None) -> str:

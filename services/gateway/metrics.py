@@ -17,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from shared.messages import Heartbeat, WorkerLoad
+from shared.messages import GatewayLoad, Heartbeat, WorkerLoad
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -117,6 +117,8 @@ class _Durations(Collector):
 class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._num_unlike_prefills = 0
+        self._num_numerics_changes = 0
         self._requests = Counter(
             "hearth_gateway_requests",
             "Ended requests by outcome: stop, length, or an error code.",
@@ -178,10 +180,19 @@ class GatewayMetrics:
         self._slow_clients.inc()
 
     def count_numerics_change(self) -> None:
+        self._num_numerics_changes += 1
         self._numerics_changes.inc()
 
     def count_unlike_prefill(self) -> None:
+        self._num_unlike_prefills += 1
         self._unlike_prefills.inc()
+
+    def load(self) -> GatewayLoad:
+        """What the gateway's heartbeats report."""
+        return GatewayLoad(
+            num_unlike_prefills=self._num_unlike_prefills,
+            num_numerics_changes=self._num_numerics_changes,
+        )
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

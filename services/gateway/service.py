@@ -78,8 +78,14 @@ class GatewayService:
         self.files = files
         self._clock = clock
         self._randomness = randomness
+        self.metrics = GatewayMetrics()
         self._health_monitor = HealthMonitor(
-            bus, clock, randomness, roles=("gateway",), region=config.region
+            bus,
+            clock,
+            randomness,
+            roles=("gateway",),
+            region=config.region,
+            gateway=self.metrics.load,
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
         self._pool = preparation_pool(config, files) if pool is None else pool
@@ -88,7 +94,6 @@ class GatewayService:
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
-        self.metrics = GatewayMetrics()
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         self.submission = Submission(
             max_requests=config.max_requests,

@@ -16,6 +16,7 @@ from shared.lifecycle.identity import name_in_use
 from shared.messages import (
     Alive,
     DataPlaneAddress,
+    GatewayLoad,
     Heartbeat,
     IndexLoad,
     ModelCard,
@@ -38,7 +39,8 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load` and `index` for every heartbeat, to report the state of engine and index.
+    """Calls `load`, `index` and `gateway` for every heartbeat, to report the state of an engine,
+    an index or a gateway.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """
@@ -55,6 +57,7 @@ class HealthMonitor:
         model: ModelCard | None = None,
         data_plane: DataPlaneAddress | None = None,
         index: Callable[[], IndexLoad] | None = None,
+        gateway: Callable[[], GatewayLoad] | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -72,6 +75,7 @@ class HealthMonitor:
         self._model = model
         self._data_plane = data_plane
         self._index = index
+        self._gateway = gateway
         self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
@@ -221,6 +225,7 @@ class HealthMonitor:
             index=None if self._index is None else self._index(),
             num_impostors=self._bus.num_sender_mismatches,
             uptime_s=self._uptime_s(),
+            gateway=None if self._gateway is None else self._gateway(),
         )
         try:
             await self._bus.publish(self._subject, message)

@@ -6,7 +6,15 @@ from rich.console import Console
 from services.cli.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from services.cli.status import tables
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
-from shared.messages import Heartbeat, IndexLoad, ModelCard, ProcessState, Role, WorkerLoad
+from shared.messages import (
+    GatewayLoad,
+    Heartbeat,
+    IndexLoad,
+    ModelCard,
+    ProcessState,
+    Role,
+    WorkerLoad,
+)
 from shared.numerics import Numerics
 
 CARD = ModelCard(
@@ -177,3 +185,25 @@ def test_index_state_and_number_of_blocks_are_shown() -> None:
     with console.capture() as shown:
         console.print(tables([index]))
     assert "degraded, 812 blocks" in shown.get()
+
+
+def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:
+    play = Play()
+    heartbeat = Heartbeat(
+        process_id="gateway-1",
+        epoch=1,
+        sequence_number=1,
+        roles=("gateway",),
+        state="ready",
+        interval_s=HEARTBEAT_INTERVAL_S,
+        gateway=GatewayLoad(num_unlike_prefills=6, num_numerics_changes=2),
+    )
+    play.view.observe(heartbeat, play.now)
+    (gateway,) = play.view.rows()
+    assert (gateway.num_unlike_prefills, gateway.num_numerics_changes) == (6, 2)
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(tables([gateway]))
+    header, row = shown.get().splitlines()[-2:]
+    assert header.split()[-5:] == ["unlike", "prefills", "numerics", "changes", "state"]
+    assert row.split() == ["gateway-1", "gateway", "-", "6", "2", "ready"]

@@ -271,6 +271,7 @@ class PeerScheduler:
     refusal: HearthError | None = None
     is_holding: bool = False  # queued requests stay queued
     sends_keepalives: bool = True
+    has_unlike_prefill: bool = False  # of the next placements
 
     def __post_init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -290,6 +291,7 @@ class PeerScheduler:
         """Sets every field to its default; queued requests are then placed."""
         self.workers, self.refusal = list(workers), None
         self.is_holding, self.sends_keepalives = False, True
+        self.has_unlike_prefill = False
 
     async def start(self) -> None:
         await self.bus.serve(
@@ -340,7 +342,10 @@ class PeerScheduler:
         placement_id = secrets.token_bytes(16)
         worker.run(placement_id, request)
         placed = Placed(
-            request_id=request.request_id, placement_id=placement_id, worker_id=worker.worker_id
+            request_id=request.request_id,
+            placement_id=placement_id,
+            worker_id=worker.worker_id,
+            has_unlike_prefill=self.has_unlike_prefill,
         )
         await self.bus.publish(subjects.placement(request.gateway_id), placed)
         return placement_id

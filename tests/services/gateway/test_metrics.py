@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from services.gateway.metrics import GatewayMetrics
-from shared.messages import Heartbeat, IndexLoad, WorkerLoad
+from shared.messages import GatewayLoad, Heartbeat, IndexLoad, WorkerLoad
 
 
 def test_fleet_counters_are_labelled_by_process() -> None:
@@ -78,3 +78,4 @@ def test_reports_of_numerics_are_counted() -> None:
     text = metrics.render().decode()
     assert "hearth_gateway_numerics_changed_total 1.0" in text
     assert "hearth_gateway_unlike_prefills_total 2.0" in text
+    assert metrics.load() == GatewayLoad(num_unlike_prefills=2, num_numerics_changes=1)
