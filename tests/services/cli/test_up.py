@@ -10,7 +10,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,40 @@ def temporary_dir() -> Iterator[Path]:
         yield Path(path)
 
 
+class SharedUp:
+    """One cluster for the tests of this module, and another one after a test that stops it."""
+
+    def __init__(self, start: Callable[[], Up]) -> None:
+        self._start = start
+        self._up: Up | None = None
+
+    def open(self) -> Up:
+        if self._up is None or self._up.process.poll() is not None:
+            self._up = self._start()
+        return self._up
+
+    def close(self) -> None:
+        if self._up is not None and self._up.process.poll() is None:
+            self._up.stop()
+
+
 @pytest.fixture(scope="module")
-def running(
+def shared_up(
     tmp_path_factory: pytest.TempPathFactory, chat_model: Path, temporary_dir: Path
-) -> Iterator[Up]:
-    state_home = tmp_path_factory.mktemp("state")
-    cluster = Up(state_home, "--model", str(chat_model), TMPDIR=str(temporary_dir))
-    yield cluster
-    if cluster.process.poll() is None:
-        cluster.stop()
+) -> Iterator[SharedUp]:
+    def start() -> Up:
+        state_home = tmp_path_factory.mktemp("state")
+        return Up(state_home, "--model", str(chat_model), TMPDIR=str(temporary_dir))
+
+    shared = SharedUp(start)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def running(shared_up: SharedUp) -> Up:
+    """Tests run in any order: pytest-xdist moves them between its processes."""
+    return shared_up.open()
 
 
 def test_up_starts_one_process_per_service(running: Up) -> None:
