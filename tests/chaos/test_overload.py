@@ -82,7 +82,11 @@ async def test_only_known_tenants_are_served_without_redis(
 
 
 async def test_decode_alone_serves_without_prefill_and_index(cluster: ChaosCluster) -> None:
-    for name in ("prefill-1", "kv_index-1"):
+    killed = ("prefill-1", "kv_index-1")
+    for name in killed:
         cluster.kill(name)
     responses = await asyncio.gather(*(send(cluster, number) for number in range(6)))
     assert {each.status for each in responses} == {200}, [*map(str, responses)]
+    for name in killed:
+        await cluster.restart(name)
+    await cluster.wait_until_ready()  # for other tests
