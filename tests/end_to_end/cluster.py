@@ -113,7 +113,7 @@ class Cluster:
         """Returns the newest heartbeat of each process, once they satisfy `condition`."""
         credential = next(c for c in self.state.credentials if c.role == "gateway")
         url = credential.nats_url(self.state.nats_host, self.state.nats_port)
-        return asyncio.run(_receive_heartbeats(url, credential.process_id, condition, timeout_s))
+        return asyncio.run(receive_heartbeats(url, credential.process_id, condition, timeout_s))
 
     def wait_until_empty(self) -> None:
         """Waits until every worker has only free blocks and no running or waiting request."""
@@ -153,9 +153,10 @@ class _Newest:
         self.changed.set()
 
 
-async def _receive_heartbeats(
+async def receive_heartbeats(
     url: str, process_id: str, condition: Callable[[dict[str, Heartbeat]], bool], timeout_s: float
 ) -> dict[str, Heartbeat]:
+    """Returns the newest heartbeat of each process, once they satisfy `condition`."""
     bus = await NatsBus.connect(url, process_id=process_id)
     newest = _Newest()
     await bus.subscribe(HEARTBEATS, Heartbeat, newest.on_heartbeat)

@@ -46,7 +46,10 @@ MONITOR = "monitor"
 
 
 class ChaosCluster:
-    """`step_s`: step time of the timing engine; None serves the demo model."""
+    """`step_s`: step time of the timing engine; None serves the demo model.
+
+    `environ_of`: additional variables of single services, by name.
+    """
 
     def __init__(
         self,
@@ -57,12 +60,14 @@ class ChaosCluster:
         scheduler_options: Mapping[str, str] = {},
         gateway_options: Mapping[str, str] = {},
         services: Iterable[str] = SERVICES,
+        environ_of: Mapping[str, Mapping[str, str]] = {},
     ) -> None:
         self.folder = folder
         self.services = {name: SERVICES[name] for name in services}
         self.api_key = new_api_key()
         self.urls = {n: f"http://127.0.0.1:{free_port()}" for n in self.named("gateway")}
         self._step_s = step_s
+        self._environ_of = environ_of
         self._options: dict[str, Mapping[str, str]] = {
             "prefill": worker_options,
             "decode": worker_options,
@@ -234,7 +239,7 @@ class ChaosCluster:
         }
         if self._step_s is not None:
             environ[STEP_VARIABLE] = str(self._step_s)
-        return environ
+        return environ | self._environ_of.get(name, {})
 
 
 def descriptors(pid: int) -> dict[str, int]:
