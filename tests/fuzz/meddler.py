@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
+from hypothesis.errors import StopTest
 
 from shared.messages import (
     AbortRequest,
@@ -59,6 +60,7 @@ class Meddler:
     def __init__(
         self, network: SimulatedNetwork, plan: Plan, draw: Callable[[Any], Any], spared: str
     ) -> None:
+        self.exhausted: StopTest | None = None  # what hypothesis raised when the choices ended
         self._plan, self._draw = plan, draw
         self._network = network
         self._spared = {spared.encode()}  # and the ids of its placements
@@ -84,7 +86,11 @@ class Meddler:
 
     def reply(self, data: bytes) -> bytes:
         how = self._how("reply", data)
-        return data if how is None else self._spoilt(data)
+        try:
+            return data if how is None else self._spoilt(data)
+        except StopTest as error:
+            self._stop_early(error)
+            return data
 
     def _take(
         self, connection: Any, subject: str, parcel: Parcel, send: Callable[[Parcel], None]
@@ -95,7 +101,7 @@ class Meddler:
         if how in (None, "after", "twice", "late", "elsewhere"):
             send(parcel)
         if how is not None:
-            for at, sent in self._instead(how, subject, parcel):
+            for at, sent in self._drawn_instead(how, subject, parcel):
                 sent = Parcel(sent, parcel.reply, parcel.wire_subject)
                 if at == subject:
                     send(sent)
@@ -115,6 +121,18 @@ class Meddler:
             sent = msgspec.msgpack.decode(data)
             if "placement_id" in sent:
                 self._spared.add(sent["placement_id"])
+
+    def _drawn_instead(self, how: str, subject: str, parcel: Parcel) -> list[tuple[str, bytes]]:
+        try:
+            return self._instead(how, subject, parcel)
+        except StopTest as error:
+            self._stop_early(error)
+            return [(subject, parcel.data)]
+
+    def _stop_early(self, error: StopTest) -> None:
+        """The services must not meet the exception: it is for hypothesis, after the run."""
+        self.exhausted = error
+        self.stop()
 
     def _instead(self, how: str, subject: str, parcel: Parcel) -> list[tuple[str, bytes]]:
         data = parcel.data

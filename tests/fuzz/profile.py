@@ -20,3 +20,9 @@ def fuzz(max_examples: int) -> Callable[[Any], Any]:
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def timed(test: Any) -> Any:
+    """Marks a test of CPU time, which a run guided by coverage would multiply."""
+    test.is_timed = True
+    return test

@@ -27,11 +27,11 @@ MAX_RSS_MB = 4096
 NUM_SEEDS = 100
 
 
-def tests_of(module: Any) -> Iterator[str]:
-    """The names of the tests that draw examples with hypothesis."""
+def tests_of(module: Any) -> Iterator[tuple[str, bool]]:
+    """The names of the tests that draw examples with hypothesis, and whether CPU time is tested."""
     for name, value in vars(module).items():
         if name.startswith("test_") and getattr(value, "is_hypothesis_test", False):
-            yield name
+            yield name, getattr(value, "is_timed", False)
 
 
 def run_all(names: list[str], seconds: int) -> int:
@@ -39,27 +39,34 @@ def run_all(names: list[str], seconds: int) -> int:
     paths = sorted(Path(__file__).parent.glob("test_*.py"))
     stems = [path.stem for path in paths if not names or path.stem[5:] in names]
     tests = [
-        (stem, test)
+        (stem, test, is_timed)
         for stem in stems
-        for test in tests_of(importlib.import_module(f"{PACKAGE}.{stem}"))
+        for test, is_timed in tests_of(importlib.import_module(f"{PACKAGE}.{stem}"))
     ]
     num_failed = 0
-    for stem, test in tests:
+    for stem, test, is_timed in tests:
         share = str(max(1, seconds // len(tests)))
         print(f"{stem}.{test}: {share} s", flush=True)
         command = [sys.executable, "-m", f"{PACKAGE}.run", "--one", stem, test, "--seconds", share]
+        command += ["--timed"] if is_timed else []
         num_failed += subprocess.run(command, check=False).returncode != 0
     print(f"{len(tests)} tests, {num_failed} failed", flush=True)
     return num_failed
 
 
-def run_one(stem: str, name: str, seconds: int) -> None:
+def run_one(stem: str, name: str, seconds: int, *, is_timed: bool) -> None:
     try:
         import atheris
     except ImportError:
+        atheris = None
+    if atheris is None or is_timed:
         print("without atheris", flush=True)
         run_with_hypothesis(getattr(importlib.import_module(f"{PACKAGE}.{stem}"), name), seconds)
-        return
+    else:
+        run_with_atheris(atheris, stem, name, seconds)
+
+
+def run_with_atheris(atheris: Any, stem: str, name: str, seconds: int) -> None:
     with atheris.instrument_imports(include=["services", "shared"]):
         module = importlib.import_module(f"{PACKAGE}.{stem}")
     found = tempfile.mkdtemp(prefix="hearth-fuzz-")
@@ -93,9 +100,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="of tests/fuzz/test_<name>.py; default: all")
     parser.add_argument("--seconds", type=int, default=600, help="in all")
     parser.add_argument("--one", nargs=2, metavar=("FILE", "TEST"), help=argparse.SUPPRESS)
+    parser.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        run_one(*given.one, given.seconds)
+        run_one(*given.one, given.seconds, is_timed=given.timed)
     else:
         sys.exit(min(1, run_all(given.names, given.seconds)))
 

@@ -66,6 +66,8 @@ def test_services_survive_wrong_messages(plan: Plan, data: st.DataObject) -> Non
             assert await it.ended(again) is None
             assert text_of(again) == undisturbed()
             await it.settled()
+        if meddler.exhausted is not None:
+            raise meddler.exhausted
 
     expected = undisturbed()
 

@@ -28,7 +28,7 @@ from shared.config import GatewayConfig
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant_admin import store_api_key
 from tests.fuzz.mutations import anything, spoiled, torn
-from tests.fuzz.profile import fuzz
+from tests.fuzz.profile import fuzz, timed
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
 from tests.simulation.world.bus import SimulatedNetwork
@@ -348,6 +348,7 @@ async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
     return task.result(), longest
 
 
+@timed
 @fuzz(12)
 @given(large_bodies())
 def test_no_body_holds_the_event_loop(data: bytes) -> None:
