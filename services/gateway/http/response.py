@@ -175,8 +175,11 @@ class GenerationResponse:
             await self._send_error(send, error)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends a comment after each silence: clients ignore it, proxies see activity."""
-        while True:
+        """Sends a comment after each silence: clients ignore it, proxies see activity.
+
+        Ends with the response: a client may take its last bytes long after they were sent.
+        """
+        while not self._is_complete:
             silent_s = self._clock.now() - self._sent_at
             if silent_s < self._keep_alive_s:
                 await self._clock.sleep(self._keep_alive_s - silent_s)

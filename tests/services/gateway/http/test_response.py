@@ -115,6 +115,7 @@ class Case:
         self.output = output
         self.sent: list[tuple[float, Any]] = []
         self.errors: list[HearthError] = []
+        self.num_polls = 0  # of the clock
         self.scope = scope()
         self.transport = self.scope["extensions"][EXTENSION]._transport
         self.can_send = asyncio.Event()
@@ -126,8 +127,16 @@ class Case:
             is_streamed=True,
             headers={},
             cancel=self.errors.append,
-            clock=VirtualClock(),
+            clock=self,
         )
+
+    def now(self) -> float:
+        self.num_polls += 1
+        assert self.num_polls < 1000, "the response never waits"
+        return VirtualClock().now()
+
+    async def sleep(self, delay_s: float) -> None:
+        await VirtualClock().sleep(delay_s)
 
     async def receive(self) -> Any:
         while not self.transport.is_aborted:
@@ -196,6 +205,27 @@ def test_no_comment_follows_an_end_that_waited(
         await response
         bodies = [body for _, body in case.sent]
         assert bodies[0] == 200 and b"overloaded" in bodies[1] and len(bodies) == 2
+
+    run(main())
+
+
+def test_comments_end_with_the_response(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    """The client leaves the end unread for longer than the silence before a comment."""
+
+    async def main() -> None:
+        case = Case(delivery_of(gateway_config, model_files, max_tokens=8))
+        connection = case.scope["extensions"][EXTENSION]
+        connection._is_empty.clear()
+        response = case.start()
+        case.output.on_finish(0, LENGTH)
+        case.output.on_end(StreamEnd(None, "w", 0))
+        await asyncio.sleep(25)
+        assert not response.done() and case.num_polls < 10
+        connection.bytes_sent()
+        await response
+        assert [body for _, body in case.sent] == [200, b"()(closing)"]
 
     run(main())
 
