@@ -133,6 +133,7 @@ class Limits:
         try:
             return await self._open(account, lease_id, request_cost, costs, settled=(first,))
         finally:
+            account.counter.apply(_own_command(account, settled=(first,)), self._clock.now())
             # again with the next command: a renewal may have been under way
             account.unsettled[first.lease_id] = (first, self._clock.now() + LEASE_S)
 

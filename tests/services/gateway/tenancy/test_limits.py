@@ -310,6 +310,22 @@ async def test_locally_admitted_request_is_not_refunded_in_redis(
     await limits.stop()
 
 
+async def test_rejected_tokens_free_the_local_place_too(
+    store: RedisStore, clock: PacedClock
+) -> None:
+    failing_store = FailingStore(store)
+    limits = Limits(failing_store, clock)
+    record = tenant(concurrency=1, input_tokens_per_min=100)
+    lease = await limits.charge(await limits.admit(record, "a"), RequestCost(90, 0))
+    limits.settle(lease, 0)
+    second = await limits.admit(record, "b")
+    with pytest.raises(InputTokensExhausted):
+        await limits.charge(second, RequestCost(90, 0))
+    limits.settle(second, 0)
+    failing_store.is_down = True
+    await limits.admit(record, "c")
+
+
 async def test_unreadable_counter_affects_its_own_tenant_only(
     limits: Limits, store: RedisStore
 ) -> None:
