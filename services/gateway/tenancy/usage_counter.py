@@ -9,6 +9,7 @@ sent again because the reply was lost is not counted twice.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -87,6 +88,7 @@ class UsageCounter:
         self._number = 0
         self._rejected: Counter[Place] = Counter()
         self._retry_rejected_at = 0.0
+        self._flushing = asyncio.Lock()  # one batch at a time is under way
         self._background = Background()
 
     @property
@@ -124,13 +126,14 @@ class UsageCounter:
 
     async def flush(self) -> bool:
         """Sends all buffered counts. Returns False, and loses none, if Redis is unavailable."""
-        if self._rejected and self._clock.now() >= self._retry_rejected_at:
-            self._pending.update(self._rejected)  # the record may have been repaired
-            self._rejected.clear()
-        while self._batch or self._pending:
-            if not await self._flush_batch():
-                return False
-        return True
+        async with self._flushing:
+            if self._rejected and self._clock.now() >= self._retry_rejected_at:
+                self._pending.update(self._rejected)  # the record may have been repaired
+                self._rejected.clear()
+            while self._batch or self._pending:
+                if not await self._flush_batch():
+                    return False
+            return True
 
     async def _flush_batch(self) -> bool:
         if not self._batch:

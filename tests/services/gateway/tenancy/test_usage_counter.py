@@ -77,6 +77,24 @@ class FaultyStore:
         return reply
 
 
+class SlowStore(MemoryStore):
+    """Command n takes n rounds of the event loop; those of `lost` then fail."""
+
+    def __init__(self, lost: Sequence[int]) -> None:
+        super().__init__()
+        self._lost = lost
+        self._num_commands = 0
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        self._num_commands += 1
+        number = self._num_commands
+        for _ in range(number):
+            await asyncio.sleep(0)
+        if number in self._lost:
+            raise StoreUnavailable("lost on the way")
+        return await super().evaluate(script, keys, arguments)
+
+
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[FaultyStore]:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
@@ -162,6 +180,19 @@ async def test_many_counts_need_several_batches(usage: UsageCounter, store: Faul
     assert await rows(store, *tenants) == [row(tenant_id=each) for each in tenants]
     last = await store.hash_get(last_batch_of("gateway-1-x"))
     assert int(last[b"number"]) == 3  # three kinds that are not zero
+
+
+async def test_flushes_at_the_same_time_lose_nothing(wall: WallClock) -> None:
+    """As of a gateway that drains: the periodic flush, and the one of the drain."""
+    store = SlowStore(lost=[3])
+    usage = UsageCounter(store, ManualClock(), writer_id="gateway-1-x", now=wall)
+    usage.count("acme", "m", COUNTS)
+    flushes = [asyncio.create_task(usage.flush()) for _ in range(2)]
+    await asyncio.sleep(0)
+    usage.count("acme", "m", COUNTS)  # the next batch
+    await asyncio.gather(*flushes)
+    assert await usage.flush()
+    assert await rows(store) == [row(times=2)]
 
 
 async def test_stop_flushes_pending_counts(usage: UsageCounter, store: FaultyStore) -> None:
