@@ -89,7 +89,7 @@ class Admission:
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
         data = await self._read(scope, receive, body)
-        if len(data) > MAX_INLINE_BYTES and _is_json(scope):
+        if len(data) > MAX_INLINE_BYTES:
             check_regions(tenant)
             prepared = await self._submission.prepare_body(tenant, kind, data)
             data = prepared.body
@@ -124,12 +124,6 @@ def _header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return value.decode("latin-1")
     return None
-
-
-def _is_json(scope: Scope) -> bool:
-    """Other types are rejected by the route, without decoding."""
-    kind = _header(scope, b"content-type")
-    return kind is None or "json" in kind
 
 
 def _replayed(data: bytes, receive: Receive, body: BodyBytes) -> Receive:

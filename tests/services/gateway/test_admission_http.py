@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway import admission
+from services.gateway.http.supported_fields import SupportedFields
 from tests.services.gateway.conftest import until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.openai.test_refusals import check_envelope
@@ -91,6 +92,27 @@ async def test_large_body_has_the_same_response(acme: Acme, monkeypatch: Any) ->
             replies.append({key: reply[key] for key in reply.keys() - {"id", "created", "hearth"}})
             monkeypatch.undo()
         assert replies[0] == replies[1], path
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", "application/JSON", "a/b"])
+async def test_large_body_of_any_type_is_decoded_in_a_process(
+    acme: Acme, monkeypatch: Any, kind: str
+) -> None:
+    """The route reads every body as JSON, whatever its type."""
+    await acme.configure()
+    sizes: list[int] = []
+    decode = SupportedFields.decode
+
+    def counted(fields: SupportedFields, data: bytes) -> Any:
+        sizes.append(len(data))
+        return decode(fields, data)
+
+    monkeypatch.setattr(SupportedFields, "decode", counted)
+    monkeypatch.setattr(admission, "MAX_INLINE_BYTES", 8192)
+    content = json.dumps({**BODY, "unknown": "x" * 8192}).encode()
+    response = await acme.http.post(CHAT, content=content, headers={"content-type": kind})
+    assert response.status_code == 200
+    assert not sizes or max(sizes) < len(content)
 
 
 BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
