@@ -204,10 +204,14 @@ class HealthMonitor:
             await self._request_alive(last)
 
     async def _request_alive(self, last: Heartbeat) -> None:
-        process_id = last.process_id
-        subject = alive(last.roles[0], process_id)
-        requests = self.requests
-        await requests.request(process_id, subject, ReportAlive(), Alive, base_s=ALIVE_TIMEOUT_S)
+        await self.requests.request(
+            last.process_id,
+            alive(last.roles[0], last.process_id),
+            ReportAlive(),
+            Alive,
+            base_s=ALIVE_TIMEOUT_S,
+            is_use=False,
+        )
 
     async def _send(self) -> None:
         self._sequence_number += 1

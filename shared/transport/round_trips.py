@@ -60,13 +60,21 @@ class RoundTrips:
         return UNKNOWN_S if known is None else known.round_trip.estimate_s
 
     def wait_s(
-        self, peer: str, base_s: float, now: float, *, unknown_s: float = UNKNOWN_S
+        self,
+        peer: str,
+        base_s: float,
+        now: float,
+        *,
+        unknown_s: float = UNKNOWN_S,
+        is_use: bool = True,
     ) -> float:
         """How long a request to `peer`, sent now, waits for its reply, in seconds. `unknown_s` is
-        the estimate as long as the peer is not measured.
+        the estimate as long as the peer is not measured. `is_use`: the request needs the peer; one
+        that only measures or checks it must not keep it in use.
         """
         known = self._take(peer)
-        known.used_at = now
+        if is_use:
+            known.used_at = now
         is_known = known.round_trip.mean_s is not None
         return min(base_s + (known.round_trip.estimate_s if is_known else unknown_s), MAX_WAIT_S)
 

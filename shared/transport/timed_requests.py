@@ -29,10 +29,12 @@ class TimedRequests:
         *,
         base_s: float,
         unknown_s: float = UNKNOWN_S,
+        is_use: bool = True,
         on_late: Callable[[M | Failure | None], None] | None = None,
     ) -> M:
         """Like `Bus.request`, with a timeout of `base_s` plus the estimated round trip to `peer`: a
-        process id, or the subject of a queue group. A late reply is measured, too.
+        process id, or the subject of a queue group. A late reply is measured, too. `is_use`: see
+        `RoundTrips.wait_s`.
         """
         sent_at = self._clock.now()
 
@@ -46,7 +48,9 @@ class TimedRequests:
             if on_late is not None:
                 on_late(reply)
 
-        timeout_s = self.round_trips.wait_s(peer, base_s, sent_at, unknown_s=unknown_s)
+        timeout_s = self.round_trips.wait_s(
+            peer, base_s, sent_at, unknown_s=unknown_s, is_use=is_use
+        )
         try:
             reply = await self._bus.request(
                 subject, message, reply_type, timeout_s=timeout_s, on_late=take_late

@@ -10,7 +10,7 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import check_name
 from shared.messages import Heartbeat, Role, WorkerLoad
 from shared.subjects import heartbeat
-from shared.transport.round_trips import UNKNOWN_S
+from shared.transport.round_trips import IN_USE_S, PROBE_INTERVAL_S, UNKNOWN_S
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock, run
 from tests.simulation.world.process import SimulatedProcess
@@ -184,5 +184,25 @@ def test_round_trips_to_peers_in_use_are_measured() -> None:
         assert third.bus.process_id not in sent
         assert 5 <= sent.count(second.bus.process_id) <= 7
         assert first.lost == second.lost == []
+
+    run(scenario())
+
+
+def test_peer_that_is_no_longer_used_is_no_longer_probed() -> None:
+    """Neither probes nor the requests to late peers count as use: else each process would go on to
+    probe every peer that was ever late.
+    """
+
+    async def scenario() -> None:
+        network, (first, second, third) = await start_three_processes()
+        round_trips = first.health_monitor.requests.round_trips
+        round_trips.wait_s(second.bus.process_id, 0.1, asyncio.get_running_loop().time())
+        network.freeze(third.bus.process_id)
+        await asyncio.sleep(0.5)
+        network.thaw(third.bus.process_id)
+        await asyncio.sleep(IN_USE_S + 1.0)
+        network.log.clear()
+        await asyncio.sleep(3 * PROBE_INTERVAL_S)
+        assert [subject for _, _, subject in network.log if "alive" in subject] == []
 
     run(scenario())
