@@ -8,8 +8,11 @@ which numba accepts.
 from __future__ import annotations
 
 import fcntl
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +61,7 @@ class RequestTerms(NamedTuple):
 
 # Source of a child process that fills numba's cache: compiling would block other threads.
 FILL_CACHE = f"import os; os.nice(19); from {__name__} import load; load()"
+DIGEST_FILE = "cost_kernel.digest"  # in the cache folder: of the source that was compiled
 
 
 class _Loops(NamedTuple):
@@ -66,15 +70,18 @@ class _Loops(NamedTuple):
 
 
 def is_cached() -> bool:
-    """Whether numba's cache beside this file has an index of each loop, newer than the file."""
-    source = Path(__file__)
-    changed_at = source.stat().st_mtime
-
-    def is_current(loop: Callable[..., Any]) -> bool:
-        index = f"__pycache__/cost_kernel.{loop.__name__}-{loop.__code__.co_firstlineno}.*.nbi"
-        return any(path.stat().st_mtime > changed_at for path in source.parent.glob(index))
-
-    return is_current(_costs_of_decodes) and is_current(_nearest_prefills)
+    """Whether numba's cache beside this file holds the machine code of this source. A false no
+    costs a child process, a false yes pauses the event loop while numba compiles.
+    """
+    folder = Path(__file__).parent / "__pycache__"
+    try:
+        is_current = (folder / DIGEST_FILE).read_text() == _digest()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return is_current and all(
+        any(folder.glob(f"cost_kernel.{loop.__name__}-{loop.__code__.co_firstlineno}.*.nbi"))
+        for loop in (_costs_of_decodes, _nearest_prefills)
+    )
 
 
 def load() -> None:
@@ -106,6 +113,7 @@ def load() -> None:
         except AttributeError:  # the cache's index names classes of an older source
             _forget(folder)
             _compile(loops)
+        _write_digest(folder)
     _loops = loops
 
 
@@ -266,6 +274,20 @@ def _alone(folder: str | None) -> Iterator[None]:
     with Path(folder, "scan.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _digest() -> str:
+    """Of all that the machine code depends on, except for the CPU. Not the time of the file: a
+    checkout writes it again, unchanged.
+    """
+    versions = f"{sys.version} {version('numba')}"
+    return blake2b(Path(__file__).read_bytes() + versions.encode(), digest_size=16).hexdigest()
+
+
+def _write_digest(folder: str | None) -> None:
+    if folder is not None:
+        with suppress(OSError):
+            Path(folder, DIGEST_FILE).write_text(_digest())
 
 
 def _forget(folder: str) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+from services.scheduler import cost_kernel
 
 # flock also conflicts with a lock of the same process, if the file is opened again.
 SOURCE = """
@@ -83,3 +88,41 @@ def test_python_and_compiled_loops_decide_equally() -> None:
         [sys.executable, "-c", EQUAL], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == ["360", "True"]
+
+
+# Loads the loops of a copy of the package, then rewrites its source: unchanged, and changed.
+REWRITTEN = """
+import os
+from pathlib import Path
+from services.scheduler import cost_kernel
+
+source = Path(cost_kernel.__file__)
+cost_kernel.load()
+compiled_at = source.stat().st_mtime
+os.utime(source, (compiled_at + 60, compiled_at + 60))
+print(cost_kernel.is_cached())
+source.write_bytes(source.read_bytes() + b"# changed\\n")
+os.utime(source, (compiled_at - 60, compiled_at - 60))
+print(cost_kernel.is_cached())
+"""
+
+
+def test_cache_is_valid_for_the_same_source_whatever_the_time_of_its_file(tmp_path: Path) -> None:
+    """A checkout writes files again; a release may set all files to one old time."""
+    package, copy = Path(cost_kernel.__file__).parent, tmp_path / "services" / "scheduler"
+    copy.mkdir(parents=True)
+    (tmp_path / "services" / "__init__.py").touch()
+    (copy / "__init__.py").touch()
+    shutil.copy2(package / "cost_kernel.py", copy)
+    if (package / "__pycache__").exists():  # saves compiling
+        shutil.copytree(package / "__pycache__", copy / "__pycache__")
+    done = subprocess.run(
+        [sys.executable, "-c", REWRITTEN],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stdout.split() == ["True", "False"]
