@@ -5,26 +5,23 @@ submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDeco
              └── no room: until the ───┘  └─ no worker serves the model: parked for a short grace
                  next heartbeat
 
-An ack that comes after its timeout places the request if it still waits. A worker that leaves
-several starts unanswered is closed for a while (`silent_workers.py`).
+`decode_starts.py` sends one StartDecode; here is which request is tried, when and where.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
 from collections.abc import Callable, Coroutine, Mapping
 
-import msgspec
 import structlog
 
-from services.scheduler import cost_kernel
 from services.scheduler.admission import Admission, num_context_tokens
-from services.scheduler.backlog import Lane, QueuedRequest, model_key
+from services.scheduler.backlog import Lane, QueuedRequest
+from services.scheduler.blocked_lanes import BlockedLanes
+from services.scheduler.compiled_loops import use_compiled_loops
+from services.scheduler.decode_starts import SILENT_GRACE_S, DecodeStarts
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
-from services.scheduler.silent_workers import SilentWorkers
 from shared import subjects
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
@@ -33,22 +30,15 @@ from shared.errors import (
     DeadlineExceeded,
     DependencyUnavailable,
     HearthError,
-    InvalidRequest,
     NoCapacity,
-    RequestTimeout,
     WorkerBusy,
-    WorkerUnfit,
 )
-from shared.lifecycle.child_process import send_signal
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.messages import (
-    AbortReason,
     AbortRequest,
     CancelQueued,
-    DecodeStarted,
-    Failure,
     Heartbeat,
     MatchPrefix,
     Message,
@@ -58,7 +48,6 @@ from shared.messages import (
     Queued,
     QueueKeepalive,
     Request,
-    StartDecode,
     SubmitRequest,
 )
 from shared.packing import TOKEN_ID_BYTES
@@ -68,15 +57,12 @@ from shared.transport.bus import Bus, Unsubscribe, failure_of
 log = structlog.get_logger(__name__)
 
 MATCH_TIMEOUT_S = 0.02  # each and the round trip
-START_TIMEOUT_S = 0.1
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
 MIN_CLOSED_S = 0.002  # a lane is not retried sooner
 NO_WORKER_GRACE_S = 2.0
-SILENT_GRACE_S = 3.0  # since the request's first start that no worker answered
 DRAIN_S = 5.0
 MAX_PLACING = 32
-NUM_PLACEMENT_ID_BYTES = 16
 
 
 class SchedulerService:
@@ -103,10 +89,16 @@ class SchedulerService:
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
         )
-        self._silent_workers = SilentWorkers()
-        self._blocked: dict[Lane, RequestSize] = {}  # with the smallest request without room
-        self._probing: set[Lane] = set()  # blocked lanes that may try one request: success unblocks
-        self._opening: set[Lane] = set()  # blocked lanes with a scheduled probe
+        self._starts = DecodeStarts(
+            self.health_monitor.requests,
+            self._workers,
+            clock,
+            randomness,
+            on_late=self._started_late,
+            abandon=self._abandon,
+        )
+        self._blocked = BlockedLanes()
+        self._opening: set[Lane] = set()  # with a scheduled probe
         self._parked: dict[QueuedRequest, None] = {}
         self._wake = asyncio.Event()
         self._background = Background()
@@ -175,17 +167,12 @@ class SchedulerService:
         if self._on_first_worker is not None:
             self._background.start(self._on_first_worker())
             self._on_first_worker = None
-        served = model_key(heartbeat.model)
+        self._blocked.on_heartbeat(heartbeat)
         self._wake.set()
-        for lane, needs in self._blocked.items():
-            num_blocks = needs.num_blocks(heartbeat.model.block_size)
-            has_room = num_blocks <= heartbeat.load.num_free_blocks
-            if lane.served == served and (has_room or "decode" not in heartbeat.roles):
-                self._probing.add(lane)
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
-        self._silent_workers.forget(process_id)
+        self._starts.lost(process_id)
         if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
             return
         dropped = self._admission.remove_of_gateway(process_id)
@@ -203,10 +190,10 @@ class SchedulerService:
     def _place_next(self) -> None:
         """Starts placing requests, at most MAX_PLACING at once."""
         while len(self._placing) < MAX_PLACING:
-            ticket = self._admission.pop(self._clock.now(), self._blocked.keys() - self._probing)
+            ticket = self._admission.pop(self._clock.now(), self._blocked.closed())
             if ticket is None:
                 break
-            self._probing.discard(ticket.lane)
+            self._blocked.take(ticket.lane)
             task = self._background.start(self._place(ticket))
             self._placing.add(task)
             task.add_done_callback(self._placing_ended)
@@ -227,11 +214,11 @@ class SchedulerService:
             self._send_failed(ticket, error)
         for ticket in list(self._parked):
             self._retry_parked(ticket, now)
-        for lane in list(self._blocked):
-            closed = self._silent_workers.closed(now)
-            if self._workers.has_worker(lane.served, closed, lane.regions):
-                self._probing.add(lane)  # workers also become free between heartbeats
-                self._wake.set()
+        closed = self._starts.closed(now)
+        for lane in self._blocked.all():
+            is_served = self._workers.has_worker(lane.served, closed, lane.regions)
+            if is_served:
+                self._probe(lane)  # workers also become free between heartbeats
             else:
                 self._unblock(lane)
 
@@ -315,7 +302,7 @@ class SchedulerService:
             ticket.unservable_since = now
             self._parked[ticket] = None
             return None
-        excluded = self._excluded(ticket, now)
+        excluded = self._starts.excluded(ticket, now)
         target = place(
             needs,
             self._workers.lane(ticket.lane.served),
@@ -337,22 +324,27 @@ class SchedulerService:
         if -MIN_CLOSED_S < opens_in_s < TICK_S and lane not in self._opening:
             self._opening.add(lane)
             self._background.start(self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S)))
-        blocked = self._blocked.get(lane, needs)
-        self._blocked[lane] = min(blocked, needs, key=lambda each: each.num_tokens)
+        self._blocked.block(lane, needs)
         self._admission.requeue(ticket, now)
 
     async def _probe_after(self, lane: Lane, delay_s: float) -> None:
         """Retries the lane once the first worker has done enough of its assigned work."""
         await self._clock.sleep(delay_s)
         self._opening.discard(lane)
-        if lane in self._blocked:
-            self._probing.add(lane)
+        self._probe(lane)
+
+    def _probe(self, lane: Lane) -> None:
+        if self._blocked.allow_probe(lane):
+            self._wake.set()
+
+    def _unblock(self, lane: Lane) -> None:
+        if self._blocked.unblock(lane):
             self._wake.set()
 
     def _has_worker(self, ticket: QueuedRequest) -> bool:
         """Whether a worker in the allowed regions can decode; other regions are never tried."""
         lane, size = ticket.lane, num_context_tokens(ticket.request)
-        excluded = self._excluded(ticket, self._clock.now())
+        excluded = self._starts.excluded(ticket, self._clock.now())
         return self._workers.has_worker(
             lane.served, excluded, lane.regions, num_context_tokens=size
         )
@@ -360,7 +352,7 @@ class SchedulerService:
     def _is_too_long(self, ticket: QueuedRequest) -> bool:
         """Of a request without a worker: whether one could decode a shorter request."""
         lane = ticket.lane
-        excluded = self._excluded(ticket, self._clock.now())
+        excluded = self._starts.excluded(ticket, self._clock.now())
         return self._workers.has_worker(lane.served, excluded, lane.regions)
 
     def _no_worker_error(self, ticket: QueuedRequest) -> NoCapacity:
@@ -369,91 +361,20 @@ class SchedulerService:
         size = num_context_tokens(ticket.request)
         return NoCapacity(f"no live worker's context holds {size} tokens", retry_after_s=2.0)
 
-    def _excluded(self, ticket: QueuedRequest, now: float) -> set[str]:
-        """The gateway's exclusions, workers that the request does not fit, and those that are
-        closed because they do not reply. A request that waits too long for one that replies tries
-        none that has just been silent.
-        """
-        silent, since = self._silent_workers, ticket.silent_since
-        is_late = since is not None and now - since >= SILENT_GRACE_S
-        return (silent.silent() if is_late else silent.closed(now)).union(ticket.excluded_workers)
-
-    def _unblock(self, lane: Lane) -> None:
-        self._probing.discard(lane)
-        if self._blocked.pop(lane, None) is not None:
-            self._wake.set()
-
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
-        """Tries one worker, with a new placement id. Raises errors that any worker would return.
+        placement_id = await self._starts.start(ticket, target, _needs(ticket))
+        if placement_id is not None:
+            self._unblock(ticket.lane)
+            await self._started(ticket, target, placement_id)
 
-        A reply after the timeout is taken if the request still waits by then.
-        """
-        worker_id = target.decode_id
-        placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
-        message = self._start_message(ticket, target, placement_id)
-        assignment = self._workers.assign(target, _needs(ticket), self._clock.now())
-        sent_at = self._clock.now()
-        try:
-            await self._requests.request(
-                worker_id,
-                subjects.start_decode(worker_id),
-                message,
-                DecodeStarted,
-                base_s=START_TIMEOUT_S,
-                on_late=lambda reply: self._on_late_start(ticket, target, placement_id, reply),
-            )
-        except HearthError as error:
-            self._workers.release(assignment, self._clock.now())
-            self._count_silence(ticket, worker_id, error, sent_at)
-            if isinstance(error, InvalidRequest | DeadlineExceeded):
-                raise
-            log.info("start_decode_rejected", worker=worker_id, reason=error.code)
-            if isinstance(error, WorkerUnfit):  # other requests may fit
-                ticket.unfit_workers.add(worker_id)
-            else:
-                self._workers.avoid(worker_id)
-            return
-        self._silent_workers.forget(worker_id)
-        self._workers.confirm(assignment, self._clock.now())
+    def _started_late(self, ticket: QueuedRequest, target: Target, placement_id: bytes) -> None:
         self._unblock(ticket.lane)
-        await self._started(ticket, target, placement_id)
-
-    def _count_silence(
-        self, ticket: QueuedRequest, worker_id: str, error: HearthError, sent_at: float
-    ) -> None:
-        if not isinstance(error, DependencyUnavailable):  # the worker has replied
-            self._silent_workers.forget(worker_id)
-        elif isinstance(error, RequestTimeout):
-            if ticket.silent_since is None:
-                ticket.silent_since = sent_at
-            closed_s = self._silent_workers.record(worker_id, sent_at, self._clock.now())
-            if closed_s is not None:
-                log.warning("worker_closed", worker=worker_id, seconds=closed_s)
-
-    def _on_late_start(
-        self,
-        ticket: QueuedRequest,
-        target: Target,
-        placement_id: bytes,
-        reply: DecodeStarted | Failure | None,
-    ) -> None:
-        """Between distant sites, the reply to a start may come after the next try has begun: the
-        first worker that replies has the request. Without a reply the placement is aborted, as the
-        worker may hold it.
-        """
-        if reply is not None:
-            self._silent_workers.forget(target.decode_id)
-        match reply:
-            case DecodeStarted():
-                self._unblock(ticket.lane)
-                self._background.start(self._started(ticket, target, placement_id))
-            case None:
-                self._background.start(self._abort(target.decode_id, placement_id, "superseded"))
+        self._background.start(self._started(ticket, target, placement_id))
 
     async def _started(self, ticket: QueuedRequest, target: Target, placement_id: bytes) -> None:
         worker_id = target.decode_id
         if ticket.is_removed:  # cancelled, expired, its gateway lost, or started by another worker
-            await self._abort(worker_id, placement_id, "superseded")
+            await self._abort(worker_id, placement_id)
             return
         self._admission.placed(ticket, self._clock.now())
         request = ticket.request
@@ -464,18 +385,6 @@ class SchedulerService:
             has_unlike_prefill=target.has_unlike_prefill,
         )
         await self._send(subjects.placement(request.gateway_id), placed)
-
-    def _start_message(
-        self, ticket: QueuedRequest, target: Target, placement_id: bytes
-    ) -> StartDecode:
-        remaining_s = ticket.deadline_at - self._clock.now()
-        if remaining_s <= 0:
-            raise DeadlineExceeded("the deadline passed while the request was placed")
-        return StartDecode(
-            placement_id=placement_id,
-            request=msgspec.structs.replace(ticket.request, deadline_s=remaining_s),
-            prefill_candidates=target.prefill_candidates,
-        )
 
     # ── outgoing messages ────────────────────────────────────────────────────────────────────────
 
@@ -498,8 +407,11 @@ class SchedulerService:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason) -> None:
-        message = AbortRequest(placement_id=placement_id, reason=reason)
+    def _abandon(self, worker_id: str, placement_id: bytes) -> None:
+        self._background.start(self._abort(worker_id, placement_id))
+
+    async def _abort(self, worker_id: str, placement_id: bytes) -> None:
+        message = AbortRequest(placement_id=placement_id, reason="superseded")
         await self._send(subjects.control("decode", worker_id), message)
 
     async def _send(self, subject: str, message: Message) -> None:
@@ -550,18 +462,10 @@ async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
     """Raises ConfigError, or DependencyUnavailable without a NATS server."""
     check(config)
     bus = await connect(config, "scheduler")
-    clock, randomness = MonotonicClock(), SystemRandomness()
-    return SchedulerService(config, bus, clock, randomness, on_first_worker=_compile_loops)
-
-
-async def _compile_loops() -> None:
-    """Begins once there is a worker, so as not to delay its start. Decisions go on in Python until
-    the compiled loops are loaded.
-    """
-    if not cost_kernel.is_cached():
-        child = await asyncio.create_subprocess_exec(sys.executable, "-c", cost_kernel.FILL_CACHE)
-        try:
-            await child.wait()
-        finally:
-            send_signal(child, signal.SIGKILL)
-    await asyncio.to_thread(cost_kernel.load)
+    return SchedulerService(
+        config,
+        bus,
+        MonotonicClock(),
+        SystemRandomness(),
+        on_first_worker=use_compiled_loops,  # not before, so as not to delay its start
+    )

@@ -12,7 +12,8 @@ from typing import Literal
 import pytest
 
 from services.scheduler.backlog import QueuedRequest
-from services.scheduler.service import SchedulerService
+from services.scheduler.decode_starts import DecodeStarts
+from services.scheduler.placement import Target
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
 from shared.transport.round_trips import RoundTrips
@@ -129,17 +130,17 @@ def test_requests_avoid_a_worker_that_does_not_answer() -> None:
 def test_oracle_finds_fixed_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: no round trip is measured, and a start that is answered late is aborted."""
     monkeypatch.setattr(RoundTrips, "record", lambda self, peer, measured_s, now: None)
-    monkeypatch.setattr(SchedulerService, "_on_late_start", abort_late_start)
+    monkeypatch.setattr(DecodeStarts, "_take_late", abort_late_start)
     plan = Plan(seed=1, fleet=fleet_with(0.8, "workers far"), requests=requests(), faults=())
     outcome = run_plan(plan)
     assert outcome.endings["finished"] < NUM_REQUESTS
     assert any("lacked what it needs for no more than 0 s" in each for each in outcome.wrongs)
 
 
-right = SchedulerService._on_late_start
+right = DecodeStarts._take_late
 
 
 def abort_late_start(
-    self: SchedulerService, ticket: QueuedRequest, worker_id: str, placement_id: bytes, _: object
+    self: DecodeStarts, ticket: QueuedRequest, target: Target, placement_id: bytes, _: object
 ) -> None:
-    right(self, ticket, worker_id, placement_id, None)
+    right(self, ticket, target, placement_id, None)
