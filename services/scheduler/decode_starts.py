@@ -135,6 +135,8 @@ class DecodeStarts:
         elif isinstance(error, RequestTimeout):
             if ticket.silent_since is None:
                 ticket.silent_since = sent_at
+            if not self._workers.knows(worker_id):  # lost meanwhile: nothing would forget it again
+                return
             closed_s = self._silent_workers.record(worker_id, sent_at, self._clock.now())
             if closed_s is not None:
                 log.warning("worker_closed", worker=worker_id, seconds=closed_s)

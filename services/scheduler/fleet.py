@@ -84,6 +84,10 @@ class WorkerFleet:
         self._known: dict[str, _KnownWorker] = {}
         self._lanes: dict[ModelKey, _LaneWorkers] = {}
 
+    def knows(self, worker_id: str) -> bool:
+        """Whether the worker is live and accepts requests."""
+        return worker_id in self._known
+
     def lane(self, lane: ModelKey) -> Workers:
         """Live workers that serve the model and accept requests, with their estimated load."""
         workers = self._lanes.get(lane)
