@@ -148,6 +148,11 @@ class Admission:
             self._forget(ticket)
         return tickets
 
+    def has_any(self, lane: Lane) -> bool:
+        """Whether a request of this lane is held, waiting or being placed."""
+        backlog = self._lanes.get(lane)
+        return backlog is not None and backlog.usage.num_requests > 0
+
     def held(self) -> list[QueuedRequest]:
         return list(self._held.values())
 

@@ -217,7 +217,7 @@ class SchedulerService:
         closed = self._starts.closed(now)
         for lane in self._blocked.all():
             is_served = self._workers.has_worker(lane.served, closed, lane.regions)
-            if is_served:
+            if is_served and self._admission.has_any(lane):
                 self._probe(lane)  # workers also become free between heartbeats
             else:
                 self._unblock(lane)

@@ -171,6 +171,21 @@ def test_worker_without_replies_is_closed_and_tried_again_later() -> None:
     scenario(test)
 
 
+def test_lost_worker_that_left_starts_unanswered_is_forgotten() -> None:
+    """Its last start may fail after its loss."""
+
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0")
+        rig.network.freeze("decode-0")
+        await asyncio.sleep(0.7 * SILENCE_LIMIT_S)
+        await rig.submit(submit_of("r0"))
+        await rig.result()
+        assert not rig.service.health_monitor.fleet.is_live("decode-0")
+        assert rig.service._starts._silent_workers.silent() == set()
+
+    scenario(test)
+
+
 def test_disconnected_worker_is_skipped() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0")
@@ -382,6 +397,21 @@ def test_full_model_does_not_delay_another() -> None:
         await rig.submit(submit_of("r1", model="other"))
         placed = await rig.result(within_s=0.1)
         assert (placed.request_id, type(placed)) == ("r1", Placed)
+
+    scenario(test)
+
+
+def test_blocked_lane_is_forgotten_when_no_request_waits_in_it() -> None:
+    """Lanes differ in regions and contexts: requests that gave up must not leave one each."""
+
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM, region="eu")
+        for number in range(5):
+            regions = ("eu", f"other-{number}")
+            await rig.submit(submit_of(f"r{number}", allowed_regions=regions, deadline_s=0.5))
+        await eventually(lambda: len(rig.service._blocked.all()) == 5)
+        await rig.result(num=5)
+        await eventually(lambda: not rig.service._blocked.all(), within_s=0.5)
 
     scenario(test)
 
