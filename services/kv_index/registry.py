@@ -225,8 +225,10 @@ class PrefixRegistry:
         if num_over <= 0:
             return
         pinned = {each.block_hash.hex().encode() for each in self._pinned.values()}
-        oldest = await self._store.sorted_set_head(key, min(num_over, MAX_PER_FLUSH))
-        removed = [name.decode() for name in oldest if name not in pinned]
+        num_removed = min(num_over, MAX_PER_FLUSH)
+        # pinned ones may be the oldest: without looking behind them nothing would be deleted
+        oldest = await self._store.sorted_set_head(key, num_removed + len(pinned))
+        removed = [name.decode() for name in oldest if name not in pinned][:num_removed]
         if removed:
             records = [f"hearth:{tenant_id}:prefix:{name}" for name in removed]
             await self._store.write([("DEL", *records), ("ZREM", key, *removed)])

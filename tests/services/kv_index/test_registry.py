@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.kv_index.registry import PrefixRecord, PrefixRegistry
+from services.kv_index.registry import MAX_PER_FLUSH, PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
 from shared.store import Command, RedisStore, Store, StoreRejected
 from tests.servers import RedisServer
@@ -342,6 +342,25 @@ def test_pinned_prefix_counts_hits_and_is_not_trimmed() -> None:
     registry.unpin(block(1))
     run(registry.flush())
     assert store.data[key(1)][b"pin"] == b""
+
+
+def test_records_behind_many_pinned_ones_are_trimmed() -> None:
+    """Pinned records are written once in half a day, so they may be the oldest."""
+    num_pinned, bound = MAX_PER_FLUSH, MAX_PER_FLUSH + 3
+    store = MemoryStore()
+    registry = registry_on(store, max_per_tenant=bound)
+    for number in range(num_pinned):
+        registry.pin(pinned(number))
+    for number in range(num_pinned, num_pinned + 20):
+        store_run(registry, number)
+    while registry.num_pending:
+        run(registry.flush())
+    run(registry.trim())
+    left = range(num_pinned + 17, num_pinned + 20)
+    assert set(store.data) == {
+        *(key(number) for number in (*range(num_pinned), *left)),
+        "hearth:t:prefixes",
+    }
 
 
 def test_public_prefix_counts_hits_of_all_tenants() -> None:
