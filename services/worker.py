@@ -18,7 +18,7 @@ from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
-from shared.errors import DependencyUnavailable
+from shared.errors import ConfigError, DependencyUnavailable
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -116,6 +116,23 @@ def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
         return None
 
 
+async def receive_kv(
+    config: WorkerConfig, instance_id: bytes, codec: FrameCodec | None, link_keys: LinkKeys | None
+) -> KvServer:
+    """Listens for KV. Raises ConfigError for an address that is not this host's."""
+    try:
+        return await KvServer.start(
+            instance_id=instance_id,
+            bind_host=config.data_plane_host,
+            advertised_host=_advertised_host(config),
+            codec=codec,
+            link_keys=link_keys,
+        )
+    except OSError as error:
+        reason = f"cannot receive KV on {config.data_plane_host!r}: {error}"
+        raise ConfigError(f"data_plane_host: {reason}") from error
+
+
 def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
     """The configured one. Warns of an open data plane off loopback."""
     security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
@@ -131,6 +148,7 @@ async def build_worker(
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
+    is_decode = "decode" in roles
     config = await asyncio.to_thread(on_device, config, roles)
     assert config.max_batch_tokens is not None
     await (await connect(config, roles[0])).close()  # loading may take minutes
@@ -150,15 +168,12 @@ async def build_worker(
     )
     security = data_plane_security(config)
     link_keys = None if security == "none" else LinkKeys(security, randomness)
-    receiver = None
-    if "decode" in roles:
-        receiver = await KvServer.start(
-            instance_id=randomness.bytes(16),
-            bind_host=config.data_plane_host,
-            advertised_host=_advertised_host(config),
-            codec=codec,
-            link_keys=link_keys,
-        )
+    try:
+        instance_id = randomness.bytes(16)
+        receiver = await receive_kv(config, instance_id, codec, link_keys) if is_decode else None
+    except ConfigError:
+        await bus.close()
+        raise
     worker = EngineWorker(
         bus=bus,
         clock=clock,
