@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -99,20 +99,31 @@ async def test_downgrade_to_plain_text_gets_no_byte_of_the_credential(
             assert SECRET.encode() not in relay.recorded
 
 
-@pytest.mark.parametrize("fault", ["wrong authority", "expired", "wrong name", "no certificate"])
-async def test_unverified_server_or_client_is_refused(
-    authority: Authority, tls_server: Server, tmp_path: Path, fault: str
-) -> None:
-    client, server = authority.issue("decode-1"), authority.issue("server")
+FAULTS = ["wrong authority", "expired", "wrong name", "no certificate"]
+
+
+def faulty_files(
+    fault: str, client_name: str, authority: Authority, folder: Path
+) -> tuple[TlsFiles, TlsFiles]:
+    """The files of a client and of a server, one of which the other end must refuse."""
+    client, server = authority.issue(client_name), authority.issue("server")
     match fault:
         case "wrong authority":
-            client = Authority(tmp_path / "another").issue("decode-1")
+            client = Authority(folder / "another").issue(client_name)
         case "expired":
             server = authority.issue("late", days=-1)
         case "wrong name":
             server = authority.issue("elsewhere", host="elsewhere.example")
         case "no certificate":
             client = TlsFiles(ca=authority.ca)
+    return client, server
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_unverified_server_or_client_is_refused(
+    authority: Authority, tls_server: Server, tmp_path: Path, fault: str
+) -> None:
+    client, server = faulty_files(fault, "decode-1", authority, tmp_path)
     async with tls_ended(server, authority) as (received, port):
         with pytest.raises(DependencyUnavailable):
             await connect(port, client, tls_first=True, timeout_s=REFUSED_S)
@@ -120,8 +131,25 @@ async def test_unverified_server_or_client_is_refused(
 
 
 @asynccontextmanager
+async def tls_server_on_free_port(
+    accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    server: TlsFiles,
+    authority: Authority,
+) -> AsyncIterator[int]:
+    """The port of a server that requires a certificate of its clients."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
+    context.load_cert_chain(server.cert, server.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    listener = await asyncio.start_server(accept, "localhost", 0, ssl=context)
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+
+
+@asynccontextmanager
 async def tls_ended(server: TlsFiles, authority: Authority) -> AsyncIterator[tuple[bytearray, int]]:
-    """A server that requires TLS and certificates: what clients sent after the handshake."""
+    """What clients sent after the handshake, and the port."""
     received = bytearray()
 
     async def read_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -132,14 +160,8 @@ async def tls_ended(server: TlsFiles, authority: Authority) -> AsyncIterator[tup
             pass
         writer.close()
 
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
-    context.load_cert_chain(server.cert, server.key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    listener = await asyncio.start_server(read_all, "localhost", 0, ssl=context)
-    try:
-        yield received, listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
+    async with tls_server_on_free_port(read_all, server, authority) as port:
+        yield received, port
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -158,16 +180,10 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 async def redis_behind_tls(
     redis_server: RedisServer, server: TlsFiles, authority: Authority
 ) -> AsyncIterator[int]:
-    """The port of a TLS proxy in front of Redis, which requires a certificate of its clients."""
+    """The port of a TLS proxy in front of Redis."""
     relay = RecordingRelay("127.0.0.1", redis_server.port)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
-    context.load_cert_chain(server.cert, server.key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    listener = await asyncio.start_server(relay.accept, "localhost", 0, ssl=context)
-    try:
-        yield listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
+    async with tls_server_on_free_port(relay.accept, server, authority) as port:
+        yield port
 
 
 def store_of(port: int, tls: TlsFiles) -> RedisStore:
@@ -181,20 +197,11 @@ async def test_redis_with_mutual_tls(redis_server: RedisServer, authority: Autho
         await store.close()
 
 
-@pytest.mark.parametrize("fault", ["wrong authority", "expired", "wrong name", "no certificate"])
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_unverified_redis_is_refused(
     redis_server: RedisServer, authority: Authority, tmp_path: Path, fault: str
 ) -> None:
-    client, server = authority.issue("gateway-1"), authority.issue("server")
-    match fault:
-        case "wrong authority":
-            client = Authority(tmp_path / "another").issue("gateway-1")
-        case "expired":
-            server = authority.issue("late", days=-1)
-        case "wrong name":
-            server = authority.issue("elsewhere", host="elsewhere.example")
-        case "no certificate":
-            client = TlsFiles(ca=authority.ca)
+    client, server = faulty_files(fault, "gateway-1", authority, tmp_path)
     async with redis_behind_tls(redis_server, server, authority) as port:
         store = store_of(port, client)
         with pytest.raises(StoreUnavailable):
