@@ -5,7 +5,8 @@ submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDeco
              └── no room: until the ───┘  └─ no worker serves the model: parked for a short grace
                  next heartbeat
 
-`decode_starts.py` sends one StartDecode; here is which request is tried, when and where.
+This file decides which request is tried, and when; `placement.py` where; `decode_starts.py` sends
+one StartDecode and takes its reply, also a late one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import structlog
 from services.scheduler.admission import Admission, num_context_tokens
 from services.scheduler.backlog import Lane, QueuedRequest
 from services.scheduler.blocked_lanes import BlockedLanes
+from services.scheduler.candidates import Candidates, size_of
 from services.scheduler.compiled_loops import use_compiled_loops
 from services.scheduler.decode_starts import SILENT_GRACE_S, DecodeStarts
 from services.scheduler.fleet import WorkerFleet
@@ -50,7 +52,6 @@ from shared.messages import (
     Request,
     SubmitRequest,
 )
-from shared.packing import TOKEN_ID_BYTES
 from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import Bus, Unsubscribe, failure_of
 
@@ -97,6 +98,7 @@ class SchedulerService:
             on_late=self._started_late,
             abandon=self._abandon,
         )
+        self._candidates = Candidates(self._workers, self._starts)
         self._blocked = BlockedLanes()
         self._opening: set[Lane] = set()  # with a scheduled probe
         self._parked: dict[QueuedRequest, None] = {}
@@ -162,7 +164,7 @@ class SchedulerService:
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._workers.on_heartbeat(heartbeat, self._clock.now())
-        if heartbeat.model is None or heartbeat.load is None:
+        if heartbeat.model is None or heartbeat.load is None:  # not of a worker
             return
         if self._on_first_worker is not None:
             self._background.start(self._on_first_worker())
@@ -226,14 +228,14 @@ class SchedulerService:
         assert ticket.unservable_since is not None
         if ticket.is_removed:
             del self._parked[ticket]
-        elif self._has_worker(ticket):
+        elif self._candidates.has_any(ticket, now):
             del self._parked[ticket]
             ticket.unservable_since = None
             self._admission.requeue(ticket, now)
             self._wake.set()
         elif now >= _give_up_at(ticket, ticket.unservable_since):
             del self._parked[ticket]
-            self._fail(ticket, self._no_worker_error(ticket))
+            self._fail(ticket, self._candidates.error(ticket, now))
 
     async def _keep_alive(self) -> None:
         while True:
@@ -294,11 +296,11 @@ class SchedulerService:
         decode, but have too small a context: waiting rarely brings a larger one.
         """
         now = self._clock.now()
-        needs = _needs(ticket)
-        if not self._has_worker(ticket):
-            # it knows all live workers
-            if self._is_too_long(ticket) and self.health_monitor.fleet.can_judge(now):
-                raise self._no_worker_error(ticket)
+        needs = size_of(ticket)
+        if not self._candidates.has_any(ticket, now):
+            knows_all = self.health_monitor.fleet.can_judge(now)  # all live workers
+            if knows_all and self._candidates.is_too_long(ticket, now):
+                raise self._candidates.error(ticket, now)
             ticket.unservable_since = now
             self._parked[ticket] = None
             return None
@@ -341,28 +343,8 @@ class SchedulerService:
         if self._blocked.unblock(lane):
             self._wake.set()
 
-    def _has_worker(self, ticket: QueuedRequest) -> bool:
-        """Whether a worker in the allowed regions can decode; other regions are never tried."""
-        lane, size = ticket.lane, num_context_tokens(ticket.request)
-        excluded = self._starts.excluded(ticket, self._clock.now())
-        return self._workers.has_worker(
-            lane.served, excluded, lane.regions, num_context_tokens=size
-        )
-
-    def _is_too_long(self, ticket: QueuedRequest) -> bool:
-        """Of a request without a worker: whether one could decode a shorter request."""
-        lane = ticket.lane
-        excluded = self._starts.excluded(ticket, self._clock.now())
-        return self._workers.has_worker(lane.served, excluded, lane.regions)
-
-    def _no_worker_error(self, ticket: QueuedRequest) -> NoCapacity:
-        if not self._is_too_long(ticket):
-            return _no_worker_error(ticket.request)
-        size = num_context_tokens(ticket.request)
-        return NoCapacity(f"no live worker's context holds {size} tokens", retry_after_s=2.0)
-
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
-        placement_id = await self._starts.start(ticket, target, _needs(ticket))
+        placement_id = await self._starts.start(ticket, target, size_of(ticket))
         if placement_id is not None:
             self._unblock(ticket.lane)
             await self._started(ticket, target, placement_id)
@@ -421,41 +403,11 @@ class SchedulerService:
             log.warning("publish_failed", subject=subject, error=error.message)
 
 
-def _needs(ticket: QueuedRequest) -> RequestSize:
-    request = ticket.request
-    num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
-    num_output_tokens = sum(
-        len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices
-    )
-    return RequestSize(
-        num_prompt_tokens,
-        num_prompt_tokens + num_output_tokens,
-        num_context_tokens=num_context_tokens(request),
-        affinity_key=ticket.submit.affinity_key,
-        allowed_regions=request.allowed_regions,
-    )
-
-
 def _give_up_at(ticket: QueuedRequest, unservable_since: float) -> float:
     give_up_at = unservable_since + NO_WORKER_GRACE_S
     if ticket.silent_since is None:
         return give_up_at
     return min(give_up_at, ticket.silent_since + SILENT_GRACE_S)
-
-
-def _no_worker_error(request: Request) -> NoCapacity:
-    """The log is the audit record of data residency: it names the rejected request, no prompt."""
-    where = ""
-    if request.allowed_regions:
-        where = f" in the allowed regions ({', '.join(request.allowed_regions)})"
-        log.warning(
-            "no_worker_in_allowed_regions",
-            request=request.request_id,
-            tenant=request.tenant_id,
-            model=request.model,
-            regions=request.allowed_regions,
-        )
-    return NoCapacity(f"no worker{where} serves {request.model!r} now", retry_after_s=2.0)
 
 
 async def build_scheduler(config: SchedulerConfig) -> SchedulerService:

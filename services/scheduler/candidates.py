@@ -1,0 +1,77 @@
+"""Whether any live worker may decode a request, with room for it or without; else the error."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.scheduler.admission import num_context_tokens
+from services.scheduler.backlog import QueuedRequest
+from services.scheduler.decode_starts import DecodeStarts
+from services.scheduler.fleet import WorkerFleet
+from services.scheduler.placement import RequestSize
+from shared.errors import NoCapacity
+from shared.messages import Request
+from shared.packing import TOKEN_ID_BYTES
+
+log = structlog.get_logger(__name__)
+
+RETRY_AFTER_S = 2.0
+
+
+def size_of(ticket: QueuedRequest) -> RequestSize:
+    request = ticket.request
+    num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+    num_output_tokens = sum(
+        len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices
+    )
+    return RequestSize(
+        num_prompt_tokens,
+        num_prompt_tokens + num_output_tokens,
+        num_context_tokens=num_context_tokens(request),
+        affinity_key=ticket.submit.affinity_key,
+        allowed_regions=request.allowed_regions,
+    )
+
+
+class Candidates:
+    def __init__(self, workers: WorkerFleet, starts: DecodeStarts) -> None:
+        self._workers = workers
+        self._starts = starts
+
+    def has_any(self, ticket: QueuedRequest, now: float) -> bool:
+        """Whether a worker in the allowed regions can decode; other regions are never tried."""
+        return self._has_worker(ticket, now, num_context_tokens(ticket.request))
+
+    def is_too_long(self, ticket: QueuedRequest, now: float) -> bool:
+        """Of a request without a worker: whether one could decode a shorter request."""
+        return self._has_worker(ticket, now, 0)
+
+    def error(self, ticket: QueuedRequest, now: float) -> NoCapacity:
+        """The error of a request without a worker."""
+        if not self.is_too_long(ticket, now):
+            return _unserved(ticket.request)
+        size = num_context_tokens(ticket.request)
+        message = f"no live worker's context holds {size} tokens"
+        return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
+
+    def _has_worker(self, ticket: QueuedRequest, now: float, num_tokens: int) -> bool:
+        lane, excluded = ticket.lane, self._starts.excluded(ticket, now)
+        return self._workers.has_worker(
+            lane.served, excluded, lane.regions, num_context_tokens=num_tokens
+        )
+
+
+def _unserved(request: Request) -> NoCapacity:
+    """The log is the audit record of data residency: it names the rejected request, no prompt."""
+    where = ""
+    if request.allowed_regions:
+        where = f" in the allowed regions ({', '.join(request.allowed_regions)})"
+        log.warning(
+            "no_worker_in_allowed_regions",
+            request=request.request_id,
+            tenant=request.tenant_id,
+            model=request.model,
+            regions=request.allowed_regions,
+        )
+    message = f"no worker{where} serves {request.model!r} now"
+    return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
