@@ -14,27 +14,15 @@ import pytest
 from services.scheduler.backlog import QueuedRequest
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.placement import Target
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
-from shared.messages import SamplingParams
+from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
 from shared.transport.round_trips import RoundTrips
-from tests.simulation.plan import PATIENT_S, Fault, FleetPlan, Plan, RequestPlan
+from tests.simulation.plan import Fault, FleetPlan, Plan, RequestPlan
+from tests.simulation.scenarios import fleets
+from tests.simulation.scenarios.fleets import patient_request
 from tests.simulation.simulation import Outcome, run_plan
 
 NUM_REQUESTS = 20
-FLEET = FleetPlan(
-    num_gateways=1,
-    num_schedulers=1,
-    num_indices=1,
-    num_prefill=1,
-    num_decode=2,
-    num_both=0,
-    num_blocks=256,
-    max_batch_tokens=128,
-    max_sequences=32,
-    cost=StepCost(base_s=0.005, per_token_s=20e-6),
-    copy_s=0.0,
-    max_queued_requests=100,
-)
+FLEET = replace(fleets.FLEET, num_prefill=1, num_blocks=256)
 PROCESSES = [process_id for ids in FLEET.process_ids.values() for process_id in ids]
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 Layout = Literal["workers far", "all far"]
@@ -56,17 +44,10 @@ def fleet_with(round_trip_s: float, layout: Layout) -> FleetPlan:
 def requests() -> tuple[RequestPlan, ...]:
     """Every second prompt is long enough for a handoff."""
     return tuple(
-        RequestPlan(
-            request_id=f"r{n}",
+        patient_request(
+            n,
+            [FIRST_TOKEN_ID + 40 * n + i for i in range(4 + 32 * (n % 2))],
             at_s=0.5 + 0.05 * n,
-            tenant_id=f"tenant-{'ab'[n % 2]}",
-            prompt=tuple(FIRST_TOKEN_ID + 40 * n + i for i in range(4 + 32 * (n % 2))),
-            num_choices=1,
-            sampling=SamplingParams(seed=n, max_tokens=12),
-            deadline_s=PATIENT_S,
-            pooling=None,
-            stop_modulus=0,
-            leaves_after_s=None,
         )
         for n in range(NUM_REQUESTS)
     )

@@ -2,53 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from services.gateway.streams.streams import Streams
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
 from shared.errors import HearthError
-from shared.messages import SamplingParams
-from tests.simulation.plan import PATIENT_S, POISON, Fault, FleetPlan, Plan, RequestPlan
+from tests.simulation.plan import Fault
+from tests.simulation.scenarios.fleets import plan_with
 from tests.simulation.simulation import Outcome, run_plan
-
-FLEET = FleetPlan(
-    num_gateways=1,
-    num_schedulers=1,
-    num_indices=1,
-    num_prefill=0,
-    num_decode=2,
-    num_both=0,
-    num_blocks=64,
-    max_batch_tokens=128,
-    max_sequences=32,
-    cost=StepCost(base_s=0.005, per_token_s=20e-6),
-    copy_s=0.0,
-    max_queued_requests=100,
-)
-
-
-def plan_with(
-    *faults: Fault, num_requests: int = 60, poisoned: tuple[int, ...] = (), **fleet: int
-) -> Plan:
-    """Requests in a steady stream; those of the numbers `poisoned` break steps."""
-    requests = tuple(
-        RequestPlan(
-            request_id=f"r{n}",
-            at_s=0.05 * n,
-            tenant_id=f"tenant-{'ab'[n % 2]}",
-            prompt=(POISON if n in poisoned else FIRST_TOKEN_ID, 100 + n, 200 + n),
-            num_choices=1 + n % 2,
-            sampling=SamplingParams(seed=n, max_tokens=12),
-            deadline_s=PATIENT_S,
-            pooling=None,
-            stop_modulus=0,
-            leaves_after_s=None,
-        )
-        for n in range(num_requests)
-    )
-    return Plan(seed=1, fleet=replace(FLEET, **fleet), requests=requests, faults=faults)
 
 
 def sick(target: str = "decode-0", *, share: float = 1.0) -> Fault:

@@ -13,7 +13,7 @@ import pytest
 
 from shared.numerics import Numerics
 from tests.simulation.plan import Fault, Plan
-from tests.simulation.scenarios.test_failed_devices import plan_with
+from tests.simulation.scenarios.fleets import plan_with
 from tests.simulation.simulation import run_plan
 
 LOST = Fault(at_s=0.3, kind="kill", target="decode-0", comes_back=False)

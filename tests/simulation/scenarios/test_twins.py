@@ -11,7 +11,7 @@ from shared.lifecycle.health import Loss, Peer
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, SamplingParams
 from tests.simulation.plan import Fault, Plan
-from tests.simulation.scenarios.test_failed_devices import plan_with
+from tests.simulation.scenarios.fleets import plan_with
 from tests.simulation.simulation import run_plan
 
 

@@ -10,27 +10,14 @@ import pytest
 
 from services.scheduler.worker_table import WorkerTable
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
-from shared.messages import SamplingParams
-from tests.simulation.plan import PATIENT_S, Fault, FleetPlan, Plan, RequestPlan
+from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.scenarios import fleets
+from tests.simulation.scenarios.fleets import patient_request
 from tests.simulation.simulation import run_plan
 
 SMALL, LARGE = 8, 256  # blocks of 16: 128 and 4,096 tokens
-FLEET = FleetPlan(
-    num_gateways=1,
-    num_schedulers=1,
-    num_indices=1,
-    num_prefill=0,
-    num_decode=2,
-    num_both=0,
-    num_blocks=SMALL,
-    max_batch_tokens=128,
-    max_sequences=32,
-    cost=StepCost(base_s=0.005, per_token_s=20e-6),
-    copy_s=0.0,
-    max_queued_requests=100,
-    pool_sizes={"decode-0": SMALL, "decode-1": LARGE},
-)
+FLEET = replace(fleets.FLEET, num_blocks=SMALL, pool_sizes={"decode-0": SMALL, "decode-1": LARGE})
 
 
 def plan_with(
@@ -45,17 +32,13 @@ def plan_with(
 ) -> Plan:
     first_token_ids = [FIRST_TOKEN_ID + (0 if is_same_prompt else n) for n in range(num_requests)]
     requests = tuple(
-        RequestPlan(
-            request_id=f"r{n}",
+        patient_request(
+            n,
+            range(first, first + num_prompt_tokens),
             at_s=every_s * n,
-            tenant_id="tenant-a",
-            prompt=tuple(range(first, first + num_prompt_tokens)),
+            max_tokens=max_tokens,
             num_choices=num_choices,
-            sampling=SamplingParams(seed=n, max_tokens=max_tokens),
-            deadline_s=PATIENT_S,
-            pooling=None,
-            stop_modulus=0,
-            leaves_after_s=None,
+            tenant_id="tenant-a",
         )
         for n, first in enumerate(first_token_ids)
     )
