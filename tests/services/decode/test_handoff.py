@@ -481,6 +481,26 @@ def test_32_concurrent_streams_equal_their_solo_runs():
     run(together())
 
 
+def run_prefill_of(it, *, first_token):
+    """The command for a prompt of 40 tokens."""
+    return RunPrefill(
+        placement_id=b"p" * 16,
+        tenant_id="t",
+        decode_worker_id="decode-1",
+        model="timing",
+        revision="r1",
+        kv_format=it.decode.runner.kv_format.key,
+        cache_root=b"r" * 16,
+        token_ids=bytes(4 * 40),
+        block_hashes=b"",
+        first_token=first_token,
+        target=it.decode.receiver.address,
+        lease_s=3,
+        deadline_s=60,
+        numerics=it.decode.runner.numerics,
+    )
+
+
 def test_prefill_failure_is_sent_to_the_decode_worker():
     async def main():
         async with cluster() as it:
@@ -488,23 +508,7 @@ def test_prefill_failure_is_sent_to_the_decode_worker():
             await it.decode.bus.subscribe(
                 "hearth.v1.decode.decode-1.-.control", PrefillFailed, sent.append
             )
-            target = it.decode.receiver.address
-            command = RunPrefill(
-                placement_id=b"p" * 16,
-                tenant_id="t",
-                decode_worker_id="decode-1",
-                model="timing",
-                revision="r1",
-                kv_format=it.decode.runner.kv_format.key,
-                cache_root=b"r" * 16,
-                token_ids=bytes(4 * 40),
-                block_hashes=b"",
-                first_token=0,
-                target=target,
-                lease_s=3,
-                deadline_s=60,
-                numerics=it.decode.runner.numerics,
-            )
+            command = run_prefill_of(it, first_token=0)
             await it.decode.bus.request(
                 run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=1
             )

@@ -11,9 +11,9 @@ import pytest
 
 from shared.errors import InvalidRequest, LinkLost
 from shared.kv_wire.dialer import Dialer
-from shared.messages import Choice, DataPlaneAddress, PrefillAccepted, RunPrefill
+from shared.messages import Choice, DataPlaneAddress, PrefillAccepted
 from shared.subjects import run_prefill
-from tests.services.decode.test_handoff import PROMPT, cluster
+from tests.services.decode.test_handoff import PROMPT, cluster, run_prefill_of
 from tests.simulation.world.clock import run
 from tests.simulation.world.workers import request_of
 
@@ -68,22 +68,7 @@ def test_oversized_requests_are_rejected_before_unpacking() -> None:
 def test_push_that_starts_beyond_the_prompt_is_rejected() -> None:
     async def main() -> None:
         async with cluster() as it:
-            command = RunPrefill(
-                placement_id=b"p" * 16,
-                tenant_id="t",
-                decode_worker_id="decode-1",
-                model="timing",
-                revision="r1",
-                kv_format=it.decode.runner.kv_format.key,
-                cache_root=b"r" * 16,
-                token_ids=bytes(4 * 40),
-                block_hashes=b"",
-                first_token=41,
-                target=it.decode.receiver.address,
-                lease_s=3,
-                deadline_s=60,
-                numerics=it.decode.runner.numerics,
-            )
+            command = run_prefill_of(it, first_token=41)
             subject = run_prefill("prefill-1")
             with pytest.raises(InvalidRequest, match="first_token 41 is beyond the prompt of 40"):
                 await it.decode.bus.request(subject, command, PrefillAccepted, timeout_s=1)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+import pytest
+
 from services.decode.kv_writer import KvWriter
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
@@ -18,37 +21,56 @@ class SlowRunner(TimingRunner):
         await super().write_kv(block_table, first_token, num_tokens, payload)
 
 
+def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:
+    """A writer of a prompt of 33 tokens, and the header of its first frame of 16."""
+    sequence = Sequence(
+        sequence_id=b"p" * 16,
+        tenant_id="t",
+        cache_root=b"r" * 16,
+        token_ids=list(range(33)),
+        num_prompt_tokens=33,
+        block_table=[0, 1, 2],
+    )
+    header = FrameHeader(
+        placement_id=b"p" * 16,
+        sequence_number=0,
+        first_token=0,
+        num_tokens=16,
+        first_layer=0,
+        num_layers=1,
+        first_head=0,
+        num_heads=1,
+        kv_format=runner.kv_format.key,
+        num_cached_tokens=0,
+        payload_bytes=16 * STATE_BYTES,
+        numerics=runner.numerics,
+    )
+    return KvWriter(sequence, runner, num_held_tokens=0), header
+
+
 def test_concurrent_duplicate_frame_is_counted_once() -> None:
     async def main() -> None:
-        runner = SlowRunner(VirtualClock(), num_blocks=3)
-        sequence = Sequence(
-            sequence_id=b"p" * 16,
-            tenant_id="t",
-            cache_root=b"r" * 16,
-            token_ids=list(range(33)),
-            num_prompt_tokens=33,
-            block_table=[0, 1, 2],
-        )
-        header = FrameHeader(
-            placement_id=b"p" * 16,
-            sequence_number=0,
-            first_token=0,
-            num_tokens=16,
-            first_layer=0,
-            num_layers=1,
-            first_head=0,
-            num_heads=1,
-            kv_format=runner.kv_format.key,
-            num_cached_tokens=0,
-            payload_bytes=16 * STATE_BYTES,
-            numerics=runner.numerics,
-        )
-        kv_writer = KvWriter(sequence, runner, num_held_tokens=0)
+        kv_writer, header = writer_of(SlowRunner(VirtualClock(), num_blocks=3))
         payload = memoryview(bytes(header.payload_bytes))
         writes = [kv_writer.frame(header, payload) for _ in range(2)]
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(each) for each in results] == [type(None), FrameRefused]
         assert kv_writer.num_held_tokens == 16
         assert not kv_writer.is_complete
+
+    run(main())
+
+
+def test_frame_of_unlike_numerics_is_refused() -> None:
+    """A sender is not trusted to have compared them."""
+
+    async def main() -> None:
+        runner = TimingRunner(VirtualClock(), num_blocks=3)
+        kv_writer, header = writer_of(runner)
+        unlike = msgspec.structs.replace(runner.numerics, device="sm90")
+        sent = msgspec.structs.replace(header, numerics=unlike)
+        with pytest.raises(FrameRefused, match="sm90"):
+            await kv_writer.frame(sent, memoryview(bytes(header.payload_bytes)))
+        assert kv_writer.num_held_tokens == 0
 
     run(main())

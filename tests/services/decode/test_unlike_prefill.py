@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-import pytest
-
-from services.decode.kv_writer import KvWriter
-from shared.engine.batching.sequence import Sequence
-from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
-from shared.errors import FrameRefused
-from shared.kv_wire.link import FrameHeader
 from shared.messages import Served
 from shared.numerics import Mode
 from tests.services.decode.test_handoff import PROMPT
 from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock, run
+from tests.simulation.world.clock import run
 from tests.simulation.world.kv_link import DataPlane
 from tests.simulation.world.workers import Peer, Received, SimulatedWorker, request_of
 
@@ -65,38 +57,3 @@ def test_served_names_the_numerics_of_the_decode_worker() -> None:
     served = served_of(received_from("fast", prefill_variant=1))
     assert served.numerics is not None
     assert (served.numerics.mode, served.numerics.device) == ("fast", "timing")
-
-
-def test_frame_of_unlike_numerics_is_refused() -> None:
-    """A sender is not trusted to have compared them."""
-
-    async def main() -> None:
-        runner = TimingRunner(VirtualClock(), num_blocks=1)
-        sequence = Sequence(
-            sequence_id=b"p" * 16,
-            tenant_id="t",
-            cache_root=b"r" * 16,
-            token_ids=list(range(17)),
-            num_prompt_tokens=17,
-            block_table=[0],
-        )
-        header = FrameHeader(
-            placement_id=b"p" * 16,
-            sequence_number=0,
-            first_token=0,
-            num_tokens=16,
-            first_layer=0,
-            num_layers=1,
-            first_head=0,
-            num_heads=1,
-            kv_format=runner.kv_format.key,
-            num_cached_tokens=0,
-            payload_bytes=16 * STATE_BYTES,
-            numerics=msgspec.structs.replace(runner.numerics, device="sm90"),
-        )
-        writer = KvWriter(sequence, runner, num_held_tokens=0)
-        with pytest.raises(FrameRefused, match="sm90"):
-            await writer.frame(header, memoryview(bytes(header.payload_bytes)))
-        assert writer.num_held_tokens == 0
-
-    run(main())
