@@ -148,32 +148,22 @@ async def build_worker(
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
-    is_decode = "decode" in roles
     config = await asyncio.to_thread(on_device, config, roles)
-    assert config.max_batch_tokens is not None
     await (await connect(config, roles[0])).close()  # loading may take minutes
     runner = await asyncio.to_thread(load, config)
     codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
-    engine = Engine(
-        num_blocks=runner.num_blocks,
-        block_size=config.block_size,
-        max_context_tokens=runner.max_context_tokens,
-        max_batch_tokens=config.max_batch_tokens,
-        max_sequences=config.max_sequences,
-        max_reserved_share=config.max_reserved_share,
-        attention_span=runner.attention_span,
-        zeroes_freed_blocks=config.zero_freed_blocks,
-    )
+    engine = _engine(config, runner)
     security = data_plane_security(config)
     link_keys = None if security == "none" else LinkKeys(security, randomness)
-    try:
-        instance_id = randomness.bytes(16)
-        receiver = await receive_kv(config, instance_id, codec, link_keys) if is_decode else None
-    except ConfigError:
-        await bus.close()
-        raise
+    receiver = None
+    if "decode" in roles:
+        try:
+            receiver = await receive_kv(config, randomness.bytes(16), codec, link_keys)
+        except ConfigError:
+            await bus.close()
+            raise
     worker = EngineWorker(
         bus=bus,
         clock=clock,
@@ -193,6 +183,20 @@ async def build_worker(
     if receiver is not None:
         handlers.append(DecodeService(worker, receiver, link_keys))
     return WorkerProcess(worker, handlers, bus)
+
+
+def _engine(config: WorkerConfig, runner: ModelledRunner) -> Engine:
+    assert config.max_batch_tokens is not None, "set by `on_device`"
+    return Engine(
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        max_context_tokens=runner.max_context_tokens,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        max_reserved_share=config.max_reserved_share,
+        attention_span=runner.attention_span,
+        zeroes_freed_blocks=config.zero_freed_blocks,
+    )
 
 
 def _advertised_host(config: WorkerConfig) -> str | None:

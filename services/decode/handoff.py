@@ -3,7 +3,7 @@
 requesting ──accepted──▶ receiving ──all frames──▶ complete
    └─rejected, timeout──┴─link lost, bad frame, worker lost, failed──▶ next candidate
 no candidate left: decode computes the rest locally, from the last full block received
-cancel(): ends as soon as no frame is being copied
+cancel(): ends once a request has its reply or timeout, and no frame is being copied
 """
 
 from __future__ import annotations
