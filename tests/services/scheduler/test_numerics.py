@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.scheduler.service import SILENT_GRACE_S
+from services.scheduler.decode_starts import SILENT_GRACE_S
 from shared.messages import Placed
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import NUMERICS, Rig
