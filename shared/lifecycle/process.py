@@ -72,7 +72,7 @@ async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float)
     stopped.cancel()
     service = await starting
     try:
-        _freeze_gc_heap()
+        freeze_gc_heap()
         log.info("ready")
         await stopping.wait()
         log.info("draining")
@@ -107,7 +107,7 @@ async def _abandon(starting: asyncio.Task[Service]) -> NoReturn:
     os._exit(0)
 
 
-def _freeze_gc_heap() -> None:
+def freeze_gc_heap() -> None:
     """Excludes modules and tables from collection: they live as long as the process."""
     gc.collect()
     gc.freeze()
