@@ -94,6 +94,8 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     redis_key: str = ""
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    http_cert: str = ""  # PEM files, for HTTPS
+    http_key: str = ""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 * 1024 * 1024
     max_requests: int = 4096  # open at once; a request above the limit gets 429
@@ -108,6 +110,10 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     metrics_token: str = ""  # required to read /metrics; empty: none is required
 
     @property
+    def http_tls(self) -> TlsFiles:
+        return TlsFiles(cert=self.http_cert, key=self.http_key)
+
+    @property
     def leave_timeout_s(self) -> float:
         """From SIGTERM to the stop."""
         return self.lame_duck_s + self.drain_timeout_s
@@ -119,6 +125,7 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
             schemes = ("redis", "rediss", "unix")
             yield from url_problems("redis_read_url", self.redis_read_url, schemes=schemes)
         yield from redis_tls_of(self).problems("redis")
+        yield from self.http_tls.problems("http")
         yield from positive_problems(
             self,
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),

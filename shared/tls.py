@@ -1,4 +1,4 @@
-"""TLS of the connections to NATS and Redis: which authorities to trust, and the own certificate."""
+"""Files of TLS: which authorities to trust, and the own certificate."""
 
 from __future__ import annotations
 

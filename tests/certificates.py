@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 from pathlib import Path
 
 from cryptography import x509
@@ -56,6 +57,14 @@ class Authority:
         cert_path.write_bytes(certificate.public_bytes(Encoding.PEM))
         key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         return TlsFiles(ca=self.ca, cert=str(cert_path), key=str(key_path))
+
+
+def server_context(server: TlsFiles) -> ssl.SSLContext:
+    """Of a server that requires certificates of its clients."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=server.ca)
+    context.load_cert_chain(server.cert, server.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _builder(

@@ -123,12 +123,14 @@ class NatsServer(Server):
 
 
 class RedisServer(Server):
-    def __init__(self) -> None:
+    def __init__(self, *, password: str = "") -> None:
         port = free_port()
         arguments = f"--port {port} --bind 127.0.0.1 --save --appendonly no".split()
         arguments.insert(arguments.index("--save") + 1, "")
+        arguments += ["--requirepass", password] if password else []
         super().__init__([find_binary("redis-server"), *arguments], port)
+        self._user = f":{password}@" if password else ""
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self._user}127.0.0.1:{self.port}/0"

@@ -44,6 +44,9 @@ HELP = {
     "model_name": "Model name for clients (default: the hub id, or the directory's name).",
     "http_host": "HTTP listen address.",
     "http_port": "HTTP listen port.",
+    "http_cert": "PEM file of the gateway's certificate with its chain, for HTTPS (default: HTTP). "
+    "It is loaded again when it changes.",
+    "http_key": "PEM file of its private key.",
     "request_timeout_s": "Maximum duration of a request, in seconds.",
     "max_body_bytes": "Maximum size of a request body.",
     "preparations_per_tenant": "Requests of a tenant that are decoded, rendered and tokenized at "

@@ -10,6 +10,7 @@ import structlog
 
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
+from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
@@ -148,18 +149,23 @@ class GatewayService:
             version=_installed_version(),
             metrics_token=config.metrics_token,
         )
+        self._certificate: Certificate | None = None
+        if config.http_cert:
+            self._certificate = Certificate(config.http_cert, config.http_key)
         self._web_server = WebServer(
             app,
             config.http_host,
             config.http_port,
             write_timeout_s=config.write_timeout_s,
             on_slow_client=self.metrics.count_slow_client,
+            certificate=self._certificate,
         )
 
     @property
     def http_address(self) -> str:
         host, port = self._web_server.address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._certificate is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     # ── process.Service ──────────────────────────────────────────────────────────────────────────
 
@@ -172,6 +178,8 @@ class GatewayService:
         self._usage.start(self.submission.count_usage)
         await self._health_monitor.start()
         self._background.start(self._public_watcher.run())
+        if self._certificate is not None:
+            self._background.start(self._certificate.watch(self._clock))
         await self._web_server.start()
         await self._health_monitor.transition_to("ready")
         log.info("listening", http_address=self.http_address)

@@ -22,7 +22,7 @@ from tests.services.live_workers import (
     live_workers,
     request_of,
 )
-from tests.shared.kv_wire.sealing.recording_relay import recording_relay
+from tests.recording_relay import recording_relay
 
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there
 PROMPT, OTHER_PROMPT = list(range(100, 149)), list(range(500, 549))

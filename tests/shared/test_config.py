@@ -66,6 +66,8 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         ),
         (0, {"is_nats_tls_first": True}, "nats_ca, nats_cert, nats_key and nats_tls_first are for"),
         (2, {"redis_key": __file__}, "redis_cert and redis_key must be given together"),
+        (2, {"http_cert": "/nowhere.crt", "http_key": __file__}, "http_cert /nowhere.crt is not a"),
+        (2, {"http_key": __file__}, "http_cert and http_key must be given together"),
         (3, {"data_plane_security": "tls"}, "data_plane_security 'tls' is none of aead, mac, none"),
         (3, {"load_format": "gguf"}, "load_format 'gguf' is none of auto, dummy"),
         (3, {"kv_cache_bytes": 0}, "kv_cache_bytes"),

@@ -3,7 +3,9 @@
     empty ──bytes wait to be sent──▶ waiting ──all sent──▶ empty
                                         └──no byte taken for `timeout_s`──▶ aborted
 
-The server sends a response's next part only from `empty`, so at most one part waits.
+The server sends a response's next part only from `empty`, so at most one part waits. With TLS
+another one may wait between TLS and the kernel, where it is not counted: a client that reads slowly
+is seen to read once it has taken that part, of some 64 KiB.
 """
 
 from __future__ import annotations
@@ -58,7 +60,12 @@ class ClientConnection:
         self._taken_at = 0.0
         self.is_slow = False
         self.is_lost = False
-        transport.set_write_buffer_limits(high=0)  # reports every byte that waits
+
+    def start(self) -> None:
+        """Makes the transport report every byte that waits, which it may do before this returns."""
+        is_tls = self._transport.get_extra_info("sslcontext") is not None
+        # a plain transport reports above the limit, TLS at the limit
+        self._transport.set_write_buffer_limits(high=int(is_tls))
 
     async def sent(self) -> None:
         """Returns once no byte waits, or the connection is lost."""

@@ -17,6 +17,7 @@ import uvicorn
 from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from services.gateway.http.connections import Connections
 from shared.errors import ConfigError
@@ -94,6 +95,7 @@ class _Http(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._connection = ClientConnection(transport, self._write_timeout_s, self._on_slow_client)
+        self._connection.start()
         self._address = self.client[0] if self.client else ""
         if self._connections.opened(self._address):
             self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
@@ -202,8 +204,11 @@ class WebServer:
         keep_alive_s: int = KEEP_ALIVE_S,
         on_slow_client: Callable[[], None] = lambda: None,
         connections: Connections | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
-        """Port 0 selects a free port. Raises ConfigError if the address cannot be bound."""
+        """Port 0 selects a free port; a `certificate` makes it HTTPS. Raises ConfigError if the
+        address cannot be bound.
+        """
         try:
             self._socket = _bound_socket(host, port)
             watch_peers(self._socket, write_timeout_s)
@@ -230,6 +235,9 @@ class WebServer:
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=GRACE_S,
         )
+        if certificate is not None:
+            config.load()
+            config.ssl = certificate.context
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,14 +13,13 @@ import pytest
 from services.local.credentials import tls_block
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
-from shared.messages import DataPlaneAddress
 from shared.store import RedisStore, StoreUnavailable
 from shared.subjects import NatsUser, nats_server_config
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
-from tests.certificates import Authority
+from tests.certificates import Authority, server_context
+from tests.recording_relay import relay_to
 from tests.servers import NatsServer, RedisServer, Server, find_binary, free_port
-from tests.shared.kv_wire.sealing.recording_relay import RecordingRelay, recording_relay
 
 SECRET = "the-password-of-decode-1"
 CONNECT_S, REFUSED_S = 10.0, 0.4
@@ -47,13 +45,6 @@ def tls_server(authority: Authority) -> Iterator[Server]:
     server.stop()
 
 
-@asynccontextmanager
-async def recorded(port: int) -> AsyncIterator[tuple[RecordingRelay, int]]:
-    address = DataPlaneAddress(host="127.0.0.1", port=port, unix_path="", instance_id=b"i")
-    async with recording_relay(address) as (relay, found):
-        yield relay, found.port
-
-
 async def connect(
     port: int, tls: TlsFiles, *, tls_first: bool = False, timeout_s: float = CONNECT_S
 ) -> NatsBus:
@@ -70,7 +61,7 @@ async def connect(
 async def test_mutual_tls_connects_and_hides_the_credential(
     tls_server: Server, authority: Authority, tls_first: bool
 ) -> None:
-    async with recorded(tls_server.port) as (relay, port):
+    async with relay_to(tls_server.port) as (relay, port):
         bus = await connect(port, authority.issue("decode-1"), tls_first=tls_first)
         assert bus.is_connected
         await bus.close()
@@ -88,7 +79,7 @@ async def test_downgrade_to_plain_text_gets_no_byte_of_the_credential(
         return re.sub(rb'"tls_(required|verify|available)":true,?', b"", data)
 
     for server, is_stripped in ((nats_server, False), (tls_server, True)):
-        async with recorded(server.port) as (relay, port):
+        async with relay_to(server.port) as (relay, port):
             if is_stripped:
                 relay.to_sender = strip
             with pytest.raises(DependencyUnavailable, match="does not offer TLS") as raised:
@@ -124,32 +115,15 @@ async def test_unverified_server_or_client_is_refused(
     authority: Authority, tls_server: Server, tmp_path: Path, fault: str
 ) -> None:
     client, server = faulty_files(fault, "decode-1", authority, tmp_path)
-    async with tls_ended(server, authority) as (received, port):
+    async with tls_ended(server) as (received, port):
         with pytest.raises(DependencyUnavailable):
             await connect(port, client, tls_first=True, timeout_s=REFUSED_S)
         assert not received
 
 
 @asynccontextmanager
-async def tls_server_on_free_port(
-    accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-    server: TlsFiles,
-    authority: Authority,
-) -> AsyncIterator[int]:
-    """The port of a server that requires a certificate of its clients."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
-    context.load_cert_chain(server.cert, server.key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    listener = await asyncio.start_server(accept, "localhost", 0, ssl=context)
-    try:
-        yield listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
-
-
-@asynccontextmanager
-async def tls_ended(server: TlsFiles, authority: Authority) -> AsyncIterator[tuple[bytearray, int]]:
-    """What clients sent after the handshake, and the port."""
+async def tls_ended(server: TlsFiles) -> AsyncIterator[tuple[bytearray, int]]:
+    """A server that requires TLS and certificates: what clients sent after the handshake."""
     received = bytearray()
 
     async def read_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,8 +134,11 @@ async def tls_ended(server: TlsFiles, authority: Authority) -> AsyncIterator[tup
             pass
         writer.close()
 
-    async with tls_server_on_free_port(read_all, server, authority) as port:
-        yield received, port
+    listener = await asyncio.start_server(read_all, "localhost", 0, ssl=server_context(server))
+    try:
+        yield received, listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -176,22 +153,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 # ── Redis ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@asynccontextmanager
-async def redis_behind_tls(
-    redis_server: RedisServer, server: TlsFiles, authority: Authority
-) -> AsyncIterator[int]:
-    """The port of a TLS proxy in front of Redis."""
-    relay = RecordingRelay("127.0.0.1", redis_server.port)
-    async with tls_server_on_free_port(relay.accept, server, authority) as port:
-        yield port
-
-
 def store_of(port: int, tls: TlsFiles) -> RedisStore:
     return RedisStore(f"rediss://localhost:{port}/0", MonotonicClock(), timeout_s=2.0, tls=tls)
 
 
 async def test_redis_with_mutual_tls(redis_server: RedisServer, authority: Authority) -> None:
-    async with redis_behind_tls(redis_server, authority.issue("server"), authority) as port:
+    tls = server_context(authority.issue("server"))
+    async with relay_to(redis_server.port, tls=tls) as (_, port):
         store = store_of(port, authority.issue("gateway-1"))
         assert await store.get("hearth:nothing") is None
         await store.close()
@@ -202,7 +170,7 @@ async def test_unverified_redis_is_refused(
     redis_server: RedisServer, authority: Authority, tmp_path: Path, fault: str
 ) -> None:
     client, server = faulty_files(fault, "gateway-1", authority, tmp_path)
-    async with redis_behind_tls(redis_server, server, authority) as port:
+    async with relay_to(redis_server.port, tls=server_context(server)) as (_, port):
         store = store_of(port, client)
         with pytest.raises(StoreUnavailable):
             await store.get("hearth:nothing")

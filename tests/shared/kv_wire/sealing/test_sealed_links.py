@@ -15,7 +15,7 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey, LinkSecurity
 from shared.randomness import SystemRandomness
-from tests.shared.kv_wire.sealing.recording_relay import RecordingRelay, recording_relay
+from tests.recording_relay import RecordingRelay, recording_relay
 from tests.shared.kv_wire.support import (
     INSTANCE,
     RecordingSink,

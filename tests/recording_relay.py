@@ -1,9 +1,10 @@
-"""Someone on the path: records all bytes of a TCP connection, and may alter or insert some."""
+"""Someone on the path: records all bytes of TCP connections, and may alter or insert some."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,10 +18,15 @@ Alter = Callable[[bytes], bytes]
 
 class RecordingRelay:
     def __init__(self, host: str, port: int) -> None:
-        self.recorded = bytearray()  # of both directions
         self.to_receiver: Alter = bytes
         self.to_sender: Alter = bytes
         self._host, self._port = host, port
+        self._streams: list[bytearray] = []  # one for each direction of a connection
+
+    @property
+    def recorded(self) -> bytes:
+        """All connections, one direction after the other: a message is never interrupted."""
+        return b"".join(self._streams)
 
     async def accept(
         self, from_sender: asyncio.StreamReader, to_sender: asyncio.StreamWriter
@@ -34,12 +40,29 @@ class RecordingRelay:
     async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, alter: Alter
     ) -> None:
+        stream = bytearray()
+        self._streams.append(stream)
         with contextlib.suppress(OSError):  # either peer may close its connection
             while data := await reader.read(1 << 16):
-                self.recorded += data
+                stream += data
                 writer.write(alter(data))
                 await writer.drain()
         writer.close()
+
+
+@asynccontextmanager
+async def relay_to(
+    port: int, *, listens_on: tuple[str, int] = ("127.0.0.1", 0), tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[RecordingRelay, int]]:
+    """A relay to a server on this host, and the relay's port. With `tls` the clients' TLS ends
+    here, as at a proxy.
+    """
+    relay = RecordingRelay("127.0.0.1", port)
+    listener = await asyncio.start_server(relay.accept, *listens_on, ssl=tls)
+    try:
+        yield relay, listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
 
 
 @asynccontextmanager
@@ -47,10 +70,5 @@ async def recording_relay(
     address: DataPlaneAddress, *, listens_on: tuple[str, int] = ("127.0.0.1", 0)
 ) -> AsyncIterator[tuple[RecordingRelay, DataPlaneAddress]]:
     """The relay, and its address without a unix socket, as of a receiver on another host."""
-    relay = RecordingRelay("127.0.0.1", address.port)
-    listener = await asyncio.start_server(relay.accept, *listens_on)
-    port = listener.sockets[0].getsockname()[1]
-    try:
+    async with relay_to(address.port, listens_on=listens_on) as (relay, port):
         yield relay, msgspec.structs.replace(address, port=port, unix_path="")
-    finally:
-        listener.close()

@@ -1,0 +1,72 @@
+"""The certificate of an HTTPS server, which is loaded again when its files change."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+
+from shared.clock import Clock
+from shared.errors import ConfigError
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 10.0
+
+
+class Certificate:
+    def __init__(self, cert: str, key: str) -> None:
+        """PEM files: the certificate with its chain, and its key. Raises ConfigError if they cannot
+        be read, or do not belong together.
+        """
+        self._files = cert, key
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._changed_at = _changed_at(self._files)
+        try:
+            self.context.load_cert_chain(cert, key, password=_no_password)
+        except (OSError, ssl.SSLError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cannot use http_cert {cert} with http_key {key}: {reason}") from error
+
+    async def watch(self, clock: Clock) -> None:
+        """Polls the files for ever. Open connections keep the certificate of their handshake."""
+        while True:
+            await clock.sleep(POLL_S)
+            self.poll()
+
+    def poll(self) -> None:
+        """Loads changed files. Those that cannot be used, such as one that was replaced before the
+        other, are tried again; until then the last certificate serves.
+        """
+        changed_at = _changed_at(self._files)
+        if changed_at == self._changed_at:
+            return
+        try:
+            # in a context of its own: a failure must not leave this one with half of a pair
+            trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            trial.load_cert_chain(*self._files, password=_no_password)
+            self.context.load_cert_chain(*self._files, password=_no_password)
+        except (OSError, ssl.SSLError) as error:
+            log.error("certificate_not_loaded", files=self._files, error=str(error))
+            return
+        self._changed_at = changed_at
+        log.info("certificate_loaded", files=self._files)
+
+
+def _no_password() -> str:
+    """For an encrypted key: OpenSSL would ask for its password on the terminal."""
+    return ""
+
+
+def _changed_at(paths: Iterable[str]) -> list[int]:
+    """Modification times in nanoseconds; of a missing file 0."""
+    found = []
+    for path in map(Path, paths):
+        try:
+            found.append(path.stat().st_mtime_ns)
+        except OSError:
+            found.append(0)
+    return found
