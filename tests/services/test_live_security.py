@@ -13,6 +13,7 @@ from shared.messages import PrefillAccepted, RunPrefill
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import run_prefill
 from shared.transport.bus import NatsBus
+from tests.recording_relay import recording_relay
 from tests.servers import NatsServer
 from tests.services.live_workers import (
     BLOCK_SIZE,
@@ -22,7 +23,6 @@ from tests.services.live_workers import (
     live_workers,
     request_of,
 )
-from tests.recording_relay import recording_relay
 
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there
 PROMPT, OTHER_PROMPT = list(range(100, 149)), list(range(500, 549))

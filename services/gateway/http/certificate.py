@@ -29,7 +29,9 @@ class Certificate:
             self.context.load_cert_chain(cert, key, password=_no_password)
         except (OSError, ssl.SSLError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"cannot use http_cert {cert} with http_key {key}: {reason}") from error
+            raise ConfigError(
+                f"cannot use http_cert {cert} with http_key {key}: {reason}"
+            ) from error
 
     async def watch(self, clock: Clock) -> None:
         """Polls the files for ever. Open connections keep the certificate of their handshake."""
