@@ -7,6 +7,7 @@ mathematics is replaced: workers have the timing engine.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class _Cluster:
         prefill, decode = [await self._worker(each, security) for each in ("prefill", "decode")]
         address = decode._worker.data_plane
         assert address is not None
-        Path(address.unix_path).unlink()
+        os.unlink(address.unix_path)  # noqa: PTH108
         relay, _ = await self._stack.enter_async_context(
             recording_relay(address, listens_on=(OTHER_HOST, address.port))
         )
