@@ -100,12 +100,15 @@ class NatsServer(Server):
         directory: Path,
         users: tuple[tuple[CredentialRole, str], ...] = USERS,
         *,
+        regions: Mapping[str, str] | None = None,
         max_payload_bytes: int = 8 * 1024 * 1024,
         more_config: str = "",
     ) -> None:
+        """`regions`: by credential; the others have none."""
+        region_of = {} if regions is None else regions
         port = free_port()
         config = nats_server_config(
-            [NatsUser(role, credential, PASSWORD) for role, credential in users],
+            [NatsUser(role, name, PASSWORD, region_of.get(name, "")) for role, name in users],
             host="127.0.0.1",
             port=port,
             max_payload_bytes=max_payload_bytes,

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from services.worker import WorkerProcess, build_worker
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import MonotonicClock
@@ -23,6 +25,7 @@ from shared.messages import (
     PlacementId,
     Request,
     Role,
+    RunPrefill,
     SamplingParams,
     StartDecode,
     TokenBatch,
@@ -156,3 +159,25 @@ def request_of(prompt: list[int], *, root: bytes | None = None) -> Request:
         choices=(Choice(choice_index=0),),
         deadline_s=60.0,
     )
+
+
+def run_prefill_of(it: LiveWorkers, prompt: list[int], **changes: object) -> RunPrefill:
+    """A right command of decode-2, which has no worker process, except for the changes."""
+    root = root_hash("tenant-a", REVISION)
+    command = RunPrefill(
+        placement_id=b"f" * 16,
+        tenant_id="tenant-a",
+        decode_worker_id="decode-2",
+        model=MODEL,
+        revision=REVISION,
+        kv_format=it.kv_format,
+        cache_root=root,
+        token_ids=pack_token_ids(prompt),
+        block_hashes=pack_hashes(extend_chain(root, prompt, BLOCK_SIZE)),
+        first_token=0,
+        target=it.data_plane,
+        lease_s=3.0,
+        deadline_s=60.0,
+        numerics=it.runners["prefill-1"].numerics,
+    )
+    return msgspec.structs.replace(command, **changes)

@@ -9,19 +9,18 @@ import pytest
 
 from shared.block_hash import extend_chain, root_hash, root_key
 from shared.errors import InvalidRequest, WorkerBusy
-from shared.messages import PrefillAccepted, RunPrefill
-from shared.packing import pack_hashes, pack_token_ids
+from shared.messages import PrefillAccepted
+from shared.packing import pack_hashes
 from shared.subjects import run_prefill
 from shared.transport.bus import NatsBus
 from tests.recording_relay import recording_relay
 from tests.servers import NatsServer
 from tests.services.live_workers import (
     BLOCK_SIZE,
-    MODEL,
     REVISION,
-    LiveWorkers,
     live_workers,
     request_of,
+    run_prefill_of,
 )
 
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there
@@ -50,28 +49,6 @@ async def test_relay_between_workers_sees_no_kv_of_the_prompt(
 # ── forgeries with the credential of another decode worker ───────────────────────────────────────
 
 
-def forged(it: LiveWorkers, **changes: object) -> RunPrefill:
-    """A right command of decode-2, which has no worker process, except for the changes."""
-    root = root_hash("tenant-a", REVISION)
-    command = RunPrefill(
-        placement_id=b"f" * 16,
-        tenant_id="tenant-a",
-        decode_worker_id="decode-2",
-        model=MODEL,
-        revision=REVISION,
-        kv_format=it.kv_format,
-        cache_root=root,
-        token_ids=pack_token_ids(PROMPT),
-        block_hashes=pack_hashes(extend_chain(root, PROMPT, BLOCK_SIZE)),
-        first_token=0,
-        target=it.data_plane,
-        lease_s=3.0,
-        deadline_s=60.0,
-        numerics=it.runners["prefill-1"].numerics,
-    )
-    return msgspec.structs.replace(command, **changes)
-
-
 async def test_prefill_refuses_tokens_under_the_hashes_of_others(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
@@ -79,7 +56,7 @@ async def test_prefill_refuses_tokens_under_the_hashes_of_others(
         decode = it.processes["decode-1"]._worker.bus
         root = root_hash("tenant-a", REVISION)
         hashes = pack_hashes(extend_chain(root, OTHER_PROMPT, BLOCK_SIZE))
-        command = forged(it, decode_worker_id="decode-1", block_hashes=hashes)
+        command = run_prefill_of(it, PROMPT, decode_worker_id="decode-1", block_hashes=hashes)
         with pytest.raises(InvalidRequest, match="block_hashes are not those of the tokens"):
             await decode.request(run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=5)
         assert not it.processes["prefill-1"]._worker.loop.engine.pool.cached_blocks()
@@ -97,14 +74,16 @@ async def test_prefill_pushes_to_the_data_plane_of_the_sender_only(
             {"instance_id": b"another"},
         ):
             target = msgspec.structs.replace(it.data_plane, **changes)
-            command = forged(it, decode_worker_id="decode-1", target=target)
+            command = run_prefill_of(it, PROMPT, decode_worker_id="decode-1", target=target)
             with pytest.raises(InvalidRequest, match="target is not the data plane of decode-1"):
                 await decode.request(
                     run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=5
                 )
         other = await NatsBus.connect(nats_server.url("decode-2"), process_id="decode-2")
         with pytest.raises(WorkerBusy, match="has received no heartbeat of decode-2 yet"):
-            await other.request(run_prefill("prefill-1"), forged(it), PrefillAccepted, timeout_s=5)
+            await other.request(
+                run_prefill("prefill-1"), run_prefill_of(it, PROMPT), PrefillAccepted, timeout_s=5
+            )
         await other.close()
 
 
