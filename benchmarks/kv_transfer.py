@@ -229,6 +229,36 @@ def frame_header(payload_bytes: int) -> FrameHeader:
     )
 
 
+@contextmanager
+def push_ways(num_under_way: int, source: Pool, destination: Pool) -> Iterator[dict[str, Measure]]:
+    """Pushes to another process, over shared memory and over TCP with each security, and the
+    encryption alone. Needs a thread without a running event loop.
+    """
+    with (
+        process(receive_frames) as frames_pipe,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        targets = [
+            msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=tuple[DataPlaneAddress, Key])
+            for _ in SECURITIES
+        ]
+        memfd, tcp = Dialer(), Dialer()
+        links = {"memfd": runner.run(memfd.link(targets[0][0]))}
+        for security, (address, link_key) in zip(SECURITIES, targets, strict=True):
+            apart = msgspec.structs.replace(address, unix_path="")
+            name = "tcp" if security == "none" else f"tcp_{security}"
+            links[name] = runner.run(tcp.link(apart, link_key))
+        yield {
+            **{
+                name: push_frames(runner.run, link, source, num_under_way)
+                for name, link in links.items()
+            },
+            "aead": seal_frames(destination),
+        }
+        runner.run(memfd.close())
+        runner.run(tcp.close())
+
+
 def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) -> list[Row]:
     """The methods take turns, so that other load on the machine affects all of them."""
     rows: list[Row] = []
@@ -271,35 +301,17 @@ def main() -> None:
     options = parser.parse_args()
     source, destination = Pool(), Pool()
     with (
-        process(receive_frames) as frames_pipe,
+        push_ways(options.under_way, source, destination) as pushes,
         process(receive_raw) as raw_pipe,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        socket.create_connection(("127.0.0.1", int(raw_pipe.recv_bytes()))) as raw,
     ):
-        targets = [
-            msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=tuple[DataPlaneAddress, Key])
-            for _ in SECURITIES
-        ]
-        raw_address = ("127.0.0.1", int(raw_pipe.recv_bytes()))
-        memfd, tcp = Dialer(), Dialer()
-        links = {"memfd": runner.run(memfd.link(targets[0][0]))}
-        for security, (address, link_key) in zip(SECURITIES, targets, strict=True):
-            apart = msgspec.structs.replace(address, unix_path="")
-            name = "tcp" if security == "none" else f"tcp_{security}"
-            links[name] = runner.run(tcp.link(apart, link_key))
-        with socket.create_connection(raw_address) as raw:
-            ways: dict[str, Measure] = {
-                **{
-                    name: push_frames(runner.run, link, source, options.under_way)
-                    for name, link in links.items()
-                },
-                "aead": seal_frames(destination),
-                "memcpy": copy_walking(source, destination),
-                "memcpy_warm": copy_warm,
-                "raw_tcp": send_raw(raw_pipe, raw, source),
-            }
-            rows = measure_all(ways, options.repetitions, options.mib * MIB)
-        runner.run(memfd.close())
-        runner.run(tcp.close())
+        ways: dict[str, Measure] = {
+            **pushes,
+            "memcpy": copy_walking(source, destination),
+            "memcpy_warm": copy_warm,
+            "raw_tcp": send_raw(raw_pipe, raw, source),
+        }
+        rows = measure_all(ways, options.repetitions, options.mib * MIB)
     command = ["-m", "benchmarks.kv_transfer"]
     command += ["--repetitions", str(options.repetitions), "--mib", str(options.mib)]
     command += ["--under-way", str(options.under_way)]

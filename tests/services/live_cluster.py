@@ -27,8 +27,10 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.lifecycle.process import Service
 from shared.messages import Role
+from shared.packing import pack_token_ids
 from shared.store import RedisStore
 from shared.subjects import NatsUser, nats_server_config
+from shared.tenancy.tenant import digest_of
 from shared.tenancy.tenant_admin import store_api_key
 from shared.tls import TlsFiles
 from tests.certificates import Authority, server_context
@@ -41,6 +43,8 @@ START_S = 20.0
 MODEL = "tiny"
 API_KEY = "key-that-only-the-gateway-may-read"
 NATS_PASSWORD, REDIS_PASSWORD = "password-of-each-nats-user", "password-of-the-redis-server"
+PROMPT = "my salary is 7,301 and my door opens with the word heliotrope, so keep it to yourself"
+PREFIX = "you are the assistant of a bank whose vault opens with the word marzipan"
 PROCESSES: tuple[Role, ...] = ("gateway", "scheduler", "kv_index", "prefill", "decode")
 
 
@@ -212,3 +216,27 @@ class _Cluster:
         store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
         await store_api_key(store, API_KEY, "tenant-1")
         await store.close()
+
+
+async def secrets_of(cluster: LiveCluster) -> dict[str, list[bytes]]:
+    """Sends a chat and stores a prefix; returns the bytes that nobody on the path may read."""
+    response = await cluster.chat(PROMPT)
+    served = response.json()["hearth"]
+    assert served["prefill_worker"] == "prefill-1"
+    states = [bytes(row) for row in cluster.runners["prefill"]._kv if row.any()]
+    assert len(states) == served["num_pushed_tokens"] > 64
+    prefix = {"model": "tiny", "system": PREFIX}
+    (await cluster.http.put("/v1/prefixes/bank", json=prefix)).raise_for_status()
+    token_ids = cluster.gateway.files.tokenizer.encode([PROMPT])
+    return {
+        "prompt": [PROMPT.encode()],
+        "prompt as JSON": [b'"content":"' + PROMPT.encode()],
+        "prompt as token ids": [pack_token_ids(token_ids[2:-2])],
+        "named prefix": [PREFIX.encode()],
+        "response": [response.content],
+        "KV of the prompt": [half for each in states for half in (each[:8], each[8:])],
+        "API key": [API_KEY.encode()],
+        "digest of the API key": [digest_of(API_KEY).encode()],
+        "NATS password": [NATS_PASSWORD.encode()],
+        "Redis password": [REDIS_PASSWORD.encode()],
+    }

@@ -6,20 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.packing import pack_token_ids
-from shared.tenancy.tenant import digest_of
 from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import (
-    API_KEY,
-    NATS_PASSWORD,
-    REDIS_PASSWORD,
-    Link,
-    LiveCluster,
-    live_cluster,
-)
-
-PROMPT = "my salary is 7,301 and my door opens with the word heliotrope, so keep it to yourself"
-PREFIX = "you are the assistant of a bank whose vault opens with the word marzipan"
+from tests.services.live_cluster import Link, live_cluster, secrets_of
 
 # What each link shows without encryption.
 READABLE: dict[Link, set[str]] = {
@@ -46,30 +34,6 @@ async def test_path_reads_secrets_only_without_encryption(
         assert all(recorded.values())
         seen = {link: found_in(stream, secrets) for link, stream in recorded.items()}
     assert seen == ({link: set() for link in READABLE} if has_tls else READABLE)
-
-
-async def secrets_of(cluster: LiveCluster) -> dict[str, list[bytes]]:
-    """Sends a chat and stores a prefix; returns the bytes that nobody on the path may read."""
-    response = await cluster.chat(PROMPT)
-    served = response.json()["hearth"]
-    assert served["prefill_worker"] == "prefill-1"
-    states = [bytes(row) for row in cluster.runners["prefill"]._kv if row.any()]
-    assert len(states) == served["num_pushed_tokens"] > 64
-    prefix = {"model": "tiny", "system": PREFIX}
-    (await cluster.http.put("/v1/prefixes/bank", json=prefix)).raise_for_status()
-    token_ids = cluster.gateway.files.tokenizer.encode([PROMPT])
-    return {
-        "prompt": [PROMPT.encode()],
-        "prompt as JSON": [b'"content":"' + PROMPT.encode()],
-        "prompt as token ids": [pack_token_ids(token_ids[2:-2])],
-        "named prefix": [PREFIX.encode()],
-        "response": [response.content],
-        "KV of the prompt": [half for each in states for half in (each[:8], each[8:])],
-        "API key": [API_KEY.encode()],
-        "digest of the API key": [digest_of(API_KEY).encode()],
-        "NATS password": [NATS_PASSWORD.encode()],
-        "Redis password": [REDIS_PASSWORD.encode()],
-    }
 
 
 def found_in(stream: bytes, secrets: dict[str, list[bytes]]) -> set[str]:

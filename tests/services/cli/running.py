@@ -9,12 +9,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.gateway.tenancy.usage_counter import day_of
 from services.local.state import ClusterState, clusters_dir, running_cluster
+from shared.clock import MonotonicClock
 from shared.errors import ConfigError
+from shared.store import RedisStore
+from shared.tenancy.tenant import TenantRecord, UsageRow
+from shared.tenancy.tenant_admin import TenantAdmin
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 300.0  # the first start compiles kernels
@@ -115,3 +120,23 @@ def complete(url: str, api_key: str) -> dict[str, Any]:
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
+
+
+async def add_tenants(
+    redis_url: str, tenants: Mapping[str, Mapping[str, Any]], keys: Mapping[str, str]
+) -> None:
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    for name, limits in tenants.items():
+        await TenantAdmin(store, time.time).add(name, limits, keys[name])
+    await store.close()
+
+
+async def records_of(
+    redis_url: str, tenant_ids: Sequence[str]
+) -> tuple[list[TenantRecord], list[UsageRow]]:
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    admin, today = TenantAdmin(store, time.time), time.time()
+    records = [await admin.one(each) for each in tenant_ids]
+    usage = await admin.usage(tenant_ids, [day_of(today - 86_400), day_of(today)])
+    await store.close()
+    return records, usage

@@ -31,11 +31,13 @@ from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer, Server, find_binary
 from tests.services.cli.running import (
     NoModel,
+    add_tenants,
     cluster_of,
     complete,
     eventually,
     processes_of,
     ready,
+    records_of,
     run_hearth,
     start_hearth,
 )
@@ -231,26 +233,6 @@ def test_killed_redis_is_restarted_with_all_tenants_and_their_usage(running: Up)
     kill_and_wait(running, "redis-server")
     assert records() == before
     assert complete(running.state.url, keys["other"])["usage"]["completion_tokens"] == 8
-
-
-async def add_tenants(
-    redis_url: str, tenants: Mapping[str, Mapping[str, Any]], keys: Mapping[str, str]
-) -> None:
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
-    for name, limits in tenants.items():
-        await TenantAdmin(store, time.time).add(name, limits, keys[name])
-    await store.close()
-
-
-async def records_of(
-    redis_url: str, tenant_ids: Sequence[str]
-) -> tuple[list[TenantRecord], list[UsageRow]]:
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
-    admin, today = TenantAdmin(store, time.time), time.time()
-    records = [await admin.one(each) for each in tenant_ids]
-    usage = await admin.usage(tenant_ids, [day_of(today - 86_400), day_of(today)])
-    await store.close()
-    return records, usage
 
 
 def kill_and_wait(running: Up, command: str) -> None:
