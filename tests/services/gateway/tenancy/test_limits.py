@@ -117,6 +117,32 @@ async def test_each_limit_rejects_with_own_error_and_retry_after(
     assert limits.num_open == 2
 
 
+async def test_emptied_redis_counts_from_zero_for_all_gateways(
+    limits: Limits, store: RedisStore, clock: PacedClock
+) -> None:
+    record, other = tenant(requests_per_min=3), Limits(store, clock)
+    for number in range(3):
+        await admit(limits, record, f"before-{number}")
+    await store.write([("FLUSHALL",)])
+    for gateway, name in ((limits, "a"), (other, "b"), (limits, "c")):
+        await admit(gateway, record, name)
+    for gateway, name in ((limits, "d"), (other, "e")):
+        with pytest.raises(RequestsExhausted):
+            await admit(gateway, record, name)
+
+
+async def test_open_requests_return_to_an_emptied_redis(
+    limits: Limits, store: RedisStore, clock: PacedClock
+) -> None:
+    record, other = tenant(concurrency=1), Limits(store, clock)
+    await admit(limits, record, "a")
+    await store.write([("FLUSHALL",)])
+    clock.advance(RENEW_S)
+    await until_renewed(store, open_requests_of("acme"))
+    with pytest.raises(ConcurrencyExhausted):
+        await admit(other, record, "next")
+
+
 @pytest.mark.parametrize(
     "name",
     [
