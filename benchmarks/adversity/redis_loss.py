@@ -98,9 +98,7 @@ def emptied() -> list[Bar]:
 @contextmanager
 def up(state_home: Path, *arguments: str) -> Iterator[ClusterState]:
     """`hearth up` with the demo model, until the block ends."""
-    process = start_hearth(
-        state_home, "up", "--http", "127.0.0.1:0", "--role", "both", *arguments
-    )
+    process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", "--role", "both", *arguments)
     try:
         found = eventually(lambda: cluster_of(state_home) or process.poll() is not None, "up")
         if not isinstance(found, tuple):
@@ -145,4 +143,6 @@ def status_of(state: ClusterState, key: str) -> int:
 
 def redis_pids(state_home: Path) -> set[int]:
     found = processes_of(state_home).items()
-    return {pid for pid, line in found if Path(line.split("\0")[0].split(" ")[0]).name == "redis-server"}
+    return {
+        pid for pid, line in found if Path(line.split("\0")[0].split(" ")[0]).name == "redis-server"
+    }

@@ -9,25 +9,19 @@ import signal
 import stat
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from services.client.first_answers import first_requests
-from services.gateway.tenancy.usage_counter import day_of
 from services.local.servers import free_port
 from services.local.state import ClusterState, StateDir
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
-from shared.store import RedisStore
 from shared.subjects import credential_of
-from shared.tenancy.tenant import TenantRecord, UsageRow
-from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer, Server, find_binary
 from tests.services.cli.running import (
     NoModel,
