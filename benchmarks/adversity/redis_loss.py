@@ -142,7 +142,5 @@ def status_of(state: ClusterState, key: str) -> int:
 
 
 def redis_pids(state_home: Path) -> set[int]:
-    found = processes_of(state_home).items()
-    return {
-        pid for pid, line in found if Path(line.split("\0")[0].split(" ")[0]).name == "redis-server"
-    }
+    programs = {pid: line.split("\0")[0] for pid, line in processes_of(state_home).items()}
+    return {pid for pid, each in programs.items() if Path(each.split(" ")[0]).name == "redis-server"}

@@ -8,10 +8,10 @@
 for all gateways, in one round trip each; while Redis is unavailable, this gateway's local counter
 decides, which counts every request too. A Redis that has returned empty still decides, and counts
 from zero: a tenant gets at most one minute's limit again, where local counters would allow each
-gateway a limit of its own. Open requests renew their leases: they return to an emptied Redis within
-`RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Settled requests are sent in the
-background and with the tenant's next request, so a client that has its response never finds that
-request still counted. Settling is idempotent.
+gateway a limit of its own. Open requests renew their leases: they are back in an emptied Redis
+within `RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Settled requests are
+sent in the background and with the tenant's next request, so a client that has its response never
+finds that request still counted. Settling is idempotent.
 """
 
 from __future__ import annotations
