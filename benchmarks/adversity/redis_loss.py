@@ -44,6 +44,7 @@ TENANTS = {
 KEYS = {name: f"key-of-{name}" for name in TENANTS}
 *KNOWN, UNKNOWN = KEYS.values()  # by a request before the loss
 STOP_S = 60.0
+REDIS = "redis-server"
 
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
@@ -143,4 +144,4 @@ def status_of(state: ClusterState, key: str) -> int:
 
 def redis_pids(state_home: Path) -> set[int]:
     programs = {pid: line.split("\0")[0] for pid, line in processes_of(state_home).items()}
-    return {pid for pid, each in programs.items() if Path(each.split(" ")[0]).name == "redis-server"}
+    return {pid for pid, path in programs.items() if Path(path.split(" ")[0]).name == REDIS}
