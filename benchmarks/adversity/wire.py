@@ -46,7 +46,7 @@ from tests.services.live_workers import (
 )
 
 PUSH_BYTES = (4 * MIB, 64 * MIB)
-NUM_REPETITIONS = 15
+NUM_REPETITIONS = 11
 SEALED_BAR = 0.85  # of 1 / (1 / plain + 1 / AEAD alone)
 PROMPT, OTHER_PROMPT = list(range(100, 149)), list(range(500, 549))
 REGIONS = {"decode-1": "eu", "decode-2": "us"}
