@@ -120,7 +120,7 @@ async def _run(plan: Plan, logs: Journal) -> Outcome:
             outcome.durations_s.append(client.ended_at - client.sent_at)
         digest.update(repr((client.ended_at, client.choices)).encode())
     outcome.digest, outcome.virtual_s = digest.hexdigest(), loop.time()
-    await stop(fleet)
+    await fleet.stop()
     return outcome
 
 
@@ -130,12 +130,17 @@ async def _run_until_ended(fleet: Fleet, outcome: Outcome) -> None:
         async with asyncio.timeout(LIMIT_S):
             await fleet.start()
             busy = asyncio.gather(fleet.serve(), fleet.suffer())
-            while not busy.done() or any(client.is_open for client in fleet.clients):
+            while not busy.done() or _is_busy(fleet):
                 fleet.monitor.check_bounds(fleet.hosts())
+                fleet.supervise()
                 await asyncio.sleep(POLL_INTERVAL_S)
             busy.result()
     except TimeoutError:
         outcome.wrongs.append(f"requests are open after {LIMIT_S:g} s")
+
+
+def _is_busy(fleet: Fleet) -> bool:
+    return fleet.is_replacing or any(client.is_open for client in fleet.clients)
 
 
 async def _settle(fleet: Fleet, outcome: Outcome) -> None:
@@ -147,12 +152,6 @@ async def _settle(fleet: Fleet, outcome: Outcome) -> None:
             is_late = True
             outcome.wrongs += [f"held too long: {each}" for each in held_too_long(fleet)]
     outcome.settled_s = loop.time() - ended_at
-
-
-async def stop(fleet: Fleet) -> None:
-    for member in fleet.members.values():
-        if member.is_up:
-            await member.kill()
 
 
 def ending_of(client: Any) -> str:

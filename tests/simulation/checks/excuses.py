@@ -52,7 +52,7 @@ POLL_INTERVAL_S = 0.3  # a gateway stops waiting up to this much before its wind
 NATS_FAULTS = ("nats_restart", "nats_hang")
 PROCESS_FAULTS = (
     *("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge"),
-    "runner_raises",
+    *("runner_raises", "twin"),
 )
 
 

@@ -162,8 +162,11 @@ class SimulatedNetwork:
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
     def freeze(self, process_id: str) -> None:
-        self._process(process_id).freeze()
-        connection = self._connections.get(process_id)
+        self.freeze_process(self._process(process_id))
+
+    def freeze_process(self, process: SimulatedProcess) -> None:
+        process.freeze()
+        connection = self._by_process.get(process)
         if connection is not None:
             loop = asyncio.get_running_loop()
             connection.give_up = loop.call_later(
@@ -171,13 +174,18 @@ class SimulatedNetwork:
             )
 
     def thaw(self, process_id: str, *, backlog_after_s: float | None = None) -> None:
-        process, connection = self._process(process_id), self._connections.get(process_id)
+        self.thaw_process(self._process(process_id), backlog_after_s=backlog_after_s)
+
+    def thaw_process(
+        self, process: SimulatedProcess, *, backlog_after_s: float | None = None
+    ) -> None:
+        connection = self._by_process.get(process)
         if connection is not None and connection.give_up is not None:
             connection.give_up.cancel()
             connection.give_up = None
         process.thaw(backlog_after_s=backlog_after_s)
         if connection is not None and not connection.is_up:
-            self.reconnect_later(process_id)
+            self._reconnect_later(connection)
 
     def disconnect(self, process_id: str) -> None:
         """Removes a dead process's subscriptions, like the server does."""
@@ -187,12 +195,12 @@ class SimulatedNetwork:
         for each in [s for s in self._subscriptions if s.process is process]:
             self.remove(each)
 
-    def cut_off(self, process_id: str) -> None:
+    def cut_off(self, process: SimulatedProcess) -> None:
         """Drops the process's connection, and messages in flight to it."""
-        self._lose(self._connections[process_id])
+        self._lose(self._by_process[process])
 
-    def reconnect_later(self, process_id: str) -> None:
-        self._reconnect_later(self._connections[process_id])
+    def reconnect_later(self, process: SimulatedProcess) -> None:
+        self._reconnect_later(self._by_process[process])
 
     def _reconnect_later(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from math import inf
 from random import Random
 
 import msgspec
 
 from services.gateway.streams.actions import Report
-from shared.errors import NameInUse
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
 from shared.packing import pack_token_ids
@@ -37,6 +35,7 @@ from tests.simulation.world.workers import MODEL, SimulatedWorker
 
 JOIN_S = 0.5
 RESTART_S = 0.5  # from the exit of a worker to its next start
+LEAVE_S = 0.1  # from the loss of its device until its absence is noticed here
 PINNED = PinnedPrefix(
     name="system-prompt",
     tenant_id=TENANTS[0],
@@ -70,8 +69,9 @@ class Fleet:
         self.troubles: list[Trouble] = []
         self.reports: list[Report] = []  # of all gateways
         self._random = Random(plan.seed + 1)
-        self.num_left_names = 0  # processes that ended because another one had their id
         self._num_lives = 0
+        self._twins: dict[str, Member] = {}  # the second process of an id
+        self._replacing: set[asyncio.Task[None]] = set()
         self._noises: list[Fault] = []
         self._deaf: list[Fault] = []
         self._link_noises: list[Fault] = []
@@ -99,12 +99,17 @@ class Fleet:
     def workers(self) -> list[SimulatedWorker]:
         return [host for host in self.hosts() if isinstance(host, SimulatedWorker)]
 
+    @property
+    def is_replacing(self) -> bool:
+        return bool(self._replacing)
+
     def indices(self) -> list[SimulatedIndex]:
         return [host for host in self.hosts() if isinstance(host, SimulatedIndex)]
 
     def _host(self, role: str, process_id: str) -> AnyHost:
         host = self._new_host(role, process_id)
         self.monitor.watch(host)
+        health_monitor_of(host).on_name_in_use = lambda _: self._leave(host)
         return host
 
     def _new_host(self, role: str, process_id: str) -> AnyHost:
@@ -227,54 +232,109 @@ class Fleet:
             return
         clients = member.host.clients if isinstance(member.host, SimulatedGateway) else []
         if fault.kind == "kill":
-            for client in clients:
-                client.lost_gateway |= client.end is None
+            self._lose_clients(member.host)
             await member.kill()
         else:
             await member.terminate()
             for client in clients:  # those that waited for admission
                 client.lost_gateway |= client.is_open
+        self._succeed(member)
         if fault.comes_back:
             await asyncio.sleep(fault.duration_s)
             await self._restart(member)
 
     async def _restart(self, member: Member) -> None:
-        while self.network.is_away or self.network.is_hanging:
-            await asyncio.sleep(0.1)
+        await self._until_connectable()
         if not member.is_up:
             member.host = self._host(member.process_id.split("-")[0], member.process_id)
             await member.start()
 
+    async def _until_connectable(self) -> None:
+        while self.network.is_away or self.network.is_hanging:
+            await asyncio.sleep(0.1)
+
+    async def stop(self) -> None:
+        for member in (*self.members.values(), *self._twins.values()):
+            if member.is_up:
+                await member.kill()
+
     async def _fail_steps(self, fault: Fault) -> None:
-        """A worker that has left with its device is started again, with a good one."""
-        member, loop = self.members[fault.target], asyncio.get_running_loop()
-        host, until = member.host, loop.time() + fault.duration_s
+        member = self.members[fault.target]
+        host = member.host
         if not member.is_up or not isinstance(host, SimulatedWorker):
             return
         host.runner.step_raises = lambda: self._random.random() < fault.amount
         host.runner.check_raises = fault.amount == 1
-        while loop.time() < until and not host.process.is_dead:
-            await asyncio.sleep(0.05)
+        await asyncio.sleep(fault.duration_s)
         host.runner.step_raises, host.runner.check_raises = lambda: False, False
-        if member.is_up and member.host is host and host.process.is_dead:
-            await member.kill()
-            await asyncio.sleep(RESTART_S)
-            await self._restart(member)
+
+    def supervise(self) -> None:
+        """Starts each worker again that has left with its device, with a good one."""
+        for member in self.members.values():
+            if member.is_up and member.host.process.is_dead:
+                task = asyncio.get_running_loop().create_task(self._replace(member))
+                self._replacing.add(task)
+                task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, member: Member) -> None:
+        loop = asyncio.get_running_loop()
+        lost = Fault(at_s=loop.time() - JOIN_S, kind="kill", target=member.process_id)
+        if not any(self._is_sick(each, member.process_id) for each in self.troubles):
+            self.monitor.record(f"{member.process_id}: left, but its device had not failed")
+        trouble = Trouble(lost, loop.time() - LEAVE_S)
+        self.troubles.append(trouble)
+        await member.kill()
+        self._succeed(member)
+        await asyncio.sleep(RESTART_S)
+        await self._restart(member)
+        trouble.ended = loop.time()
+
+    @staticmethod
+    def _is_sick(trouble: Trouble, worker_id: str) -> bool:
+        return trouble.fault.kind == "runner_raises" and trouble.fault.target == worker_id
 
     async def _double(self, fault: Fault) -> None:
-        """A second process starts with the target's id, without the check at a real one's start."""
-        member = self.members[fault.target]
-        if not member.is_up:
-            return
-        twin = Member(self.network, self._host(member.process_id.split("-")[0], member.process_id))
-        for each in (member, twin):
-            monitor = health_monitor_of(each.host)
-            monitor.on_name_in_use = partial(self._leave, each)
-        await twin.start()
+        """A second process starts with the target's id, without the check at a real one's start.
 
-    def _leave(self, member: Member, error: NameInUse) -> None:
-        self.num_left_names += 1
+        Returns when one process is left.
+        """
+        process_id = fault.target
+        await self._until_connectable()
+        if not self.members[process_id].is_up or process_id in self._twins:
+            return
+        twin = Member(self.network, self._host(process_id.split("-")[0], process_id))
+        self._twins[process_id] = twin
+        await twin.start()
+        while self._twins.get(process_id) is twin:
+            await asyncio.sleep(0.05)
+
+    def _leave(self, host: AnyHost) -> None:
+        """The process ends because another one has its id."""
+        process_id = host.process.process_id
+        member, twin = self.members[process_id], self._twins.get(process_id)
+        if twin is None:
+            self.monitor.record(f"{process_id}: left, but no other process has its name")
+        elif twin.host is host:
+            del self._twins[process_id]
+            twin.vanish()
+            return
+        self._lose_clients(host)
+        member.is_up = False
         member.vanish()
+        self._succeed(member)
+
+    def _succeed(self, member: Member) -> None:
+        """After its death, the second process of its id, if there is one, is the first."""
+        twin = self._twins.get(member.process_id)
+        if twin is not None and not member.is_up:
+            del self._twins[member.process_id]
+            member.host, member.is_up = twin.host, True
+
+    @staticmethod
+    def _lose_clients(host: AnyHost) -> None:
+        if isinstance(host, SimulatedGateway):
+            for client in host.clients:
+                client.lost_gateway |= client.end is None
 
     async def _impede(self, fault: Fault) -> None:
         member = self.members[fault.target]
@@ -283,16 +343,16 @@ class Fleet:
             return
         match fault.kind:
             case "freeze":
-                network.freeze(fault.target)
+                network.freeze_process(process)
                 await asyncio.sleep(fault.duration_s)
                 if not process.is_dead:
-                    network.thaw(
-                        fault.target, backlog_after_s=self._random.choice((None, 0.0001, 0.02))
+                    network.thaw_process(
+                        process, backlog_after_s=self._random.choice((None, 0.0001, 0.02))
                     )
             case "cut_off":
-                network.cut_off(fault.target)
+                network.cut_off(process)
                 await asyncio.sleep(fault.duration_s)
-                network.reconnect_later(fault.target)
+                network.reconnect_later(process)
             case "slow":
                 process.slowness = fault.amount
                 await asyncio.sleep(fault.duration_s)
@@ -347,7 +407,10 @@ class Fleet:
 
     def _given_up(self, placement_id: bytes) -> None:
         """A given-up placement samples other tokens from now on: they must not reach a client."""
-        for worker in self.workers():
+        twins = [twin.host for twin in self._twins.values()]
+        for worker in (*self.workers(), *twins):
+            if not isinstance(worker, SimulatedWorker):
+                continue
             placement = worker.decode._placements.get(placement_id) if worker.decode else None
             for sequence in placement.choices.values() if placement else ():
                 if sequence.sampling is not None:
