@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 import msgspec
@@ -13,6 +14,7 @@ from tests.simulation.checks.expected import expected_choice, states_of
 from tests.simulation.plan import (
     BLOCK_SIZE,
     PATIENT_S,
+    POISON,
     TENANTS,
     Fault,
     FaultKind,
@@ -22,13 +24,21 @@ from tests.simulation.plan import (
 )
 
 LAST_FAULT_S = 6.0
+MAX_ONE_WAY_S = 0.3  # between two regions
+_REGIONS = ("", "near", "far")
 
 
 def plan_of(seed: int) -> Plan:
     random = Random(seed)
     fleet = _fleet(random)
     requests = _requests(random, fleet)
-    return Plan(seed=seed, fleet=fleet, requests=requests, faults=_faults(random, fleet))
+    faults = _faults(random, fleet)
+    return Plan(
+        seed=seed,
+        fleet=_uneven(random, fleet),
+        requests=_poisoned(random, requests),
+        faults=faults,
+    )
 
 
 def _fleet(random: Random) -> FleetPlan:
@@ -52,10 +62,51 @@ def _fleet(random: Random) -> FleetPlan:
     )
 
 
+def _uneven(random: Random, fleet: FleetPlan) -> FleetPlan:
+    """Sometimes workers of several sizes, regions far from each other, or unlike devices."""
+    workers = fleet.worker_ids
+    if random.random() < 1 / 8:
+        num = fleet.num_blocks
+        fleet = replace(
+            fleet,
+            pool_sizes={each: random.choice((num // 2, num, 4 * num)) for each in workers},
+            block_sizes=random.choice((None, _block_sizes(random, workers))),
+        )
+    if random.random() < 1 / 8:
+        processes = [process_id for ids in fleet.process_ids.values() for process_id in ids]
+        fleet = replace(
+            fleet,
+            regions={each: random.choice(_REGIONS) for each in processes},
+            delays_s={pair: _one_way_s(random) for pair in combinations(_REGIONS, 2)},
+        )
+    if random.random() < 1 / 10:
+        fleet = replace(fleet, unlike=tuple(each for each in workers if random.random() < 0.5))
+    return fleet
+
+
+def _block_sizes(random: Random, workers: list[str]) -> dict[str, int]:
+    return {each: random.choice((BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE)) for each in workers}
+
+
+def _one_way_s(random: Random) -> float:
+    return random.choice((0.0, 0.02, random.uniform(0.0, MAX_ONE_WAY_S)))
+
+
+def _poisoned(random: Random, requests: tuple[RequestPlan, ...]) -> tuple[RequestPlan, ...]:
+    """Sometimes adds a token to one prompt for which every step raises."""
+    if random.random() >= 1 / 20:
+        return requests
+    number = random.randrange(len(requests))
+    plan = requests[number]
+    at = random.randrange(len(plan.prompt))
+    prompt = (*plan.prompt[:at], POISON, *plan.prompt[at + 1 :])
+    return (*requests[:number], replace(plan, prompt=prompt), *requests[number + 1 :])
+
+
 def _requests(random: Random, fleet: FleetPlan) -> tuple[RequestPlan, ...]:
     longest = min(fleet.num_blocks * BLOCK_SIZE // 2, int(2.0 / fleet.cost.per_token_s))
     stems = [_tokens(random, random.randint(BLOCK_SIZE, longest // 2)) for _ in range(2)]
-    plans = []
+    plans: list[RequestPlan] = []
     is_burst = random.random() < 0.15
     for index in range(random.randint(6, 12) if is_burst else random.randint(2, 7)):
         stem = random.choice([(), *stems])
@@ -133,10 +184,14 @@ _THEMES: tuple[tuple[FaultKind, ...], ...] = (
     ("drain",),
     ("drain", "kill", "noise"),
     ("cut_off", "redis_away", "redis_hang"),
+    ("runner_raises",),
+    ("runner_raises", "kill", "freeze"),
+    ("twin",),
+    ("twin", "kill", "nats_restart"),
     (
         "kill", "freeze", "slow", "wedge", "drain", "cut_off",
         "nats_restart", "nats_hang", "redis_away", "redis_hang", "noise", "deaf", "link_drop",
-        "link_noise",
+        "link_noise", "runner_raises", "twin",
     ),
 )  # fmt: skip
 
@@ -151,9 +206,8 @@ def _faults(random: Random, fleet: FleetPlan) -> tuple[Fault, ...]:
 
 
 def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
-    roles = fleet.process_ids
-    all_process_ids = [process_id for ids in roles.values() for process_id in ids]
-    workers = roles["prefill"] + roles["decode"] + roles["worker"]
+    all_process_ids = [process_id for ids in fleet.process_ids.values() for process_id in ids]
+    workers = fleet.worker_ids
     at_s = round(random.uniform(0.0, 4.0), 3)
     short_s = random.choice((0.05, 0.4, random.uniform(0.5, 2.0)))
     match kind:
@@ -200,3 +254,13 @@ def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
             )
         case "link_drop":
             return Fault(at_s=at_s, kind=kind, target=random.choice(workers))
+        case "runner_raises":
+            return Fault(
+                at_s=at_s,
+                kind=kind,
+                target=random.choice(workers),
+                duration_s=random.uniform(0.5, LAST_FAULT_S),
+                amount=random.choice((0.1, 0.3, 1.0)),
+            )
+        case "twin":
+            return Fault(at_s=at_s, kind=kind, target=random.choice(all_process_ids))

@@ -68,6 +68,11 @@ class FleetPlan:
         return self.delays_s.get(pair, self.delays_s.get(pair[::-1], 0.0))
 
     @property
+    def worker_ids(self) -> list[str]:
+        ids = self.process_ids
+        return ids["prefill"] + ids["decode"] + ids["worker"]
+
+    @property
     def process_ids(self) -> dict[str, list[str]]:
         counts = {
             "gateway": self.num_gateways,
