@@ -203,8 +203,8 @@ class DecodeService:
                 self._abort_choice(placement_id, choice_index)
             case AckFinished(placement_ids=placement_ids):
                 for placement_id in placement_ids:
-                    self._ended.pop(placement_id, None)
-                    self._output_buffer.drop(placement_id)
+                    # not ended here if a second process with this id has finished it
+                    self._abort(placement_id)
             case PrefillFailed(placement_id=placement_id, failure=failure):
                 self._active_handoffs.fail_try(placement_id, failure.message)
 

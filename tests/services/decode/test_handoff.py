@@ -306,6 +306,21 @@ def test_finish_is_resent_until_acknowledged():
     run(main())
 
 
+def test_acknowledged_placement_is_not_computed_any_further():
+    """A second process with this worker's id has finished the answer: the gateway has all of it."""
+
+    async def main():
+        async with cluster() as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT, max_tokens=200), ())
+            received = await it.peer.has_tokens(placement_id, 3)
+            await it.peer.acknowledge("decode-1", placement_id)
+            await asyncio.sleep(0.1)
+            assert all(worker.is_empty for worker in it.workers)
+            assert len(received.token_ids) < 100
+
+    run(main())
+
+
 def test_placement_without_tokens_is_resent_too():
     """The gateway's abort may have been lost; only this message makes the gateway repeat it."""
 

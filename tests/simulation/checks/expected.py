@@ -34,18 +34,20 @@ class Expected:
 def expected_of(plan: RequestPlan, variants: Sequence[Mapping[int, int]]) -> list[Expected]:
     """`variants`: for each choice the variants of the devices that computed it, by position."""
     if plan.pooling is not None:
-        return [Expected(finish_reason="stop", embedding=_embedding(plan))]
+        variant = variants[0].get(0, 0)
+        return [Expected(finish_reason="stop", embedding=_embedding(plan, variant))]
     state = states_of(plan.prompt)[-1]
     return [
         expected_choice(plan, index, state, variants[index]) for index in range(plan.num_choices)
     ]
 
 
-def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
+def expected_prompt_logprobs(plan: RequestPlan, variant: int) -> tuple[TokenLogprobs, ...]:
+    """`variant`: of the device that computed the prompt."""
     count = plan.sampling.num_prompt_logprobs
     if count is None:
         return ()
-    states = states_of(plan.prompt)
+    states = states_of(plan.prompt, variant)
     return tuple(
         _logprobs_of(state, token_id, count)
         for state, token_id in zip(states, plan.prompt[1:], strict=False)
@@ -99,9 +101,9 @@ def _noise(params: SamplingParams, choice_index: int) -> bytes:
     return params.seed.to_bytes(8, "little") + choice_index.to_bytes(8, "little")
 
 
-def _embedding(plan: RequestPlan) -> bytes:
+def _embedding(plan: RequestPlan, variant: int) -> bytes:
     """The bytes of the last state, or their mean over all states, as numbers."""
-    states = np.array([list(state) for state in states_of(plan.prompt)], dtype=np.float32)
+    states = np.array([list(state) for state in states_of(plan.prompt, variant)], dtype=np.float32)
     pooled = states[-1] if plan.pooling == "last" else states.sum(0) / np.float32(len(states))
     return pooled.astype("<f4").tobytes()
 

@@ -134,10 +134,11 @@ def wrongs_of_client(client: Client) -> list[str]:
         is_finished = reported.finish is not None and reported.finish.failure is None
         if is_finished and reported.finish.embedding != expected.embedding:
             found.append(f"choice {index}: another embedding")
-    wanted = expected_prompt_logprobs(client.plan)
-    if any(each != wanted for each in client.prompt_logprobs):
-        found.append("other logprobs of the prompt")
-    if is_whole and len(wanted) > 0 and not client.prompt_logprobs:
+    for variant, logprobs in client.prompt_logprobs:
+        if logprobs != expected_prompt_logprobs(client.plan, variant):
+            found.append("other logprobs of the prompt")
+    is_wanted = client.plan.sampling.num_prompt_logprobs is not None and len(client.plan.prompt) > 1
+    if is_whole and is_wanted and not client.prompt_logprobs:
         found.append("no logprobs of the prompt")
     return found
 

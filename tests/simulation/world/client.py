@@ -37,13 +37,15 @@ class Client:
         self.gateway_id = ""
         self.block_size = BLOCK_SIZE  # of its request's hashes
         self.choices = [ReceivedChoice() for _ in range(plan.num_choices)]
-        self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
+        # with the variant of the device that computed them
+        self.prompt_logprobs: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
         self.was_sent = False
         self.sent_at = 0.0
         self.opened_at: float | None = None  # accepted
         self.rejection: HearthError | None = None  # by the gateway
         self.end: StreamEnd | None = None
         self.ended_at = 0.0
+        self._served_by = 0  # variant of the last worker that began a choice
         self.variants: list[int] = []  # of the workers that sent tokens, without repetitions
         self.left = False
         self.lost_gateway = False  # the gateway died
@@ -73,10 +75,10 @@ class Client:
     def on_served(self, choice_index: int, served: Served) -> None:
         output = self.choices[choice_index]
         output.served.append(served)
-        output.variants[len(output.token_ids)] = variant_of(served)
+        self._served_by = output.variants[len(output.token_ids)] = variant_of(served)
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        self.prompt_logprobs.append(tuple(logprobs))
+        self.prompt_logprobs.append((self._served_by, tuple(logprobs)))
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         output = self.choices[choice_index]
