@@ -10,7 +10,7 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
 - A resubmission names the numerics of the tokens received: other ones are counted.
-- A request for which a step raised on two workers, alone, ends.
+- A request for which steps raised twice, alone, ends: on two workers where there are two.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Every stream ends once, through `_end`.
 """
@@ -79,7 +79,7 @@ TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
-MAX_FAILED_STEPS = 2  # for one request alone, on different workers
+MAX_FAILED_STEPS = 2  # for one request alone, on different workers where there are several
 
 # Rejections that are retried; `_PATIENT` ones only in recovery or with retry_after_s=0.
 _TRANSIENT = (DependencyUnavailable, DeviceFailed, WorkerBusy, UnknownPlacement)
@@ -478,7 +478,7 @@ class Streams:
             return
         self._actions.report(ReportBrokenSteps(stream.request_id, stream.request.tenant_id))
         error = RequestBreaksWorkers(
-            f"the request alone failed steps of {MAX_FAILED_STEPS} workers"
+            f"steps raised {MAX_FAILED_STEPS} times for this request alone"
         )
         self._end(stream, error, "failed", now)
 

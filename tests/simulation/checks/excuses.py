@@ -5,7 +5,8 @@ that fits it (block size, context) are healthy: no fault affects them, and none 
 REJOIN_S. It may fail with
 
     client_gone          if its client left
-    request_breaks_workers  if its prompt has the poison, or steps raised on two of its workers
+    request_breaks_workers  if its prompt has the poison, or steps raised on two workers, or on one
+                         while no other that fits it was healthy
     deadline_exceeded    no sooner than its deadline; a patient one only if it had what it needs for
                          less than WORK_S
     overloaded           if the schedulers' queues are short; an impatient one also if the reported
@@ -83,15 +84,20 @@ def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | No
         is_late = client.plan.deadline_s < PATIENT_S and "the wait is about" in error.message
         return None if is_short or is_late else f"no queue was full: {error}"
     if isinstance(error, RequestBreaksWorkers):
-        return _breaks_workers(client, troubles)
+        return _breaks_workers(client, plan, troubles)
     if isinstance(error, NoCapacity):
         return _no_capacity(client, plan, troubles, error)
     return f"nothing explains {error.code}: {error}"
 
 
-def _breaks_workers(client: Client, troubles: list[Trouble]) -> str | None:
-    workers = {each.fault.target for each in troubles if each.fault.kind == "runner_raises"}
-    if POISON in client.plan.prompt or len(workers) > 1:
+def _breaks_workers(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None:
+    assert client.opened_at is not None
+    sick = {each.fault.target for each in troubles if each.fault.kind == "runner_raises"}
+    if POISON in client.plan.prompt or len(sick) > 1:
+        return None
+    others = [each for each in fitting_workers(plan, client) if each not in sick]
+    lacked_s = _covered(_all_in_trouble(others, troubles), client.opened_at, client.ended_at)
+    if sick and lacked_s > 0:
         return None
     return "steps do not raise for its prompt"
 

@@ -66,8 +66,14 @@ def of_scheduler(service: SchedulerService) -> list[str]:
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
 
 
-def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
-    """Records missing from Redis, and records that should not be there."""
+def of_registry(
+    service: KvIndexService, store: MemoryStore, *, is_only_writer: bool
+) -> list[str]:
+    """Records missing from Redis, and records that should not be there.
+
+    Replicas record other blocks of a run, depending on when they learned of them. What another
+    process alone has recorded stays in Redis until the record is read again, or expires.
+    """
     registry = service._registry
     found = not_empty(unwritten=registry._pending)
     found += [
@@ -79,7 +85,8 @@ def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
     for record in registry._records.values():
         written = store.data.get(record_key(record.tenant_id, record.block_hash), {})
         holders = {name.decode() for name in written if name.startswith(b"holder:")}
-        if holders != {HOLDER + worker_id for worker_id in record.holders}:
+        own = {HOLDER + worker_id for worker_id in record.holders}
+        if own - holders or (is_only_writer and holders != own):
             found.append(f"Redis knows other holders of {record.block_hash.hex()}")
     return found
 

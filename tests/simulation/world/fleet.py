@@ -134,7 +134,9 @@ class Fleet:
                     max_queued_requests=fleet.max_queued_requests,
                 )
             case "kv_index":
-                return SimulatedIndex(self.network, self.store, process_id, seed=seed)
+                index = SimulatedIndex(self.network, self.store, process_id, seed=seed)
+                index.is_only_writer = not self._is_doubled(process_id)
+                return index
             case _:
                 worker = SimulatedWorker(
                     self.network,
@@ -152,6 +154,9 @@ class Fleet:
                 )
                 worker.runner.poison = frozenset({POISON})
                 return worker
+
+    def _is_doubled(self, process_id: str) -> bool:
+        return any(each.kind == "twin" and each.target == process_id for each in self.plan.faults)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 

@@ -65,6 +65,7 @@ class SimulatedIndex:
         self.process = SimulatedProcess(process_id)
         self.bus = network.bus(process_id, self.process)
         self._redis = store
+        self.is_only_writer = True  # false where a second process of its id has been
         config = KvIndexConfig(
             nats_url="nats://here", process_id=process_id, redis_url="redis://here"
         )
@@ -92,7 +93,9 @@ class SimulatedIndex:
 
     def leaks(self) -> list[str]:
         resyncs = leaks.not_empty(resyncs=self.service._resyncs)
-        return resyncs + leaks.of_registry(self.service, self._redis)
+        return resyncs + leaks.of_registry(
+            self.service, self._redis, is_only_writer=self.is_only_writer
+        )
 
 
 def health_monitor_of(host: AnyHost) -> HealthMonitor:
