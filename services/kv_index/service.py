@@ -280,7 +280,8 @@ class KvIndexService:
     async def _write_behind(self) -> None:
         while True:
             await self._clock.sleep(FLUSH_S)
-            await self._registry.recover(self._may_hold)
+            if self.health_monitor.fleet.can_judge(self._clock.now()):  # who is silent is gone
+                await self._registry.recover(self._may_hold)
             while self._registry.num_pending and await self._registry.flush():
                 pass
             await self._registry.trim()

@@ -351,6 +351,28 @@ def test_restarted_index_recovers_from_redis_and_workers() -> None:
     scenario(test)
 
 
+def test_new_replica_retains_holders_that_it_has_not_heard_of_yet() -> None:
+    """Recovery of a tenant's records starts with the first worker; another one is far away."""
+
+    async def test(rig: Rig) -> None:
+        for worker_id in ("prefill-0", "prefill-1"):
+            worker = await rig.worker(worker_id)
+            await asyncio.sleep(0.1)
+            await worker.store(1)
+            await asyncio.sleep(0.5)
+            await worker.store(2)  # block 1 is no longer a tip
+        await asyncio.sleep(0.5)
+        rig.network.distance_s = lambda sender, _: 0.4 if sender == "prefill-1" else 0.0
+        replica = rig.replica("kv_index-1")
+        await replica.start()
+        await asyncio.sleep(3.0)
+        record = rig.store.data[f"hearth:t:prefix:{block(1).hex()}"]
+        assert {b"holder:prefill-0", b"holder:prefill-1"} <= record.keys()
+        await replica.stop()
+
+    scenario(test)
+
+
 async def test_service_runs_on_real_servers(
     nats_server: NatsServer, redis_server: RedisServer
 ) -> None:

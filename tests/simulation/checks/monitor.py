@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
 
-PROBE = "HealthMonitor._probe"  # of an idle process, too: one request each
+# Of an idle process, too: one request each.
+PROBES = ("HealthMonitor._probe", "PinKeeper._retain")
 # The tasks of an idle process; one of each, except deliveries: one per link.
 IDLE_TASKS = frozenset(
     {
@@ -153,9 +154,11 @@ def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
 def tasks_left(host: AnyHost) -> list[str]:
     found, tasks = [], host.process.task_names()
     for name, count in tasks.items():
-        is_idle = name in (DELIVERIES, CLIENT_TASK, PROBE) or (name in IDLE_TASKS and count == 1)
+        is_idle = name in (DELIVERIES, CLIENT_TASK, *PROBES) or (
+            name in IDLE_TASKS and count == 1
+        )
         if not is_idle:
             found.append(f"{host.process.process_id}: {count} tasks of {name}")
-    if host.bus.num_requests_under_way > tasks[PROBE]:
+    if host.bus.num_requests_under_way > sum(tasks[name] for name in PROBES):
         found.append(f"{host.process.process_id}: a request on the bus is under way")
     return found
