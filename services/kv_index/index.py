@@ -160,13 +160,17 @@ class PrefixIndex:
     def announce(self, worker_id: str, epoch: int, num_events: int) -> Outcome:
         """Checks that the events announced by the previous heartbeat have arrived. Without this, a
         loss of the last events would not be detected: a gap shows only with the events after it.
+
+        Two heartbeats of another epoch than that of the blocks: they were listed by a second
+        process of this id, which has left.
         """
         worker = self._workers.get(worker_id)
         if worker is None:
             return Outcome.IGNORED
         due, worker.announced = worker.announced, (epoch, num_events)
         is_missing = due[0] == worker.epoch and worker.sequence_number < due[1]
-        if worker.state is not SyncState.EXACT or not is_missing:
+        is_of_other = due[0] == epoch != worker.epoch
+        if worker.state is not SyncState.EXACT or not (is_missing or is_of_other):
             return Outcome.APPLIED
         self._transition_to(worker, SyncState.STALE)
         return Outcome.NEEDS_RESYNC

@@ -169,6 +169,14 @@ def test_announced_events_must_arrive_by_the_next_heartbeat() -> None:
     assert index.announce("stranger", 1, 5) is Outcome.IGNORED
 
 
+def test_blocks_of_another_epoch_than_the_heartbeats_are_listed_again() -> None:
+    """They were listed by a second process of this id, which has left without a change since."""
+    index = synced("w0")
+    assert index.announce("w0", 2, 0) is Outcome.APPLIED  # a late heartbeat means nothing
+    assert index.announce("w0", 2, 0) is Outcome.NEEDS_RESYNC
+    assert index.state_of("w0") is SyncState.STALE
+
+
 def test_abandoned_resync_retains_known_blocks() -> None:
     index = synced("w0")
     index.apply(events("w0", 1, stored(1)))

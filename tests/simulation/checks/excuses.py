@@ -13,7 +13,8 @@ REJOIN_S. It may fail with
                          wait is longer than its deadline
     no_capacity          if it lacked what it needs for its full waiting time, or if it lost its
                          placement more often than it may be resubmitted, each time by a fault
-                         (a hanging scheduler may swallow all tries until NATS drops it);
+                         (a hanging scheduler may swallow all tries until NATS drops it, and
+                         messages may be lost until all workers are closed as silent);
                          at once if healthy workers, but none that fits, were there
     on admission: context_length_exceeded if no worker that fits it was healthy,
                          dependency_unavailable if Redis was down or hung, no_capacity if the
@@ -34,6 +35,7 @@ from services.gateway.streams.streams import (
     SUBMIT_WINDOW_S,
 )
 from services.scheduler.service import NO_WORKER_GRACE_S
+from services.scheduler.silent_workers import MAX_CLOSED_S
 from shared.errors import (
     DeadlineExceeded,
     HearthError,
@@ -129,6 +131,17 @@ def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]
     ]
 
 
+def _silencing(troubles: list[Trouble]) -> list[tuple[float, float]]:
+    """The times when workers may be closed because the starts sent to them, or their replies, were
+    lost: the scheduler cannot know that later ones would arrive.
+    """
+    return [
+        (each.began, each.ended + MAX_CLOSED_S)
+        for each in troubles
+        if each.fault.kind in ("noise", "deaf")
+    ]
+
+
 def _unexplained_rejection(
     error: HearthError, client: Client, plan: Plan, troubles: list[Trouble]
 ) -> str | None:
@@ -176,6 +189,8 @@ def _no_capacity(
     spans = lacks(plan, client, troubles)
     if "no scheduler" in error.message:
         spans += _swallowing(plan, troubles)
+    if "no worker serves" in error.message:
+        spans += _silencing(troubles)
     lacked_s = _covered(spans, client.opened_at, client.ended_at)
     if "context holds" in error.message and not client.end.num_resubmissions:
         return None if lacked_s > 0 else f"a worker fits it: {error}"
