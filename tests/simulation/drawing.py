@@ -69,7 +69,7 @@ def _uneven(random: Random, fleet: FleetPlan) -> FleetPlan:
         num = fleet.num_blocks
         fleet = replace(
             fleet,
-            pool_sizes={each: random.choice((num // 2, num, 4 * num)) for each in workers},
+            pool_sizes={each: random.choice((num // 4, num, 4 * num)) for each in workers},
             block_sizes=random.choice((None, _block_sizes(random, workers))),
         )
     if random.random() < 1 / 8:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,13 +30,20 @@ from services.kv_index.registry import PrefixRegistry
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
 from services.scheduler.placement import Decision
+from services.scheduler.worker_table import WorkerTable
 from shared import block_hash
 from shared.engine import inputs
 from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
+from shared.engine.failed_steps import FailedSteps
+from shared.engine.loop import EngineLoop
 from shared.engine.runner import PoolingInputs
+from shared.errors import HearthError, StepFailed
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.lifecycle.health import Fleet
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.numerics import Numerics
+from shared.transport.round_trips import RoundTrips
 
 MAX_SEEDS = 20_000  # within which a search must find a bug
 
@@ -177,6 +184,46 @@ def _queue_without_bound(right: Any) -> Any:
     return lambda self, ticket, lane: None
 
 
+def _ended_by_a_step(right: Any) -> Any:
+    def end(self: Streams, stream: Any, worker_id: str | None, now: float) -> None:
+        self._end(stream, HearthError("a step failed"), "failed", now)
+
+    return end
+
+
+def _blamed_together(right: Any) -> Any:
+    """All rows of a step fail with the one that raises."""
+
+    async def compute(self: EngineLoop, rows: Any) -> Any:
+        return self.engine.fail(rows, StepFailed("the step raised"))
+
+    return compute
+
+
+def _never_lost(right: Any) -> Any:
+    return property(lambda self: False)
+
+
+def _contexts_unlimited(right: Any) -> Any:
+    def put(self: WorkerTable, worker: Any) -> None:
+        most = 2**31 - 1
+        right(self, replace(worker, max_context_tokens=most, num_total_blocks=most))
+
+    return put
+
+
+def _no_round_trip(right: Any) -> Any:
+    return lambda self, peer, base_s, now, **options: base_s
+
+
+def _any_kv(right: Any) -> Any:
+    return "any"
+
+
+def _always_equal(right: Any) -> Any:
+    return lambda self, other: isinstance(other, Numerics)
+
+
 BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 824),
     Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
@@ -199,6 +246,15 @@ BUGS = (
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 127),
+    Bug("a failed step ends its request", Streams, "_move_after_failed_step", _ended_by_a_step),
+    Bug("poison fails its whole step", EngineLoop, "_compute_in_parts", _blamed_together),
+    Bug("failures do not end a worker", FailedSteps, "is_device_lost", _never_lost),
+    Bug("a replaced epoch is not noticed", Fleet, "_on_replaced_epoch", _nothing),
+    Bug("nobody leaves a name to another", HealthMonitor, "_on_same_name", _nothing),
+    Bug("a worker's context is ignored", WorkerTable, "put", _contexts_unlimited),
+    Bug("timeouts ignore distance", RoundTrips, "wait_s", _no_round_trip),
+    Bug("unlike workers share KV", Numerics, "kv_key", _any_kv),
+    Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal),
 )
 
 

@@ -35,6 +35,7 @@ from tests.simulation.world.workers import MODEL, SimulatedWorker
 
 JOIN_S = 0.5
 RESTART_S = 0.5  # from the exit of a worker to its next start
+MAX_DOUBLED_S = 20.0  # longer than all faults that keep two processes of one id apart
 LEAVE_S = 0.1  # from the loss of its device until its absence is noticed here
 PINNED = PinnedPrefix(
     name="system-prompt",
@@ -310,8 +311,13 @@ class Fleet:
         twin = Member(self.network, self._host(process_id.split("-")[0], process_id))
         self._twins[process_id] = twin
         await twin.start()
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
         while self._twins.get(process_id) is twin:
             await asyncio.sleep(0.05)
+            if loop.time() > started_at + MAX_DOUBLED_S:
+                self.monitor.record(f"two processes keep the name {process_id}")
+                self._leave(twin.host)
 
     def _leave(self, host: AnyHost) -> None:
         """The process ends because another one has its id."""
