@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from socket import gethostname
 
 import structlog
@@ -11,7 +12,7 @@ import structlog
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError, NameInUse, NoResponders
-from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S, Fleet, Loss
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
 from shared.lifecycle.identity import name_in_use
 from shared.messages import (
     Alive,
@@ -33,6 +34,7 @@ from shared.transport.timed_requests import TimedRequests
 log = structlog.get_logger(__name__)
 
 ALIVE_TIMEOUT_S = 0.2  # and the round trip
+UNDECIDED_S = 3.0  # that two processes with one id both stay
 MEASURE_S = 1.0  # interval of the search for peers to probe
 
 LostHandler = Callable[[str, Loss], None]
@@ -65,6 +67,7 @@ class HealthMonitor:
         self.fleet = Fleet(bus.process_id, self.epoch)
         self.on_name_in_use: Callable[[NameInUse], None] = self._end_process
         self._last_of_other: Heartbeat | None = None  # another process with this one's id
+        self._other_since = self._other_heard_at = -inf  # that one's heartbeats, without a gap
         self._is_other_reported = False
         self._started_at = clock.now()
         self._bus = bus
@@ -127,14 +130,22 @@ class HealthMonitor:
     def _on_same_name(self, message: Heartbeat) -> None:
         """Of two processes with one id, the younger one ends. The first heartbeat of the other may
         be the last one of a process that has gone.
+
+        A heartbeat's age is that of its sending: where both ages differ by less than its way here,
+        each takes itself for older. If both stay, the one with the lower epoch ends.
         """
+        now = self._clock.now()
         last, self._last_of_other = self._last_of_other, message
+        if now - self._other_heard_at > SILENCE_LIMIT_S:
+            self._other_since = now
+        self._other_heard_at = now
         if message.state == "stopped" or last is None or last.epoch != message.epoch:
             return
         if message.sequence_number <= last.sequence_number:
             return
         is_younger = (self._uptime_s(), self.epoch) < (message.uptime_s, message.epoch)
-        if is_younger:
+        is_undecided = now - self._other_since > UNDECIDED_S
+        if is_younger or (is_undecided and self.epoch < message.epoch):
             self.on_name_in_use(
                 name_in_use(self._bus.process_id, "another connection", message.uptime_s)
             )

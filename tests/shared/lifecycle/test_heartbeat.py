@@ -105,6 +105,26 @@ def test_younger_of_two_processes_with_one_id_ends() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("seeds", [(8, 9), (9, 8)])
+def test_one_of_two_processes_with_one_id_ends_if_their_ages_are_too_close(
+    seeds: tuple[int, int],
+) -> None:
+    """Each sees the age that the other had a tenth of a second ago, and takes itself for older."""
+
+    async def scenario() -> None:
+        network = SimulatedNetwork(latency_s=0.1)
+        ended: list[int] = []
+        for seed in seeds:
+            process = Process(network, "decode-1", seed)
+            process.health_monitor.on_name_in_use = lambda _, seed=seed: ended.append(seed)
+            await process.join()
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(5.0)
+        assert len(set(ended)) == 1
+
+    run(scenario())
+
+
 def test_name_in_use_is_refused_at_the_start() -> None:
     async def scenario() -> None:
         network, _ = await start_three_processes()

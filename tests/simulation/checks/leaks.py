@@ -66,9 +66,7 @@ def of_scheduler(service: SchedulerService) -> list[str]:
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
 
 
-def of_registry(
-    service: KvIndexService, store: MemoryStore, *, is_only_writer: bool
-) -> list[str]:
+def of_registry(service: KvIndexService, store: MemoryStore, *, is_only_writer: bool) -> list[str]:
     """Records missing from Redis, and records that should not be there.
 
     Replicas record other blocks of a run, depending on when they learned of them. What another

@@ -154,9 +154,7 @@ def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
 def tasks_left(host: AnyHost) -> list[str]:
     found, tasks = [], host.process.task_names()
     for name, count in tasks.items():
-        is_idle = name in (DELIVERIES, CLIENT_TASK, *PROBES) or (
-            name in IDLE_TASKS and count == 1
-        )
+        is_idle = name in (DELIVERIES, CLIENT_TASK, *PROBES) or (name in IDLE_TASKS and count == 1)
         if not is_idle:
             found.append(f"{host.process.process_id}: {count} tasks of {name}")
     if host.bus.num_requests_under_way > sum(tasks[name] for name in PROBES):
