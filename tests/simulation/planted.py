@@ -35,7 +35,6 @@ from shared import block_hash
 from shared.engine import inputs
 from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
-from shared.engine.failed_steps import FailedSteps
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import PoolingInputs
 from shared.errors import HearthError, StepFailed
@@ -200,10 +199,6 @@ def _blamed_together(right: Any) -> Any:
     return compute
 
 
-def _never_lost(right: Any) -> Any:
-    return property(lambda self: False)
-
-
 def _contexts_unlimited(right: Any) -> Any:
     def put(self: WorkerTable, worker: Any) -> None:
         most = 2**31 - 1
@@ -225,36 +220,35 @@ def _always_equal(right: Any) -> Any:
 
 
 BUGS = (
-    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 824),
+    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 44),
     Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 70),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
-    Bug("nothing is sent again", Streams, "_request_again", _nothing, 14),
-    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 14),
+    Bug("nothing is sent again", Streams, "_request_again", _nothing, 16),
+    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
-    Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 161),
+    Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 20),
     Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 55),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 25),
-    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 94),
+    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 22),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 127),
-    Bug("a failed step ends its request", Streams, "_move_after_failed_step", _ended_by_a_step),
-    Bug("poison fails its whole step", EngineLoop, "_compute_in_parts", _blamed_together),
-    Bug("failures do not end a worker", FailedSteps, "is_device_lost", _never_lost),
-    Bug("a replaced epoch is not noticed", Fleet, "_on_replaced_epoch", _nothing),
-    Bug("nobody leaves a name to another", HealthMonitor, "_on_same_name", _nothing),
-    Bug("a worker's context is ignored", WorkerTable, "put", _contexts_unlimited),
-    Bug("timeouts ignore distance", RoundTrips, "wait_s", _no_round_trip),
-    Bug("unlike workers share KV", Numerics, "kv_key", _any_kv),
-    Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal),
+    Bug("a failed step ends its request", Streams, "_move_after_failed_step", _ended_by_a_step, 20),
+    Bug("poison fails its whole step", EngineLoop, "_compute_in_parts", _blamed_together, 533),
+    Bug("a replaced epoch is not noticed", Fleet, "_on_replaced_epoch", _nothing, 78),
+    Bug("nobody leaves a name to another", HealthMonitor, "_on_same_name", _nothing, 14),
+    Bug("a worker's context is ignored", WorkerTable, "put", _contexts_unlimited, 620),
+    Bug("timeouts ignore distance", RoundTrips, "wait_s", _no_round_trip, 645),
+    Bug("unlike workers share KV", Numerics, "kv_key", _any_kv, 23),
+    Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal, 552),
 )
 
 
