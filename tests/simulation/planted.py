@@ -238,7 +238,7 @@ BUGS = (
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 22),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
-    Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
+    Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 122),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 127),
     Bug("a failed step ends its request", Streams, "_move_after_failed_step", _ended_by_a_step, 20),
