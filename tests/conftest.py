@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.servers import NatsServer, RedisServer
 
@@ -15,6 +16,9 @@ from tests.servers import NatsServer, RedisServer
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+settings.load_profile("untimed")
 
 # Sorted by CPU seconds, slowest first: a long file that starts last leaves the other process idle.
 SLOW_FIRST = (
