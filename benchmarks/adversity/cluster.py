@@ -1,0 +1,205 @@
+"""A cluster of real processes that are started, signalled and replaced one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import msgspec
+
+from benchmarks.adversity.worker import ROLES, StepFaults
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.plan import thread_environ
+from shared.subjects import CredentialRole, credential_of
+from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from tests.servers import PASSWORD, NatsServer, RedisServer, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+POLL_S = 0.05
+NO_FAULTS = StepFaults()
+
+
+@dataclass
+class Process:
+    process_id: str
+    popen: subprocess.Popen[bytes]
+    log_path: Path
+    url: str = ""  # of a gateway
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    async def ended(self, timeout_s: float = 30.0) -> int:
+        """Returns the exit status. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while self.is_running:
+                await asyncio.sleep(POLL_S)
+        return int(self.popen.returncode)
+
+    def output(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log's entries with this name."""
+        return events_of(self.output(), name)
+
+
+def events_of(log: str, name: str) -> list[dict[str, Any]]:
+    """The entries with this name among JSON lines; other lines are ignored."""
+    lines = (line for line in log.splitlines() if line.startswith("{"))
+    entries = []
+    for line in lines:
+        try:
+            entries.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:  # the last line, while it is written
+            continue
+    return [each for each in entries if each.get("event") == name]
+
+
+@dataclass
+class Cluster:
+    """`processes` are all that were started, also those that have ended."""
+
+    folder: Path
+    nats: NatsServer
+    redis: RedisServer
+    api_key: str
+    processes: list[Process] = field(default_factory=list)
+
+    def start(
+        self,
+        role: CredentialRole,
+        process_id: str,
+        *,
+        step_s: float = 0.01,
+        faults: StepFaults = NO_FAULTS,
+        nats_port: int | None = None,
+        environ: Mapping[str, str] = {},
+        options: Mapping[str, object] = {},
+    ) -> Process:
+        """`step_s` and `faults` are for workers. `nats_port`: of a relay. Returns at once."""
+        url = f"http://127.0.0.1:{free_port()}" if role == "gateway" else ""
+        command = [sys.executable, *_command(role, step_s, faults)]
+        chosen = {**_identity(process_id), **options}
+        if url:
+            chosen["http-port"] = url.rpartition(":")[2]
+        for name, value in chosen.items():
+            command += [f"--{name}", str(value)]
+        port = self.nats.port if nats_port is None else nats_port
+        log_path = self.folder / f"{len(self.processes)}-{process_id}.log"
+        with log_path.open("wb") as log_file:
+            popen = subprocess.Popen(
+                command,
+                env=self._environ(process_id, port) | environ,
+                cwd=ROOT,
+                stdout=log_file,
+                stderr=log_file,
+            )
+        self.processes.append(Process(process_id, popen, log_path, url))
+        return self.processes[-1]
+
+    def start_services(self) -> Process:
+        """An index, a scheduler and a gateway. Returns the gateway."""
+        self.start("kv_index", "kv_index")
+        self.start("scheduler", "scheduler")
+        return self.start("gateway", "gateway")
+
+    async def ready(self, gateway: Process, *others: Process) -> None:
+        """Waits until the gateway accepts requests and knows the others. Raises RuntimeError if one
+        of them ends, or TimeoutError.
+        """
+        wanted = {each.process_id for each in others}
+        async with (
+            asyncio.timeout(START_TIMEOUT_S),
+            httpx.AsyncClient(timeout=2, trust_env=False) as http,
+        ):
+            while not wanted <= await _known(http, gateway.url):
+                for each in (gateway, *others):
+                    if not each.is_running:
+                        raise RuntimeError(f"{each.process_id} ended: {each.output()[-2000:]}")
+                await asyncio.sleep(POLL_S)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.popen.kill()
+            process.popen.wait()
+        self.nats.stop()
+        self.redis.stop()
+
+    def _environ(self, process_id: str, nats_port: int) -> dict[str, str]:
+        clean = {name: v for name, v in os.environ.items() if not name.startswith("HEARTH_")}
+        credential = credential_of(process_id)
+        return {
+            **clean,
+            **thread_environ(1),
+            "HEARTH_NATS_URL": f"nats://{credential}:{PASSWORD}@127.0.0.1:{nats_port}",
+            "HEARTH_REDIS_URL": self.redis.url,
+            "PYTHONPATH": str(ROOT),
+        }
+
+
+@asynccontextmanager
+async def cluster(*credentials: tuple[CredentialRole, str]) -> AsyncIterator[Cluster]:
+    """NATS and Redis for the services and for `credentials`, without a process yet."""
+    services: list[tuple[CredentialRole, str]] = [
+        ("kv_index", "kv_index"),
+        ("scheduler", "scheduler"),
+        ("gateway", "gateway"),
+    ]
+    with TemporaryDirectory(prefix="hearth-adversity-") as name:
+        folder = Path(name)
+        nats = NatsServer(folder, (*services, *credentials))
+        started = Cluster(folder, nats, RedisServer(), new_api_key())
+        try:
+            await save_api_key(started.redis.url, started.api_key, "benchmark")
+            yield started
+        finally:
+            started.stop()
+
+
+async def until_true(is_true: Any, timeout_s: float = 30.0) -> float:
+    """Polls `is_true()`. Returns the seconds it took. Raises TimeoutError."""
+    began = time.monotonic()
+    async with asyncio.timeout(timeout_s):
+        while not is_true():
+            await asyncio.sleep(POLL_S)
+    return time.monotonic() - began
+
+
+async def _known(http: httpx.AsyncClient, url: str) -> set[str]:
+    """Processes that a gateway knows, itself excluded; none while it does not accept requests."""
+    try:
+        response = await http.get(f"{url}/ready")
+    except httpx.HTTPError:
+        return set()
+    if response.status_code != 200:
+        return set()
+    body = response.json()
+    workers = body["workers"]
+    return {"", *workers["prefill"], *workers["decode"], *body["scheduler"], *body["kv_index"]}
+
+
+def _identity(process_id: str) -> dict[str, object]:
+    credential, _, instance = process_id.partition(".")
+    return {"process-id": credential, "instance": instance or "-"}
+
+
+def _command(role: CredentialRole, step_s: float, faults: StepFaults) -> list[str]:
+    model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
+    if role in ROLES:
+        module = ["-m", "benchmarks.adversity.worker", role]
+        return [*module, str(step_s), str(faults.after_s), str(faults.poison_seed), *model]
+    command = ["-m", "services", role.replace("_", "-")]
+    return command + model if role == "gateway" else command
