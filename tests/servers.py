@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.local.servers import nats_environ
@@ -98,17 +98,14 @@ class NatsServer(Server):
     def __init__(
         self,
         directory: Path,
-        users: tuple[tuple[CredentialRole, str], ...] = USERS,
+        users: Sequence[tuple[CredentialRole, str] | NatsUser] = USERS,
         *,
-        regions: Mapping[str, str] | None = None,
         max_payload_bytes: int = 8 * 1024 * 1024,
         more_config: str = "",
     ) -> None:
-        """`regions`: by credential; the others have none."""
-        region_of = {} if regions is None else regions
         port = free_port()
         config = nats_server_config(
-            [NatsUser(role, name, PASSWORD, region_of.get(name, "")) for role, name in users],
+            [each if isinstance(each, NatsUser) else NatsUser(*each, PASSWORD) for each in users],
             host="127.0.0.1",
             port=port,
             max_payload_bytes=max_payload_bytes,

@@ -6,8 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 from benchmarks.adversity.worker import ROLES, StepFaults
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
-from shared.subjects import CredentialRole, credential_of
+from shared.subjects import CredentialRole, NatsUser, credential_of
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.servers import PASSWORD, NatsServer, RedisServer, free_port
 
@@ -28,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
 NO_FAULTS = StepFaults()
+SERVICES: tuple[CredentialRole, ...] = ("kv_index", "scheduler", "gateway")
 
 
 @dataclass
@@ -43,9 +43,7 @@ class Process:
 
     async def ended(self, timeout_s: float = 30.0) -> int:
         """Returns the exit status. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while self.is_running:
-                await asyncio.sleep(POLL_S)
+        await until(lambda: not self.is_running, timeout_s)
         return int(self.popen.returncode)
 
     def output(self) -> str:
@@ -70,12 +68,13 @@ def events_of(log: str, name: str) -> list[dict[str, Any]]:
 
 @dataclass
 class Cluster:
-    """`processes` are all that were started, also those that have ended."""
+    """`region`: of the services. `processes` are all that were started, also those that have ended."""
 
     folder: Path
     nats: NatsServer
     redis: RedisServer
     api_key: str
+    region: str = ""
     processes: list[Process] = field(default_factory=list)
 
     def start(
@@ -110,11 +109,11 @@ class Cluster:
         self.processes.append(Process(process_id, popen, log_path, url))
         return self.processes[-1]
 
-    def start_services(self) -> Process:
+    def start_services(self, environ: Mapping[str, str] = {}) -> Process:
         """An index, a scheduler and a gateway. Returns the gateway."""
-        self.start("kv_index", "kv_index")
-        self.start("scheduler", "scheduler")
-        return self.start("gateway", "gateway")
+        options = {"region": self.region}
+        services = [self.start(each, each, environ=environ, options=options) for each in SERVICES]
+        return services[-1]
 
     async def ready(self, gateway: Process, *others: Process) -> None:
         """Waits until the gateway accepts requests and knows the others. Raises RuntimeError if one
@@ -151,17 +150,18 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*credentials: tuple[CredentialRole, str]) -> AsyncIterator[Cluster]:
-    """NATS and Redis for the services and for `credentials`, without a process yet."""
-    services: list[tuple[CredentialRole, str]] = [
-        ("kv_index", "kv_index"),
-        ("scheduler", "scheduler"),
-        ("gateway", "gateway"),
-    ]
+async def cluster(
+    workers: Mapping[str, CredentialRole], *, region: str = "", regions: Mapping[str, str] = {}
+) -> AsyncIterator[Cluster]:
+    """NATS and Redis with credentials for the services, which are in `region`, and for `workers`,
+    of which some are in `regions`. No process runs yet.
+    """
+    users = [NatsUser(role, role, PASSWORD, region) for role in SERVICES]
+    users += [NatsUser(role, n, PASSWORD, regions.get(n, "")) for n, role in workers.items()]
     with TemporaryDirectory(prefix="hearth-adversity-") as name:
         folder = Path(name)
-        nats = NatsServer(folder, (*services, *credentials))
-        started = Cluster(folder, nats, RedisServer(), new_api_key())
+        nats = NatsServer(folder, users)
+        started = Cluster(folder, nats, RedisServer(), new_api_key(), region)
         try:
             await save_api_key(started.redis.url, started.api_key, "benchmark")
             yield started
@@ -169,13 +169,11 @@ async def cluster(*credentials: tuple[CredentialRole, str]) -> AsyncIterator[Clu
             started.stop()
 
 
-async def until_true(is_true: Any, timeout_s: float = 30.0) -> float:
-    """Polls `is_true()`. Returns the seconds it took. Raises TimeoutError."""
-    began = time.monotonic()
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
-        while not is_true():
+        while not condition():  # noqa: ASYNC110: processes and files send no events
             await asyncio.sleep(POLL_S)
-    return time.monotonic() - began
 
 
 async def _known(http: httpx.AsyncClient, url: str) -> set[str]:

@@ -24,8 +24,7 @@ STEP_S = 0.02
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
     bars: list[Bar] = []
-    credentials = [("decode", f"decode-{n}") for n in (1, 2, 3)]
-    async with cluster(*credentials) as fleet:  # type: ignore[arg-type]
+    async with cluster({"decode-1": "decode", "decode-2": "decode", "decode-3": "decode"}) as fleet:
         gateway = fleet.start_services()
         if "S2" in rows:
             bars += await _poison(fleet, gateway)
@@ -55,9 +54,7 @@ async def _failing_device(fleet: Cluster, gateway: Process) -> list[Bar]:
 
 async def _poison(fleet: Cluster, gateway: Process) -> list[Bar]:
     """One worker, so that all requests share its steps."""
-    worker = fleet.start(
-        "decode", "decode-1", step_s=STEP_S, faults=StepFaults(poison_seed=POISON)
-    )
+    worker = fleet.start("decode", "decode-1", step_s=STEP_S, faults=StepFaults(poison_seed=POISON))
     await fleet.ready(gateway, worker)
     good = [completion(n, num_prompt_tokens=24, max_tokens=60) for n in range(NUM_ROWS - 1)]
     poison = completion(NUM_ROWS, num_prompt_tokens=24, max_tokens=60, seed=POISON)

@@ -15,7 +15,7 @@ KV_TOKENS = {"decode-1": 128, "decode-2": 4096}
 
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
-    async with cluster(("decode", "decode-1"), ("decode", "decode-2")) as fleet:
+    async with cluster(dict.fromkeys(KV_TOKENS, "decode")) as fleet:
         gateway = fleet.start_services()
         workers = [
             fleet.start("decode", name, options={"kv-cache-bytes": STATE_BYTES * num_tokens})

@@ -12,8 +12,9 @@ from services.scheduler.service import build_scheduler
 from shared import subjects
 from shared.config import SchedulerConfig
 from shared.messages import Queued, Role
+from shared.subjects import NatsUser
 from shared.transport.bus import NatsBus
-from tests.servers import USERS, NatsServer
+from tests.servers import PASSWORD, USERS, NatsServer
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Worker, eventually
 
@@ -23,7 +24,8 @@ NUM_REQUESTS = 4
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    started = NatsServer(tmp_path_factory.mktemp("nats"), USERS, regions=REGIONS)
+    users = [NatsUser(role, name, PASSWORD, REGIONS.get(name, "")) for role, name in USERS]
+    started = NatsServer(tmp_path_factory.mktemp("nats"), users)
     yield started
     started.stop()
 
