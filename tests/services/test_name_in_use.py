@@ -13,8 +13,9 @@ from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 
+TIMEOUT_S = 20.0
 NAME = "kv_index-1.taken"
-COMMAND = "-m services kv-index --process-id kv_index-1 --instance taken".split()
+COMMAND = ["-m", "services", "kv-index", "--process-id", "kv_index-1", "--instance", "taken"]
 
 
 async def test_second_process_with_a_name_ends_with_a_line_that_says_why(
@@ -28,9 +29,14 @@ async def test_second_process_with_a_name_ends_with_a_line_that_says_why(
     second = await asyncio.create_subprocess_exec(
         sys.executable, *COMMAND, env={**os.environ, **environ}, stderr=asyncio.subprocess.PIPE
     )
-    _, err = await second.communicate()
-    await first.stop()
-    await bus.close()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, err = await second.communicate()
+    finally:
+        if second.returncode is None:
+            second.kill()
+        await first.stop()
+        await bus.close()
     assert second.returncode == HEARTH_ERROR_STATUS
     line = err.decode().splitlines()[-1]
     assert line.startswith(f"{NAME}: another process on ")
