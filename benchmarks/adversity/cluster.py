@@ -102,7 +102,7 @@ class Cluster:
         with log_path.open("wb") as log_file:
             popen = subprocess.Popen(
                 command,
-                env=self._environ(process_id, port) | environ,
+                env={**self._environ(process_id, port), **environ},
                 cwd=ROOT,
                 stdout=log_file,
                 stderr=log_file,

@@ -5,7 +5,7 @@ as a paused virtual machine, until the second has taken its name, and wakes unde
 
 I2 replaces the only decode worker, then the only gateway, ten times: a new one starts under the
 same credential, then the old one gets SIGTERM. Clients send to gateways whose last /ready was 200,
-which they poll 50 times in a lame duck, about as often as a balancer with the default of 5 s.
+which they poll five times in a lame duck, as a balancer does every second in the default of 5 s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ THAW_AFTER_S = 0.5
 NUM_REPLACEMENTS = 10
 NUM_CLIENTS = 8
 MIN_REQUESTS = 100  # in ten replacements
-LAME_DUCK_S, READY_POLL_S = 2.0, 0.04
+LAME_DUCK_S, READY_POLL_S = 2.0, 0.4
 STEP_S = 0.02
 
 
@@ -124,6 +124,7 @@ class Clients:
     gateways: list[Process]
     exchanges: list[Exchange] = field(default_factory=list)
     _ready: list[str] = field(default_factory=list)
+    _is_over: bool = False
 
     @property
     def num_lost(self) -> int:
@@ -139,7 +140,6 @@ class Clients:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Clients]:
         """At the end of the block it waits for the requests that run."""
-        self._is_over = False
         async with httpx.AsyncClient(timeout=2, trust_env=False) as http:
             await self._poll(http)
             polling = asyncio.create_task(self._poll_often(http))
