@@ -55,7 +55,7 @@ class FaultyRunner(TimingRunner):
     """Its check passes, so that only failed steps tell the state of the device."""
 
     revision = "timing"
-    eos_token_ids = (4,)
+    eos_token_ids: tuple[int, ...] = (4,)
 
     def __init__(self, config: WorkerConfig, step_s: float, faults: StepFaults) -> None:
         tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
