@@ -37,17 +37,17 @@ CASES = {
 }
 
 
-def tokens(text: str, num_characters: int) -> list[str]:
+def tokens(text: str, num_characters: int, token_chars: int) -> list[str]:
     long = text * (num_characters // len(text) + 1)
-    return [long[at : at + TOKEN_CHARS] for at in range(0, num_characters, TOKEN_CHARS)]
+    return [long[at : at + token_chars] for at in range(0, num_characters, token_chars)]
 
 
-def measure(name: str, num_characters: int) -> Row:
+def measure(name: str, num_characters: int, token_chars: int = TOKEN_CHARS) -> Row:
     stops, text = CASES[name]
     began = time.process_time()
     automaton = StopAutomaton(stops)
     build_s = time.process_time() - began
-    strings, pieces = StopStrings(automaton), tokens(text, num_characters)
+    strings, pieces = StopStrings(automaton), tokens(text, num_characters, token_chars)
     began = time.process_time()
     for piece in pieces:
         strings.feed(piece)

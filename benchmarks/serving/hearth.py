@@ -36,10 +36,15 @@ ONE_WORKER: dict[str, CredentialRole] = {**_SERVICES, "worker": "worker"}
 
 @asynccontextmanager
 async def hearth(
-    services: dict[str, CredentialRole], folder: Path, *, step_s: float
+    services: dict[str, CredentialRole],
+    folder: Path,
+    *,
+    step_s: float,
+    redis: RedisServer | None = None,
 ) -> AsyncIterator[tuple[Target, Processes]]:
+    """Stops `redis` in the end, also one that the caller started, to read and write its records."""
     nats = NatsServer(folder, tuple((role, name) for name, role in services.items()))
-    redis = RedisServer()
+    redis = RedisServer() if redis is None else redis
     url, api_key = f"http://127.0.0.1:{free_port()}", new_api_key()
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:

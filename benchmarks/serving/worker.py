@@ -19,7 +19,7 @@ from shared.config import WorkerConfig
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
 from shared.lifecycle.process import run_service
-from shared.messages import Role
+from shared.messages import Role, TokenLogprobs
 
 ROLES: dict[str, tuple[Role, ...]] = {
     "prefill": ("prefill",),
@@ -47,8 +47,24 @@ class IdleRunner(TimingRunner):
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         await self._clock.sleep(self._step_s)
-        positions = inputs.positions[inputs.sampling.logits_indices].tolist()
-        return StepOutput([self._tokens[each % len(self._tokens)] for each in positions])
+        sampling = inputs.sampling
+        positions = inputs.positions[sampling.logits_indices].tolist()
+        tokens = [self._tokens[each % len(self._tokens)] for each in positions]
+        if sampling.bias is not None:  # as at a high temperature, the largest bias decides
+            for row, token_id in zip(sampling.bias.rows, sampling.bias.token_ids, strict=True):
+                tokens[row] = int(token_id)
+        requested = {**sampling.raw_logprobs, **sampling.processed_logprobs}
+        if not requested:
+            return StepOutput(tokens)
+        return StepOutput(
+            tokens, [self._top_tokens(requested.get(row)) for row in range(len(tokens))]
+        )
+
+    def _top_tokens(self, count: int | None) -> TokenLogprobs | None:
+        """The same for every position."""
+        if count is None:
+            return None
+        return TokenLogprobs(-1.0, tuple(self._tokens[:count]), (-1.0,) * count)
 
 
 def whole_tokens(tokenizer: Tokenizer) -> list[int]:

@@ -1,0 +1,155 @@
+"""A victim beside an attacker and alone, by turns."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from benchmarks.report import Bar, at_most
+from benchmarks.serving.closed_loop import Target
+from benchmarks.serving.hearth import ROOT
+from services.client.http_client import Connection, http_request
+
+NUM_TOKENS = 4
+MAX_RATIO = 1.5
+PATIENCE_S = 60.0  # for the end of an attacker's turn
+
+
+class Attacker:
+    """A process of `benchmarks.adversity.attacker`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.statuses: Counter[str] = Counter()
+
+    async def turn(self, seconds: float) -> None:
+        """Returns when every response of the turn has ended. Raises RuntimeError."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{seconds}\n".encode())
+        async with asyncio.timeout(seconds + PATIENCE_S):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the attacker's process has ended")
+        self.statuses.update(msgspec.json.decode(line, type=dict[str, int]))
+
+
+@asynccontextmanager
+async def attacker(
+    kind: str, url: str, api_key: str, *, num_connections: int | None = None
+) -> AsyncIterator[Attacker]:
+    """Inherits the cores of this process."""
+    more = () if num_connections is None else (str(num_connections),)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.adversity.attacker", kind, url, api_key, *more),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        yield Attacker(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@dataclass
+class Waits:
+    """The victim's TTFTs in seconds, and the requests that got no complete response."""
+
+    alone_s: list[float] = field(default_factory=list)
+    beside_s: list[float] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return p99(self.beside_s) / p99(self.alone_s)
+
+    def summary(self) -> str:
+        """Number, p50 and p99 of the victim's TTFTs."""
+        pairs = (("alone", self.alone_s), ("beside", self.beside_s))
+        return ", ".join(
+            f"{name} {len(ttft_s)} requests {statistics.median(ttft_s) * 1e3:.1f} ms "
+            f"(p99 {p99(ttft_s) * 1e3:.1f})"
+            for name, ttft_s in pairs
+        )
+
+    def bars(self, row: str, attack: str) -> list[Bar]:
+        return [
+            at_most(
+                f"{row}: victim's p99 TTFT beside {attack}, to alone", self.ratio, MAX_RATIO, "x"
+            ),
+            at_most(
+                f"{row}: victim's requests rejected beside {attack}",
+                len(self.rejected),
+                0,
+                "requests",
+            ),
+        ]
+
+
+class Victim:
+    """One client that sends its next small chat when the response to the last one has ended."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._connection: Connection | None = None
+        self._numbers = itertools.count()
+
+    async def turn(self, seconds: float) -> tuple[list[float], list[str]]:
+        """Returns the TTFTs in seconds, and the errors of requests that failed."""
+        loop = asyncio.get_running_loop()
+        until, ttft_s, errors = loop.time() + seconds, [], []
+        while loop.time() < until:
+            if self._connection is None or not self._connection.is_open:
+                self._connection = await Connection.open(self._target.url)
+            sample = await self._connection.request(self._message())
+            if sample.error:
+                errors.append(sample.error)
+            else:
+                ttft_s.append(sample.ttft_s)
+        return ttft_s, errors
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _message(self) -> bytes:
+        body = {
+            "model": self._target.model,
+            "messages": [{"role": "user", "content": f"Is {next(self._numbers)} a prime?"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        return http_request(self._target.url, self._target.api_key, "/v1/chat/completions", body)
+
+
+async def by_turns(
+    victim: Victim, attack: Attacker, *, num_turns: int, turn_s: float, warm_up_s: float = 1.0
+) -> Waits:
+    """A turn alone begins when the last turn's attack has been answered."""
+    await asyncio.gather(victim.turn(warm_up_s), attack.turn(warm_up_s))
+    waits = Waits()
+    for _ in range(num_turns):
+        alone_s, errors = await victim.turn(turn_s)
+        waits.alone_s += alone_s
+        waits.rejected += errors
+        (beside_s, errors), _ = await asyncio.gather(victim.turn(turn_s), attack.turn(turn_s))
+        waits.beside_s += beside_s
+        waits.rejected += errors
+    return waits
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
