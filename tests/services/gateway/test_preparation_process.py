@@ -1,0 +1,57 @@
+"""A preparation process with a model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from services.gateway.preparation_process import BODY_NICENESS
+from services.gateway.service import PREPARATION_PROCESS
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.text.process_jobs import BodyJob, ProcessSetup
+from services.gateway.text.template_renderer import Renderer
+from shared.config import GatewayConfig
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+LARGE = json.dumps({"messages": MESSAGES * 4000}).encode()
+LOWEST = 19
+NEVER_S = 3600.0
+
+
+def cpu_ns(pid: int) -> dict[int, int]:
+    """CPU nanoseconds of each thread of a process, by its niceness."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {
+        os.getpriority(os.PRIO_PROCESS, int(each.name)): int(
+            (each / "schedstat").read_text().split()[0]
+        )
+        for each in threads
+    }
+
+
+async def test_large_bodies_are_prepared_at_a_lower_priority_than_small_requests(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    low = min(LOWEST, own + BODY_NICENESS)
+    assert model_files.chat_template is not None
+    setup = ProcessSetup(model_files.chat_template.source, str(gateway_config.model_dir))
+    pool = PreparationPool(
+        setup, num_processes=1, module=PREPARATION_PROCESS, spare_delay_s=NEVER_S, hang_s=600.0
+    )
+    renderer = Renderer(pool, has_template=True)
+    try:
+        job = BodyJob("chat", LARGE)
+        (prompt,) = (await renderer.prepare_body(job, tenant_id="acme")).prompts
+        (pid,) = pool.process_ids
+        before = cpu_ns(pid)
+        assert (await renderer.prepare_body(job, tenant_id="acme")).prompts == [prompt]
+        used = {niceness: ns - before[niceness] for niceness, ns in cpu_ns(pid).items()}
+        assert set(used) == {own, low}
+        assert used[low] > used[own]
+        assert await renderer.render(MESSAGES)
+        assert cpu_ns(pid)[low] - before[low] == used[low]
+    finally:
+        await pool.close()
