@@ -29,6 +29,7 @@ GRACE_S = 5
 # connection, and no request is sent on a connection that the server is closing.
 KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
+LARGE_READ_BYTES = 64 * 1024  # after which other connections have their turn
 # Limits for slow clients, which occupy a connection and memory.
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
@@ -127,6 +128,20 @@ class _Http(HttpToolsProtocol):
         super().data_received(data)
         if self._num_buffered_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too large.")
+        if len(data) >= LARGE_READ_BYTES:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Reads on in the loop's next turn: libuv reads a connection that has more up to 32 times,
+        8 MiB, before it polls the others.
+        """
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def on_headers_complete(self) -> None:
         self._num_buffered_bytes = 0
