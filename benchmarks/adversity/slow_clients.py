@@ -1,6 +1,6 @@
 """M1: 200 clients of 20 tenants request large responses, half of them streams, and read nothing.
 
-While responses are generated, clients take 4 KiB every few seconds, so that all are held at once
+While responses are generated, clients take 4 KiB twice a second, so that all are held at once
 however long that takes; from the last token on they take nothing, and their time begins. RSS is
 that of the gateway's main process, its largest from before the requests until all clients are gone.
 """

@@ -1,7 +1,7 @@
 """A process of clients that do not read: `python -m benchmarks.adversity.unread URL KEY …`.
 
 Each connection has a small receive buffer and sends one request. Until there is a line on stdin, it
-takes some bytes every few seconds, so that the gateway keeps every response while the others are
+takes 4 KiB twice a second, so that the gateway keeps every response while the others are
 generated; after that it takes none. The process ends when the gateway has closed all connections,
 and prints how many.
 """
@@ -23,7 +23,7 @@ NUM_CHOICES = 16
 NUM_TOKENS = 400
 NUM_LOGPROBS = 20
 RECEIVE_BYTES = 4096
-TAKE_S = 4.0
+TAKE_S = 0.5  # at most 4 KiB each, of some 7 MB
 PATIENCE_S = 240.0
 
 
@@ -43,7 +43,7 @@ class Clients:
         self._open = {client.fileno(): client for client in clients}
         self._poll = select.poll()
         for descriptor in self._open:
-            self._poll.register(descriptor, 0)  # ends and errors alone
+            self._poll.register(descriptor, select.POLLRDHUP)  # not for bytes
         self._poll.register(sys.stdin, select.POLLIN)
         self._takes = True
         self.num_closed = 0
