@@ -36,6 +36,7 @@ SAMPLE_S = 0.1
 MAX_S = 2 * PATIENCE_S
 MIB = 1 << 20
 ENDED = "hearth_gateway_requests_total{"
+GENERATED = ENDED + 'outcome="length"'
 SLOW_CLIENTS = "hearth_gateway_slow_clients_total "
 
 
@@ -101,7 +102,8 @@ async def _watched(url: str, gateway: psutil.Process, clients: Process) -> Seen:
     assert clients.stdin is not None and clients.stdout is not None, "pipes"
     seen, output = Seen(), asyncio.create_task(clients.stdout.read())
     async with httpx.AsyncClient(timeout=30, trust_env=False) as http, asyncio.timeout(MAX_S):
-        before = _total((await http.get(f"{url}/metrics")).text, ENDED)
+        metrics = (await http.get(f"{url}/metrics")).text
+        before, generated_before = _total(metrics, ENDED), _total(metrics, GENERATED)
         while not output.done():
             seen.rss = max(seen.rss, gateway.memory_info().rss)
             await asyncio.wait([output], timeout=SAMPLE_S)
@@ -110,7 +112,8 @@ async def _watched(url: str, gateway: psutil.Process, clients: Process) -> Seen:
             metrics = (await http.get(f"{url}/metrics")).text
             if _total(metrics, ENDED) - before >= NUM_CONNECTIONS:
                 clients.stdin.write(b"\n")
-                seen.num_unread = NUM_CONNECTIONS - int(_total(metrics, SLOW_CLIENTS))
+                num_generated = _total(metrics, GENERATED) - generated_before
+                seen.num_unread = int(num_generated - _total(metrics, SLOW_CLIENTS))
                 seen.generated_at = time.monotonic()
     seen.gone_at, seen.num_closed = time.monotonic(), int(output.result())
     return seen
