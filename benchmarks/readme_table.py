@@ -96,7 +96,8 @@ BARS = {
     "compression_memory": "Weights in memory for CUDA",
     "compression_engine": "Compressed weights beside dense ones on a CPU",
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
-    "chaos_soak": "Half an hour of load without a fault",
+    "chaos_soak": "A steady load without a fault",
+    "adversity": "Failing devices, doubled identities, greedy tenants, distance and attackers",
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
 BEGIN = "<!-- table: {} -->\n"
