@@ -30,6 +30,7 @@ GRACE_S = 5
 KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
 LARGE_READ_BYTES = 64 * 1024  # after which other connections have their turn
+MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 # Limits for slow clients, which occupy a connection and memory.
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
@@ -64,7 +65,7 @@ class HeadWithBody:
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, plus limits that uvicorn lacks: the size of a request's head and
     trailers, the time for head and body, the time that a client may leave its response unread, and
-    the number of connections.
+    the numbers of connections and of requests that a connection queues.
 
     idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ idle
     A connection starts in `head`. uvicorn closes idle connections.
@@ -89,6 +90,7 @@ class _Http(HttpToolsProtocol):
         self._body_timeout_s = body_timeout_s
         self._write_timeout_s = write_timeout_s
         self._on_slow_client = on_slow_client
+        self._unanswered: list[RequestResponseCycle] = []
         self._num_buffered_bytes = 0  # since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
@@ -110,6 +112,9 @@ class _Http(HttpToolsProtocol):
             self._grace.cancel()
         self._connection.lost()
         self._connections.closed(self._address, has_key=self._has_key)
+        for cycle in self._unanswered:  # uvicorn marks the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -147,10 +152,26 @@ class _Http(HttpToolsProtocol):
         self._num_buffered_bytes = 0
         self._wait(self._body_timeout_s)
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if len(self._unanswered) > MAX_PIPELINED:
+            raise ConnectionError("too many requests wait for their responses")  # ends the parsing
         self.scope["extensions"] = {EXTENSION: self._connection}  # type: ignore[dict-item]
         self.scope["state"][ON_AUTHENTICATED] = self._authenticated
         if self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
+
+    def on_response_complete(self) -> None:
+        self._unanswered = [each for each in self._unanswered if not each.response_complete]
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Only closes the connection if the client would take `msg` for an earlier request's
+        response, or for a part of one.
+        """
+        if any(each.response_started or not each.more_body for each in self._unanswered):
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def on_body(self, body: bytes) -> None:
         self._num_buffered_bytes = 0

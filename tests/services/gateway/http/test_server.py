@@ -11,11 +11,14 @@ from typing import Any
 
 import httpx
 
-from services.gateway.http.server import HeadWithBody, WebServer
+from services.gateway.http.server import MAX_PIPELINED, HeadWithBody, WebServer
+from tests.services.gateway.conftest import until
 
 HEAD_S, BODY_S = 0.2, 0.8  # the difference covers delays of the client on a busy machine
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 OK = b"HTTP/1.1 200 OK"
+LEFT = asyncio.Event()  # the client of a request for /wait has disconnected
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -28,6 +31,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     message = {"type": "http.request", "more_body": scope["method"] == "POST"}
     while message["type"] == "http.request" and message["more_body"]:
         message = await receive()
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        LEFT.set()
+        return
     if scope["path"] == "/slow":
         await asyncio.sleep(2 * (HEAD_S + BODY_S))
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -94,6 +102,40 @@ async def test_response_may_take_longer_than_both_timeouts() -> None:
         await asyncio.sleep(HEAD_S)
         writer.write(b"cd")
         assert OK in await reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_client_that_leaves_with_another_request_queued_is_noticed() -> None:
+    """uvicorn marks only the last request of a connection, which has not begun."""
+    async with asyncio.timeout(20), started() as server:
+        LEFT.clear()
+        _, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET.replace(b"/ ", b"/wait ", 1) + GET)
+        await until(lambda: any(each.pipeline for each in server._server.server_state.connections))
+        writer.close()
+        await LEFT.wait()
+
+
+async def test_number_of_queued_requests_is_bounded() -> None:
+    async with asyncio.timeout(20), started() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET.replace(b"/ ", b"/wait ", 1) + GET * (MAX_PIPELINED + 1))
+        assert await rest_of(reader) == b""
+        writer.close()
+
+
+async def test_bad_request_is_not_answered_in_the_place_of_an_earlier_one() -> None:
+    async with asyncio.timeout(20), started() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET.replace(b"/ ", b"/wait ", 1) + b"bad\r\n\r\n")
+        assert await rest_of(reader) == b""
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(GET * MAX_PIPELINED)
+        for _ in range(MAX_PIPELINED):
+            assert OK in await reader.readuntil(b"0\r\n\r\n")
 
 
 async def test_head_is_sent_with_the_first_body_bytes() -> None:
