@@ -111,7 +111,9 @@ class GatewayService:
             slots_per_tenant=config.preparations_per_tenant,
         )
         reader = PrefixTokenizer(
-            self.submission.render, files.tokenizer, lambda: bus.max_payload_bytes
+            self.submission.tokenize,
+            lambda: bus.max_payload_bytes,
+            files.tokenizer.longest_token_chars,
         )
         self.prefix_store = PrefixStore(
             self._prefix_redis,

@@ -94,7 +94,7 @@ def _tokenized(
     template: ChatTemplate | None,
 ) -> TokenizedPrompt:
     check_min_tokens(
-        generation,
+        generation.prompt,
         files.tokenizer.longest_token_chars,
         max_context_tokens=job.max_context_tokens,
         max_input_tokens=job.max_input_tokens,

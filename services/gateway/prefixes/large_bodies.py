@@ -8,6 +8,7 @@ from __future__ import annotations
 from services.gateway.prefixes.bodies import DryRunBody, DryRunRequest, PrefixBody, conversation_of
 from services.gateway.prefixes.dry_run import to_generation_request
 from services.gateway.request.generation_request import check_min_tokens
+from services.gateway.request.prompt import ChatPrompt, Prompt
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 
 PREFIX_KINDS = ("prefix", "dry_run")
@@ -15,15 +16,18 @@ PREFIX_KINDS = ("prefix", "dry_run")
 
 def check_prefix_body(job: BodyJob, longest_token_chars: int | None) -> PreparedBody:
     """Returns the body unchanged. Raises InvalidRequest and its subclasses."""
-    if job.kind == "prefix":
-        conversation_of(PrefixBody.fields.decode(job.body))
-        return PreparedBody(job.body, [])
-    body: DryRunRequest = DryRunBody.fields.decode(job.body)
-    for param, given in body.named:
+    for prompt in _prompts(job):
         check_min_tokens(
-            to_generation_request(given, param, ""),
+            prompt,
             longest_token_chars,
             max_context_tokens=job.max_context_tokens,
             max_input_tokens=job.max_input_tokens,
         )
     return PreparedBody(job.body, [])
+
+
+def _prompts(job: BodyJob) -> list[Prompt]:
+    if job.kind == "prefix":
+        return [ChatPrompt(tuple(conversation_of(PrefixBody.fields.decode(job.body))))]
+    body: DryRunRequest = DryRunBody.fields.decode(job.body)
+    return [to_generation_request(given, param, "").prompt for param, given in body.named]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import takewhile
 
 import msgspec
 
 from services.gateway.prefixes.errors import PrefixTooLarge, PrefixTooShort
+from services.gateway.request.generation_request import check_min_tokens
+from services.gateway.request.prompt import ChatPrompt
 from services.gateway.text.template_renderer import Messages
-from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import PromptTooLong
 from shared.messages import ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
 
-Render = Callable[[str, Messages, Messages], Awaitable[Sequence[str]]]  # tenant, messages, tools
-RenderOfTenant = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
+Tokenize = Callable[[str, Messages, Messages], Awaitable[list[int]]]  # tenant, messages, tools
+TokenizeOfTenant = Callable[[Messages, Messages], Awaitable[list[int]]]
 
 ENVELOPE_BYTES = 4096  # of the pin message, besides tokens and hashes
 STORED_BYTES_PER_TOKEN = 16  # of a prefix's record in Redis: four of them are the token's id
@@ -29,35 +29,47 @@ PROBES = ("A", "0", "\u2026", " x")
 
 
 async def prefix_tokens(
-    render: RenderOfTenant, tokenizer: PromptTokenizer, messages: Messages, tools: Messages
+    tokenize: TokenizeOfTenant, messages: Messages, tools: Messages
 ) -> list[int]:
     """Returns the common prefix of the conversation's token ids with each of PROBES appended.
     Templates write any text around a message, so the end of a prefix is found by experiment.
-    Raises the errors of `render`.
+    Raises the errors of `tokenize`.
     """
     role = "assistant" if messages[-1]["role"] == "user" else "user"
-    prompts = []
-    for probe in PROBES:
-        parts = await render([*messages, {"role": role, "content": probe}], tools)
-        prompts.append(await asyncio.to_thread(tokenizer.encode, parts))
+    prompts = [
+        await tokenize([*messages, {"role": role, "content": probe}], tools) for probe in PROBES
+    ]
     same = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
     return [column[0] for column in same]
 
 
 class PrefixTokenizer:
     def __init__(
-        self, render: Render, tokenizer: PromptTokenizer, max_payload_bytes: Callable[[], int]
+        self,
+        tokenize: Tokenize,
+        max_payload_bytes: Callable[[], int],
+        longest_token_chars: int | None = None,
     ) -> None:
-        self._render = render
-        self._tokenizer = tokenizer
+        """`longest_token_chars`: of the tokenizer, in characters of text; None: not bounded."""
+        self._tokenize = tokenize
         self._max_payload_bytes = max_payload_bytes
+        self._longest_token_chars = longest_token_chars
 
-    async def read(self, prefix: PinnedPrefix, card: ModelCard) -> PinnedPrefix:
+    async def read(
+        self, prefix: PinnedPrefix, card: ModelCard, *, max_input_tokens: int | None = None
+    ) -> PinnedPrefix:
         """Returns the prefix as it is stored: with its tokens, and of each message the fields that
-        all templates render. Raises PromptTooLong, PrefixTooShort and PrefixTooLarge.
+        all templates render. `max_input_tokens`: a tenant's limit. Raises PromptTooLong,
+        ExceedsLimit, PrefixTooShort and PrefixTooLarge.
         """
-        render = partial(self._render, prefix.tenant_id)
-        token_ids = await prefix_tokens(render, self._tokenizer, prefix.messages, prefix.tools)
+        check_min_tokens(
+            ChatPrompt(tuple(prefix.messages)),
+            self._longest_token_chars,
+            max_context_tokens=card.max_context_tokens,
+            max_input_tokens=max_input_tokens,
+        )
+        tokenize = partial(self._tokenize, prefix.tenant_id)
+        token_ids = await prefix_tokens(tokenize, prefix.messages, prefix.tools)
         num_tokens, context = len(token_ids), card.max_context_tokens
         if num_tokens >= context:
             raise PromptTooLong(

@@ -88,7 +88,7 @@ def max_output_tokens(
 
 
 def check_min_tokens(
-    generation: GenerationRequest,
+    prompt: Prompt,
     longest_token_chars: int | None,
     *,
     max_context_tokens: int | None,
@@ -98,7 +98,6 @@ def check_min_tokens(
 
     Raises PromptTooLong, or ExceedsLimit for `max_input_tokens`, a tenant's limit.
     """
-    prompt = generation.prompt
     least = min_tokens(prompt, longest_token_chars)
     if max_context_tokens is not None and least > max_context_tokens:
         raise PromptTooLong(

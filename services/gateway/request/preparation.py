@@ -120,11 +120,15 @@ class Preparation:
     ) -> None:
         """Rejects what cannot fit by its characters alone. Raises PromptTooLong, ExceedsLimit."""
         check_min_tokens(
-            generation,
+            generation.prompt,
             self._files.tokenizer.longest_token_chars,
             max_context_tokens=card.max_context_tokens,
             max_input_tokens=tenant.input_tokens_per_min,
         )
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Tokenizes the parts of a rendered conversation."""
+        return self._files.tokenizer.encode(parts)
 
     def assembler(self, prepared: PreparedRequest) -> TextAssembler:
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []

@@ -197,10 +197,11 @@ class Submission:
         for output in outputs:
             self._driver.close(output.request_id, "client_gone", error)
 
-    async def render(self, tenant_id: str, messages: Messages, tools: Messages) -> Sequence[str]:
-        """Returns the chat template's parts. Counts as one request in preparation meanwhile."""
+    async def tokenize(self, tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
+        """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
         async with self._preparing(tenant_id):
-            return await self._renderer.render(messages, tools, tenant_id=tenant_id)
+            parts = await self._renderer.render(messages, tools, tenant_id=tenant_id)
+            return await asyncio.to_thread(self._preparation.encode, parts)
 
     def count_usage(self) -> None:
         """Counts what running responses have delivered since the last count."""

@@ -70,6 +70,19 @@ async def test_prefix_write_costs_its_tokens(acme: Acme) -> None:
     assert [each["name"] for each in (await acme.http.get("/v1/prefixes")).json()["data"]] == ["a"]
 
 
+@pytest.mark.parametrize("inline_bytes", [admission.MAX_INLINE_BYTES, 1])
+async def test_prefix_that_cannot_fit_is_rejected_by_its_characters(
+    acme: Acme, monkeypatch: Any, inline_bytes: int
+) -> None:
+    await acme.configure(input_tokens_per_min=10)
+    monkeypatch.setattr(admission, "MAX_INLINE_BYTES", inline_bytes)
+    for num_chars, status, code in ((50_000, 413, "context_length_exceeded"),
+                                    (1_000, 400, "exceeds_limit")):  # fmt: skip
+        response = await acme.http.put("/v1/prefixes/a", json={"system": "x" * num_chars})
+        check_envelope(response, status, code, "messages")
+        assert "at least" in response.json()["error"]["message"]
+
+
 LARGE: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {**BODY, "logprobs": True, "logit_bias": {"7": 1.5}, "stop": ["zzz"], "seed": 1}),
     (COMPLETIONS, {"prompt": ["hello", "the fox"], "max_tokens": 5, "echo": True, "seed": 1}),

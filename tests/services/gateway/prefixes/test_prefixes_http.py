@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import msgspec
@@ -140,6 +142,29 @@ async def test_prefix_is_listed_read_replaced_and_deleted(
         check_envelope(response, 404, "prefix_not_found", "name")
 
 
+async def test_prefixes_are_tokenized_within_the_slots_of_their_tenant(
+    cluster: Cluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of other tenants are tokenized on the same threads."""
+    tokenizer, lock = cluster.gateway.files.tokenizer, threading.Lock()
+    encode, num_running, counts = tokenizer.encode, 0, list[int]()
+
+    def counted(parts: Sequence[str]) -> list[int]:
+        nonlocal num_running
+        with lock:
+            num_running += 1
+            counts.append(num_running)
+        time.sleep(0.02)
+        with lock:
+            num_running -= 1
+        return encode(parts)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    puts = [cluster.http.put(f"{PREFIXES}/p{n}", json={"system": SYSTEM}) for n in range(5)]
+    assert {each.status_code for each in await asyncio.gather(*puts)} == {200}
+    assert max(counts) <= cluster.gateway._config.preparations_per_tenant < 5
+
+
 async def test_other_tenant_cannot_read_or_delete_a_prefix(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -219,10 +244,10 @@ async def test_invalid_prefixes_are_rejected(
 
 
 async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles) -> None:
-    async def render(tenant_id: str, messages: Messages, tools: Messages) -> list[str]:
-        return [str(message["content"]) for message in messages]
+    async def tokenize(tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
+        return model_files.tokenizer.encode([str(each["content"]) for each in messages])
 
-    reader = PrefixTokenizer(render, model_files.tokenizer, lambda: 1 << 20)
+    reader = PrefixTokenizer(tokenize, lambda: 1 << 20)
     prefix = PinnedPrefix(
         name="n",
         tenant_id="t",
@@ -235,7 +260,7 @@ async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles)
     large = msgspec.structs.replace(CARD, block_size=num_tokens + 1)
     with pytest.raises(PrefixTooShort, match="less than one block"):
         await reader.read(prefix, large)
-    small = PrefixTokenizer(render, model_files.tokenizer, lambda: 100)
+    small = PrefixTokenizer(tokenize, lambda: 100)
     with pytest.raises(PromptTooLong, match="the limit is 100"):
         await small.read(prefix, CARD)
 
@@ -275,10 +300,10 @@ async def test_roles_and_contents_alone_are_stored(cluster: Cluster, store: Redi
 
 
 async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) -> None:
-    async def render(tenant_id: str, messages: Messages, tools: Messages) -> list[str]:
-        return [str(message["content"]).strip() for message in messages]
+    async def tokenize(tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
+        return model_files.tokenizer.encode([str(each["content"]).strip() for each in messages])
 
-    reader = PrefixTokenizer(render, model_files.tokenizer, lambda: 1 << 20)
+    reader = PrefixTokenizer(tokenize, lambda: 1 << 20)
     prefix = PinnedPrefix(
         name="n",
         tenant_id="t",
