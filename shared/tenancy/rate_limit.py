@@ -115,67 +115,87 @@ class RateLimitCounter:
         self._leases[requested.lease_id] = now + command.lease_s
 
 
-# KEYS: the tenant's meter, its open requests. ARGV: the LimitCommand as JSON.
-APPLY_LUA = """
-local order = cjson.decode(ARGV[1])
-local limits = order.limits
-local rates = {'requests_per_min', 'input_tokens_per_min', 'output_tokens_per_min'}
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+_APPLY = """
+local function apply(meter, open, order)
+  local limits = order.limits
+  local rates = {'requests_per_min', 'input_tokens_per_min', 'output_tokens_per_min'}
+  local time = redis.call('TIME')
+  local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 
-local state = redis.call('HMGET', KEYS[1], 'at', unpack(rates))
-local elapsed = math.max(0, now - (tonumber(state[1]) or now))
-local used = {}
-for i, name in ipairs(rates) do
-  local limit = limits[name] or 0
-  local before = math.min(limit, tonumber(state[i + 1]) or 0)
-  used[name] = math.max(0, before - elapsed * limit / 60)
-end
-
-for _, each in ipairs(order.settled or {}) do
-  if redis.call('ZREM', KEYS[2], each[1]) == 1 then
-    used.output_tokens_per_min = math.max(0, used.output_tokens_per_min - each[2])
+  local state = redis.call('HMGET', meter, 'at', unpack(rates))
+  local elapsed = math.max(0, now - (tonumber(state[1]) or now))
+  local used = {}
+  for i, name in ipairs(rates) do
+    local limit = limits[name] or 0
+    local before = math.min(limit, tonumber(state[i + 1]) or 0)
+    used[name] = math.max(0, before - elapsed * limit / 60)
   end
-end
-local ending = string.format('%.6f', now + order.lease_s)
-for _, lease in ipairs(order.renewed or {}) do
-  redis.call('ZADD', KEYS[2], ending, lease)
-end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%.6f', now))
 
-local refused_by, wait = '', 0
-if order.asked then
-  local lease, costs = order.asked[1], order.asked[2]
-  if limits.concurrency and redis.call('ZCARD', KEYS[2]) >= limits.concurrency then
-    refused_by, wait = 'concurrency', 1
-  end
-  for _, name in ipairs(rates) do
-    local limit = limits[name]
-    local excess = limit and used[name] + costs[name] - limit
-    if limit and excess > 1e-6 and excess * 60 / limit > wait then
-      refused_by, wait = name, excess * 60 / limit
+  for _, each in ipairs(order.settled or {}) do
+    if redis.call('ZREM', open, each[1]) == 1 then
+      used.output_tokens_per_min = math.max(0, used.output_tokens_per_min - each[2])
     end
   end
-  if refused_by == '' then
+  local ending = string.format('%.6f', now + order.lease_s)
+  for _, lease in ipairs(order.renewed or {}) do
+    redis.call('ZADD', open, ending, lease)
+  end
+  redis.call('ZREMRANGEBYSCORE', open, '-inf', string.format('%.6f', now))
+
+  local refused_by, wait = '', 0
+  if order.asked then
+    local lease, costs = order.asked[1], order.asked[2]
+    if limits.concurrency and redis.call('ZCARD', open) >= limits.concurrency then
+      refused_by, wait = 'concurrency', 1
+    end
     for _, name in ipairs(rates) do
-      if limits[name] then used[name] = used[name] + costs[name] end
+      local limit = limits[name]
+      local excess = limit and used[name] + costs[name] - limit
+      if limit and excess > 1e-6 and excess * 60 / limit > wait then
+        refused_by, wait = name, excess * 60 / limit
+      end
     end
-    redis.call('ZADD', KEYS[2], ending, lease)
+    if refused_by == '' then
+      for _, name in ipairs(rates) do
+        if limits[name] then used[name] = used[name] + costs[name] end
+      end
+      redis.call('ZADD', open, ending, lease)
+    end
+  end
+
+  local reply = {refused_by, string.format('%.17g', wait), redis.call('ZCARD', open)}
+  redis.call('HSET', meter, 'at', string.format('%.6f', now))
+  for i, name in ipairs(rates) do
+    reply[i + 3] = string.format('%.17g', used[name])
+    redis.call('HSET', meter, name, reply[i + 3])
+  end
+  redis.call('EXPIRE', meter, 120)
+  if order.asked or order.renewed then
+    redis.call('EXPIRE', open, math.ceil(order.lease_s))
+  end
+  return reply
+end
+"""
+
+# KEYS: the tenant's meter, its open requests. ARGV: the LimitCommand as JSON.
+APPLY_LUA = _APPLY + "return apply(KEYS[1], KEYS[2], cjson.decode(ARGV[1]))"
+
+# KEYS: those two of each tenant. ARGV: their LimitCommands as a JSON list. Returns the index and
+# the error of each tenant whose record has a wrong type, which does not stop the others.
+APPLY_EACH_LUA = (
+    _APPLY
+    + """
+local failed = {}
+for i, order in ipairs(cjson.decode(ARGV[1])) do
+  local is_applied, reply = pcall(apply, KEYS[2 * i - 1], KEYS[2 * i], order)
+  if not is_applied then
+    local reason = type(reply) == 'table' and reply.err or tostring(reply)
+    failed[#failed + 1] = {i - 1, reason}
   end
 end
-
-local reply = {refused_by, string.format('%.17g', wait), redis.call('ZCARD', KEYS[2])}
-redis.call('HSET', KEYS[1], 'at', string.format('%.6f', now))
-for i, name in ipairs(rates) do
-  reply[i + 3] = string.format('%.17g', used[name])
-  redis.call('HSET', KEYS[1], name, reply[i + 3])
-end
-redis.call('EXPIRE', KEYS[1], 120)
-if order.asked or order.renewed then
-  redis.call('EXPIRE', KEYS[2], math.ceil(order.lease_s))
-end
-return reply
+return failed
 """
+)
 
 
 def to_limit_state(reply: list[bytes | int]) -> LimitState:

@@ -17,6 +17,7 @@ finds that request still counted. Settling is idempotent.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -39,6 +40,7 @@ from shared.background import Background
 from shared.clock import Clock
 from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.rate_limit import (
+    APPLY_EACH_LUA,
     APPLY_LUA,
     LEASE_S,
     RATES,
@@ -56,6 +58,8 @@ log = structlog.get_logger(__name__)
 
 RENEW_S = LEASE_S / 3
 MAX_SETTLED = 256  # settled requests per command; the rest follow
+# Tenants per round trip: with 1,000 tenants and a Redis at 200 ms, leases are renewed within 4 s.
+MAX_TENANTS = 64
 
 _encode = msgspec.json.Encoder().encode
 
@@ -209,14 +213,15 @@ class Limits:
 
     async def flush(self) -> bool:
         """Sends the settled requests to Redis. Returns False if Redis is unavailable."""
-        for account in [each for each in self._accounts.values() if each.unsettled]:
-            sent = list(account.unsettled)[:MAX_SETTLED]
-            if not await self._settle_and_renew(account):
+        for accounts in _batches(each for each in self._accounts.values() if each.unsettled):
+            sent = [list(account.unsettled)[:MAX_SETTLED] for account in accounts]
+            if not await self._settle_and_renew(accounts):
                 return False
-            for lease_id in sent:
-                account.unsettled.pop(lease_id, None)
-            if account.unsettled:
-                self._has_updates.set()
+            for account, lease_ids in zip(accounts, sent, strict=True):
+                for lease_id in lease_ids:
+                    account.unsettled.pop(lease_id, None)
+                if account.unsettled:
+                    self._has_updates.set()
         return True
 
     async def _flush_endings(self) -> None:
@@ -231,42 +236,41 @@ class Limits:
     async def _renew_leases(self) -> None:
         while True:
             await self._clock.sleep(RENEW_S)
-            for account in [each for each in self._accounts.values() if each.open]:
-                if not await self._settle_and_renew(account, has_renewal=True):
+            for accounts in _batches(each for each in self._accounts.values() if each.open):
+                if not await self._settle_and_renew(accounts, has_renewal=True):
                     break
             self._forget()
 
-    async def _settle_and_renew(self, account: _Account, *, has_renewal: bool = False) -> bool:
-        """Returns False if Redis is unavailable. A tenant's bad record does not block others."""
+    async def _settle_and_renew(
+        self, accounts: Sequence[_Account], *, has_renewal: bool = False
+    ) -> bool:
+        """Sends all in one round trip. Returns False if Redis is unavailable. A tenant's bad record
+        does not block others.
+        """
+        ids = [each.tenant.tenant_id for each in accounts]
+        keys = [key for each in ids for key in (meter_of(each), open_requests_of(each))]
         async with self._flushing:
+            commands = [
+                _command(each, renewed=tuple(each.open) if has_renewal else ()) for each in accounts
+            ]
             try:
-                await self._apply(account, renewed=tuple(account.open) if has_renewal else ())
-            except StoreRejected:
-                return True
+                failed = await self._store.evaluate(APPLY_EACH_LUA, keys, [_encode(commands)])
             except StoreUnavailable:
                 return False
+        for index, reason in failed:
+            log.error("limits_unreadable", tenant_id=ids[index], error=reason.decode())
         return True
 
     async def _apply(
         self,
         account: _Account,
         *,
-        settled: tuple[Settled, ...] = (),
-        renewed: tuple[str, ...] = (),
-        requested: RequestedTokens | None = None,
+        settled: tuple[Settled, ...],
+        requested: RequestedTokens,
     ) -> LimitState:
         """Sends `settled`, and older settled requests with it. Raises StoreUnavailable."""
         tenant = account.tenant
-        command = LimitCommand(
-            limits=enforced_limits(tenant),
-            lease_s=LEASE_S,
-            settled=(
-                *settled,
-                *(each for each, _ in islice(account.unsettled.values(), MAX_SETTLED)),
-            ),
-            renewed=renewed,
-            asked=requested,
-        )
+        command = _command(account, settled=settled, requested=requested)
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         try:
             return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [_encode(command)]))
@@ -283,6 +287,29 @@ class Limits:
                     del account.unsettled[lease_id]
             if not account.open and not account.unsettled and account.counter.is_idle(now):
                 del self._accounts[tenant_id]
+
+
+def _batches(accounts: Iterable[_Account]) -> list[list[_Account]]:
+    found = list(accounts)
+    return [found[first : first + MAX_TENANTS] for first in range(0, len(found), MAX_TENANTS)]
+
+
+def _command(
+    account: _Account,
+    *,
+    settled: tuple[Settled, ...] = (),
+    renewed: tuple[str, ...] = (),
+    requested: RequestedTokens | None = None,
+) -> LimitCommand:
+    """A command for Redis, with the account's unsettled requests."""
+    unsettled = (each for each, _ in islice(account.unsettled.values(), MAX_SETTLED))
+    return LimitCommand(
+        limits=enforced_limits(account.tenant),
+        lease_s=LEASE_S,
+        settled=(*settled, *unsettled),
+        renewed=renewed,
+        asked=requested,
+    )
 
 
 def _own_command(

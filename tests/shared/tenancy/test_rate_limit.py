@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from services.gateway.tenancy.ratelimit_headers import duration, ratelimit_headers
 from shared.tenancy.rate_limit import (
+    APPLY_EACH_LUA,
     APPLY_LUA,
     IDLE_S,
     RATES,
@@ -191,6 +192,21 @@ def test_invalid_record_recovers_within_a_minute(client: redis.Redis) -> None:
         assert bool(state.rejected_by) is is_rejected, text
         assert state.wait_s <= 60
     client.delete("meter", "open")
+
+
+def test_bad_record_does_not_stop_the_tenants_after_it(client: redis.Redis) -> None:
+    keys = ("m:1", "o:1", "m:bad", "o:bad", "m:3", "o:3")
+    client.delete(*keys)
+    client.set("m:bad", "text")
+    client.zadd("o:3", {"ended": 9e9})
+    first = command({"concurrency": 5}, renewed=("a", "b"))
+    last = command({"concurrency": 5}, settled=(Settled("ended", 0),), renewed=("c",))
+    encoded = msgspec.json.encode([first, first, last])
+    ((index, reason),) = client.eval(APPLY_EACH_LUA, len(keys), *keys, encoded)
+    assert (index, reason.startswith(b"WRONGTYPE")) == (1, True)
+    assert client.zrange("o:1", 0, -1) == [b"a", b"b"]
+    assert client.zrange("o:3", 0, -1) == [b"c"]
+    client.delete(*keys)
 
 
 async def test_concurrent_gateways_admit_exactly_the_limit(redis_server: RedisServer) -> None:

@@ -11,7 +11,13 @@ from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRejected
 from shared.tenancy.pinned_prefix import SAVE_LUA
-from shared.tenancy.rate_limit import APPLY_LUA, RATES, LimitCommand, RateLimitCounter
+from shared.tenancy.rate_limit import (
+    APPLY_EACH_LUA,
+    APPLY_LUA,
+    RATES,
+    LimitCommand,
+    RateLimitCounter,
+)
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
@@ -37,10 +43,24 @@ def _look_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> l
 
 
 def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
-    meter = store.data.setdefault(keys[0], RateLimitCounter())
+    return _apply(store, keys[0], msgspec.json.decode(arguments[0], type=LimitCommand))
+
+
+def _carry_out_each(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    failed = []
+    orders = msgspec.json.decode(arguments[0], type=list[LimitCommand])
+    for index, order in enumerate(orders):
+        try:
+            _apply(store, keys[2 * index], order)
+        except StoreRejected as error:
+            failed.append([index, error.message.encode()])
+    return failed
+
+
+def _apply(store: MemoryStore, key: str, order: LimitCommand) -> list[Any]:
+    meter = store.data.setdefault(key, RateLimitCounter())
     if not isinstance(meter, RateLimitCounter):
         raise StoreRejected("WRONGTYPE")
-    order = msgspec.json.decode(arguments[0], type=LimitCommand)
     reading = meter.apply(order, store.now())
     used = [str(reading.used[name]).encode() for name in RATES]
     return [reading.rejected_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]
@@ -94,6 +114,7 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
 SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     LOOK_UP: _look_up,
     APPLY_LUA: _carry_out,
+    APPLY_EACH_LUA: _carry_out_each,
     ADD_UP: _add_up,
     SAVE_LUA: _save_prefix,
     SWAP: _swap,

@@ -27,6 +27,8 @@ from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer
 from tests.services.gateway.conftest import until
+from tests.simulation.world.clock import VirtualClock, run
+from tests.simulation.world.store import MemoryStore
 
 
 class PacedClock:
@@ -233,6 +235,39 @@ async def test_only_live_gateways_renew_leases(
     await until_renewed(store, name)
     assert (await state(store, record)).num_open == 1
     await alive.stop()
+
+
+class DistantStore:
+    """A Redis at 200 ms, in virtual time."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        await asyncio.sleep(0.2)
+        return await self._store.evaluate(script, keys, arguments)
+
+
+def test_leases_of_many_tenants_do_not_expire_in_a_distant_redis() -> None:
+    async def open_for_a_minute() -> None:
+        store, clock = MemoryStore(), VirtualClock()
+        limits, other = Limits(DistantStore(store), clock), Limits(store, clock)
+        limits.start()
+        records = [TenantRecord(tenant_id=f"t{n}", concurrency=1) for n in range(300)]
+        leases = await asyncio.gather(*[limits.admit(each, "a") for each in records])
+        for _ in range(12):
+            await clock.sleep(5)
+            for record in records:
+                with pytest.raises(ConcurrencyExhausted):
+                    await other.admit(record, "b")
+        for lease in leases:
+            limits.settle(lease, 0)
+        await clock.sleep(2)  # one round trip for each tenant would take a minute
+        for record in records:
+            await other.admit(record, "b")
+        await limits.stop()
+
+    run(open_for_a_minute())
 
 
 async def until_renewed(store: RedisStore, name: str) -> None:
