@@ -12,8 +12,10 @@ from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_NEUTRAL_BYTES = 256  # of a neutral value, with the spaces that a client writes
 
-_AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$")
-_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+# msgspec appends the path to a message that may repeat text of the client.
+_AT = " - at "
+_PATH = re.compile(r"(?:`key` in )?`\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])?`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 
 
 class SupportedFields:
@@ -65,10 +67,10 @@ def _is_one_of(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
 
 
 def _invalid_field(message: str) -> InvalidRequest:
-    place = _AT.search(message)
-    path = "" if place is None else place["path"]
-    missing = _MISSING.search(message)
+    head, _, end = message.rpartition(_AT)
+    place = _PATH.fullmatch(end)
+    text, path = (message, "") if place is None else (head, place["path"])
+    missing = _MISSING.fullmatch(text)
     if missing is not None:
         path = f"{path}.{missing['name']}" if path else missing["name"]
-    text = _AT.sub("", message)
     return InvalidRequest(f"{path}: {text}" if path else text, param=path or None)

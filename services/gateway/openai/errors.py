@@ -12,6 +12,9 @@ from services.gateway.request.request_output import OutputDelta
 from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
 
 
+MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
+
+
 class RouteNotFound(InvalidRequest):
     code = "not_found"
     http_status = 404
@@ -34,7 +37,10 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 def envelope(error: HearthError) -> ErrorEnvelope:
-    return ErrorEnvelope(ErrorBody(error.message, error.openai_type, error.param, error.code))
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+    return ErrorEnvelope(ErrorBody(message, error.openai_type, error.param, error.code))
 
 
 class OpenAIDialect:

@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.openai.chat import CHAT_FIELDS
+from services.gateway.openai.errors import MAX_MESSAGE_CHARS, envelope
 from services.gateway.prefixes.bodies import PrefixBody, conversation_of
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 
@@ -46,6 +47,41 @@ def test_bounds_of_a_conversation(fields: dict[str, Any], param: str) -> None:
 def test_conversation_at_its_bounds_is_accepted() -> None:
     fields = {"messages": [HELLO] * 4096, "tools": [{"a": nested(29)}]}
     assert len(conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))) == 4096
+
+
+@pytest.mark.parametrize(
+    "text", [" - at `$.model`", " - at `$", "missing required field `x`", "a\n - at `$.x`\n"]
+)
+def test_text_of_the_client_is_not_read_as_a_path(text: str) -> None:
+    body = json.dumps({"messages": [HELLO, {"role": text, "content": "hello"}]}).encode()
+    with pytest.raises(InvalidRequest, match="^messages\\[1\\].role: ") as caught:
+        CHAT_FIELDS.decode(body)
+    assert caught.value.param == "messages[1].role"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": [{"content": "hello"}]}, "messages[0].role"),
+        ({"messages": [HELLO], "logit_bias": {"5": "x"}}, "logit_bias"),
+        ({"messages": [HELLO], "stop": [1]}, "stop[0]"),
+        ([], None),
+    ],
+)
+def test_error_names_the_path_of_the_field(body: object, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        CHAT_FIELDS.decode(json.dumps(body).encode())
+    assert caught.value.param == param
+
+
+def test_error_repeats_little_of_the_body() -> None:
+    body = json.dumps({"messages": [{"role": "x" * 200_000}]}).encode()
+    with pytest.raises(InvalidRequest, match="Invalid enum value 'xxx") as caught:
+        CHAT_FIELDS.decode(body)
+    error = envelope(caught.value).error
+    assert (len(error.message), error.message[-1]) == (MAX_MESSAGE_CHARS, "…")
+    assert error.param == "messages[0].role"
 
 
 def test_neutral_values_are_compared_without_decoding_large_ones() -> None:
