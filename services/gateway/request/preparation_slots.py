@@ -40,13 +40,13 @@ class PreparationSlots:
         if tenant.num_taken < self._per_tenant:
             tenant.num_taken += 1
         else:
-            await self._wait(tenant)
+            await self._wait(tenant_id, tenant)
         try:
             yield
         finally:
             self._release(tenant_id, tenant)
 
-    async def _wait(self, tenant: _Tenant) -> None:
+    async def _wait(self, tenant_id: str, tenant: _Tenant) -> None:
         """Returns when a slot was passed on to this caller."""
         if len(tenant.waiting) >= self._max_waiting:
             raise _too_many()
@@ -59,7 +59,7 @@ class PreparationSlots:
             if turn in tenant.waiting:
                 tenant.waiting.remove(turn)
             elif not turn.cancelled():
-                self._pass_on(tenant)  # the slot came at the same moment
+                self._release(tenant_id, tenant)  # the slot came at the same moment
             if isinstance(error, TimeoutError):
                 raise _too_many() from None
             raise

@@ -47,3 +47,13 @@ async def test_slot_is_not_lost_by_those_that_stop_waiting() -> None:
     await asyncio.gather(cancelled, return_exceptions=True)
     await prepare(slots, "a", "next", [])
     assert not slots._tenants
+
+
+async def test_slot_that_comes_with_the_cancellation_is_released() -> None:
+    slots = PreparationSlots(1)
+    async with slots.slot("a"):
+        cancelled = asyncio.create_task(prepare(slots, "a", "cancelled", []))
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert not slots._tenants
