@@ -14,6 +14,7 @@ import services.gateway.openai.errors
 import services.gateway.prefixes.errors
 import services.gateway.tenancy.errors
 import shared.errors
+import shared.store
 import shared.tenancy.pinned_prefix
 from benchmarks.readme_table import replaced
 from shared.errors import HearthError
@@ -22,6 +23,7 @@ README = Path(__file__).resolve().parent.parent / "services" / "gateway" / "READ
 MARKER = "errors (tests/error_table.py)"
 MODULES = (
     shared.errors,
+    shared.store,
     services.gateway.openai.errors,
     services.gateway.prefixes.errors,
     services.gateway.tenancy.errors,
@@ -58,7 +60,9 @@ MEANING = {
     "internal_error": "a defect of Hearth; the log has the request's id",
     "request_breaks_workers": "steps of two workers raised for this request alone",
     "no_capacity": "no worker can serve this now",
-    "dependency_unavailable": "NATS, Redis or a peer does not answer",
+    "dependency_unavailable": "NATS or a peer does not answer",
+    "store_unavailable": "Redis does not answer",
+    "store_refused": "Redis answered with an error: for example, a record has the wrong type",
     "no_responders": "no process listens, for example no scheduler",
     "request_timeout": "a process did not reply in time",
     "link_lost": "the KV connection ended (between processes)",
