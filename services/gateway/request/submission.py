@@ -183,11 +183,11 @@ class Submission:
         output = RequestOutput(
             prepared, assemblers, self._metrics, self._clock, on_end=reservation.ended
         )
-        reservation.opened(output)
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key
         )
         self._driver.open(prepared.request, output, affinity_key=affinity_key)
+        reservation.opened(output)  # last: it waits for the end of what was opened
         return output
 
     def cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:

@@ -111,6 +111,22 @@ async def test_too_many_requests_are_429_with_retry_after(acme: Acme) -> None:
     assert (await acme.http.get("/v1/models")).status_code == 200
 
 
+async def test_request_that_was_not_opened_frees_its_place(
+    acme: Acme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await acme.configure(concurrency=1)
+    submission = acme.cluster.gateway.submission
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("not opened")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(submission._driver, "open", fail)
+        assert (await acme.post_chat()).status_code == 500
+    await until(lambda: not submission._reservations)
+    assert (await acme.post_chat()).status_code == 200
+
+
 @pytest.mark.parametrize("name", ["requests_per_min", "concurrency", "kv_quota_tokens"])
 async def test_limit_of_zero_is_403(acme: Acme, name: str) -> None:
     await acme.configure(**{name: 0})
