@@ -11,7 +11,6 @@ from services.gateway.http.response import error_headers
 from services.gateway.request.request_output import OutputDelta
 from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
 
-
 MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
 
 

@@ -104,9 +104,7 @@ class PrefixStore:
             created_at=now,
             expires_at=None if body.ttl_s is None else now + body.ttl_s,
         )
-        prefix = await self._reader.read(
-            prefix, card, max_input_tokens=tenant.input_tokens_per_min
-        )
+        prefix = await self._reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         await pinned_prefix.save(self._store, prefix, now)
         return await self._stored(prefix, card)

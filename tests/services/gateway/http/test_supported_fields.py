@@ -54,7 +54,7 @@ def test_conversation_at_its_bounds_is_accepted() -> None:
 )
 def test_text_of_the_client_is_not_read_as_a_path(text: str) -> None:
     body = json.dumps({"messages": [HELLO, {"role": text, "content": "hello"}]}).encode()
-    with pytest.raises(InvalidRequest, match="^messages\\[1\\].role: ") as caught:
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]\.role: ") as caught:
         CHAT_FIELDS.decode(body)
     assert caught.value.param == "messages[1].role"
 
