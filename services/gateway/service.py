@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import structlog
+from litestar.types import ASGIApp
 
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
@@ -96,69 +97,84 @@ class GatewayService:
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
-        self.submission = Submission(
+        self.submission = self._submission(public)
+        self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
+        self._background = Background()
+        self._is_leaving = False
+        self.metrics.watch_open_streams(lambda: len(self._driver))
+        self.metrics.watch_fleet(self._health_monitor.fleet.everyone)
+        self._certificate: Certificate | None = None
+        if config.http_cert:
+            self._certificate = Certificate(config.http_cert, config.http_key)
+        self._web_server = self._http_server(self._app(wall_clock))
+
+    def _submission(self, public: PublicPrefixes) -> Submission:
+        config = self._config
+        return Submission(
             max_requests=config.max_requests,
-            preparation=Preparation(config, files, randomness, public),
-            renderer=Renderer(self._pool, has_template=files.chat_template is not None),
+            preparation=Preparation(config, self.files, self._randomness, public),
+            renderer=Renderer(self._pool, has_template=self.files.chat_template is not None),
             limits=self._limits,
             usage=self._usage,
             catalog=self.catalog,
             driver=self._driver,
             metrics=self.metrics,
-            clock=clock,
-            max_payload_bytes=lambda: bus.max_payload_bytes,
+            clock=self._clock,
+            max_payload_bytes=lambda: self._bus.max_payload_bytes,
             unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
             slots_per_tenant=config.preparations_per_tenant,
         )
+
+    def _prefixes(
+        self, public: PublicPrefixes, wall_clock: Callable[[], float]
+    ) -> tuple[PrefixStore, PublicPrefixWatcher]:
         reader = PrefixTokenizer(
             self.submission.tokenize,
-            lambda: bus.max_payload_bytes,
-            files.tokenizer.longest_token_chars,
+            lambda: self._bus.max_payload_bytes,
+            self.files.tokenizer.longest_token_chars,
         )
-        self.prefix_store = PrefixStore(
+        store = PrefixStore(
             self._prefix_redis,
             health_monitor=self._health_monitor,
             catalog=self.catalog,
             reader=reader,
             wall_clock=wall_clock,
-            root_key=root_key(config.cluster_secret),
+            root_key=root_key(self._config.cluster_secret),
         )
-        self._public_watcher = PublicPrefixWatcher(
+        watcher = PublicPrefixWatcher(
             public,
             self._prefix_redis,
-            clock,
+            self._clock,
             catalog=self.catalog,
             reader=reader,
             wall_clock=wall_clock,
         )
-        self._background = Background()
-        self._is_leaving = False
-        self.metrics.watch_open_streams(lambda: len(self._driver))
-        self.metrics.watch_fleet(self._health_monitor.fleet.everyone)
-        app = build_app(
+        return store, watcher
+
+    def _app(self, wall_clock: Callable[[], float]) -> ASGIApp:
+        return build_app(
             submission=self.submission,
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
             catalog=self.catalog,
-            files=files,
+            files=self.files,
             metrics=self.metrics,
             readiness=self.readiness,
             new_request_id=self.new_request_id,
             wall_clock=wall_clock,
-            clock=clock,
-            keep_alive_s=config.keep_alive_s,
-            max_body_bytes=config.max_body_bytes,
+            clock=self._clock,
+            keep_alive_s=self._config.keep_alive_s,
+            max_body_bytes=self._config.max_body_bytes,
             version=_installed_version(),
-            metrics_token=config.metrics_token,
+            metrics_token=self._config.metrics_token,
         )
-        self._certificate: Certificate | None = None
-        if config.http_cert:
-            self._certificate = Certificate(config.http_cert, config.http_key)
-        self._web_server = WebServer(
+
+    def _http_server(self, app: ASGIApp) -> WebServer:
+        return WebServer(
             app,
-            config.http_host,
-            config.http_port,
-            write_timeout_s=config.write_timeout_s,
+            self._config.http_host,
+            self._config.http_port,
+            write_timeout_s=self._config.write_timeout_s,
             on_slow_client=self.metrics.count_slow_client,
             certificate=self._certificate,
         )
