@@ -352,6 +352,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     link_key: LinkKey | None = None  # None: KV over TCP is neither encrypted nor authenticated
     public_root: Digest | None = None  # copied from the request
     numerics: Numerics  # of the decode worker
+    request_id: Name  # copied from the request: another try has another placement id
 
     @property
     def sender_id(self) -> str:

@@ -4,11 +4,16 @@ RSS is that of the gateway's main process, its largest from before the requests 
 are gone: a stream's client is gone 30 s after the kernel took its last byte, while other responses
 may still be generated. The time until all are gone begins when the last response has ended. A
 connection is gone when the gateway holds it no longer.
+
+The clients are a process of their own: `python -m benchmarks.adversity.slow_clients URL KEY …`.
+Their receive buffers are small, and each sends one request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
 import sys
 import tempfile
 import time
@@ -21,9 +26,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from benchmarks.adversity.attacks import unread
 from benchmarks.adversity.cores import pinned
 from benchmarks.adversity.turns import Victim
-from benchmarks.adversity.unread import NUM_CONNECTIONS
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.hearth import ROOT, SPLIT, hearth
 from shared.clock import MonotonicClock
@@ -32,6 +37,11 @@ from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
 from tests.servers import RedisServer
 
 NUM_TENANTS = 20
+NUM_CONNECTIONS = 200
+NUM_CHOICES = 16
+NUM_TOKENS = 400
+NUM_LOGPROBS = 20
+RECEIVE_BYTES = 4096
 STEP_S = 0.01
 MAX_RSS_MIB = 384
 MAX_GONE_S = 35.0
@@ -66,7 +76,7 @@ async def _new_keys(redis_url: str) -> list[str]:
 async def _measure(url: str, keys: list[str], gateway: psutil.Process) -> list[Bar]:
     idle = gateway.memory_info().rss
     clients = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.adversity.unread", url, *keys),
+        *(sys.executable, "-m", "benchmarks.adversity.slow_clients", url, *keys),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
@@ -122,3 +132,28 @@ def _total(metrics: str, name: str) -> float:
     """The sum over a metric's labels."""
     lines = (line for line in metrics.splitlines() if line.startswith(name))
     return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+# ── the clients' process ─────────────────────────────────────────────────────────────────────────
+
+
+def connect(url: str, api_key: str, *, stream: bool) -> socket.socket:
+    parts = urlsplit(url)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    client.connect((parts.hostname, parts.port))
+    request = unread(NUM_CHOICES, NUM_TOKENS, NUM_LOGPROBS, stream=stream)
+    client.sendall(request.message(parts.netloc, api_key))
+    return client
+
+
+def request_and_wait(url: str, *api_keys: str) -> None:
+    """Returns with a line on stdin. Prints the number of connections once all are open."""
+    keys = itertools.islice(itertools.cycle(api_keys), NUM_CONNECTIONS)
+    clients = [connect(url, key, stream=index % 2 == 0) for index, key in enumerate(keys)]
+    print(len(clients), flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    request_and_wait(*sys.argv[1:])

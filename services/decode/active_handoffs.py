@@ -134,6 +134,7 @@ class ActiveHandoffs:
             link_key=None if self._link_keys is None else self._link_keys.key_for(worker_id),
             public_root=request.public_root,
             numerics=worker.served.card.numerics,
+            request_id=request.request_id,
         )
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(

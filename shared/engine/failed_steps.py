@@ -1,7 +1,8 @@
 """Decides from failed steps whether the device is to blame. No I/O.
 
 A request that breaks steps must not take the device from others: failures in a row count once for
-each request, and on a worker that several tenants use they must come from more than one.
+each request, however often it is tried here, and on a worker that several tenants use they must
+come from more than one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MAX_IN_A_ROW = 3
 class FailedSteps:
     def __init__(self) -> None:
         self.num_failed = 0  # since the start
-        self._in_a_row: dict[bytes, str] = {}  # request -> tenant, without a success in between
+        self._in_a_row: dict[str | bytes, str] = {}  # origin -> tenant, since a success
         self._served: set[str] = set()  # two tenants at most: more tell nothing more
 
     @property
@@ -31,4 +32,4 @@ class FailedSteps:
 
     def failed(self, row: ScheduledSequence) -> None:
         """A step in which no row could be computed. `row`: any of it."""
-        self._in_a_row[row.sequence.placement_id] = row.sequence.tenant_id
+        self._in_a_row[row.sequence.origin] = row.sequence.tenant_id

@@ -190,7 +190,7 @@ class EngineLoop:
             self._failed_steps.failed(failed[0])
             if self._failed_steps.is_device_lost:
                 self._lose_device("steps in a row raised")
-        num_requests = len({row.sequence.placement_id for row in failed})
+        num_requests = len({row.sequence.origin for row in failed})
         if num_requests > 1 and 2 * len(failed) > num_rows:
             return self.engine.fail(failed, DeviceFailed("the device of the worker failed"))
         return self.engine.fail(failed, StepFailed("the step raised for this request alone"))

@@ -165,6 +165,7 @@ def run_prefill_of(it: LiveWorkers, prompt: list[int], **changes: object) -> Run
     """A right command of decode-2, which has no worker process, except for the changes."""
     root = root_hash("tenant-a", REVISION)
     command = RunPrefill(
+        request_id="r",
         placement_id=b"f" * 16,
         tenant_id="tenant-a",
         decode_worker_id="decode-2",

@@ -68,6 +68,7 @@ class Sequence:
 
     sequence_id: bytes  # begins with the id of its placement, which the choices share
     tenant_id: str
+    request_id: str = ""  # empty: of no request
     cache_root: bytes
     token_ids: list[int]
     num_prompt_tokens: int
@@ -121,6 +122,11 @@ class Sequence:
     @property
     def placement_id(self) -> bytes:
         return self.sequence_id[:PLACEMENT_ID_BYTES]
+
+    @property
+    def origin(self) -> str | bytes:
+        """The same for all tries of a request, which have placement ids of their own."""
+        return self.request_id or self.placement_id
 
     @property
     def held_blocks(self) -> array[int]:
@@ -185,6 +191,7 @@ def build_sequence(
     return Sequence(
         sequence_id=sequence_id,
         tenant_id=message.tenant_id,
+        request_id="" if isinstance(message, PinPrefix) else message.request_id,
         cache_root=message.cache_root,
         token_ids=token_ids,
         block_hashes=unpack_hashes(message.block_hashes)[:num_blocks],

@@ -499,6 +499,7 @@ def test_32_concurrent_streams_equal_their_solo_runs():
 def run_prefill_of(it, *, first_token):
     """The command for a prompt of 40 tokens."""
     return RunPrefill(
+        request_id="r",
         placement_id=b"p" * 16,
         tenant_id="t",
         decode_worker_id="decode-1",

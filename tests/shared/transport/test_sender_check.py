@@ -60,6 +60,7 @@ def heartbeat(process_id: str, **changed: Any) -> Heartbeat:
 
 def run_prefill(decode_worker_id: str) -> RunPrefill:
     return RunPrefill(
+        request_id="r",
         placement_id=ID,
         tenant_id="t",
         decode_worker_id=decode_worker_id,
