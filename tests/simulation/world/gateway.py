@@ -16,7 +16,6 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
 from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.checks.leaks import not_empty
-from tests.simulation.plan import BLOCK_SIZE, RequestPlan
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.client import MODEL, Client
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
@@ -83,7 +82,7 @@ class SimulatedGateway:
         self.clients.append(client)
         plan, client.was_sent, client.sent_at = client.plan, True, self._clock.now()
         try:
-            client.block_size = self._checked_block_size(plan)
+            self._choose_block_size(client)
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
             lease = await self._limits.admit(record, plan.request_id, cost_of(client))
             if self.health_monitor.state != "ready":
@@ -102,15 +101,14 @@ class SimulatedGateway:
             client.left = client.end is None
             self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
 
-    def _checked_block_size(self, plan: RequestPlan) -> int:
-        """Returns the block size for its hashes. Raises PromptTooLong, like `Preparation`. Without
-        a card the request waits at its scheduler.
+    def _choose_block_size(self, client: Client) -> None:
+        """Of the request's hashes. Raises PromptTooLong, like `Preparation`: workers of another
+        block size do not count. Without a card the request waits at its scheduler.
         """
         for card in self.catalog.cards():
-            if plan.num_context_tokens > card.max_context_tokens:
+            client.block_size = card.block_size
+            if client.plan.num_context_tokens > card.max_context_tokens:
                 raise PromptTooLong(f"exceeds the context of {card.max_context_tokens}")
-            return card.block_size
-        return BLOCK_SIZE
 
     async def drain(self) -> None:
         await self.health_monitor.transition_to("draining")
