@@ -31,9 +31,9 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import DecodeStarted, PrefillAccepted, StartDecode
 from shared.packing import pack_hashes
 from shared.randomness import SystemRandomness
-from shared.subjects import run_prefill, start_decode
+from shared.subjects import NatsUser, run_prefill, start_decode
 from shared.transport.bus import NatsBus
-from tests.servers import USERS, NatsServer
+from tests.servers import PASSWORD, USERS, NatsServer
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import live_cluster, secrets_of
 from tests.services.live_workers import (
@@ -173,7 +173,8 @@ async def is_accepted(bus: Any, subject: str, command: Any, reply_type: type) ->
 
 async def accepted_regions(folder: Path) -> int:
     """Workers that others see in `eu`, beyond the one whose credential says so."""
-    server = NatsServer(folder, USERS, regions=REGIONS)
+    users = [NatsUser(role, name, PASSWORD, REGIONS.get(name, "")) for role, name in USERS]
+    server = NatsServer(folder, users)
     monitors: list[HealthMonitor] = []
     buses: list[NatsBus] = []
     try:
