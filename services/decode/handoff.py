@@ -1,13 +1,14 @@
 """Receives the prompt's KV from a prefill worker, trying one candidate after the other.
 
 requesting ──accepted──▶ receiving ──all frames──▶ complete
-   └─rejected, timeout──┴─link lost, bad frame, worker lost, failed──▶ next candidate
+   └─rejected, timeout, worker lost──┴─link lost, bad frame, worker lost, failed──▶ next candidate
 no candidate left: decode computes the rest locally, from the last full block received
-cancel(): ends once a request has its reply or timeout, and no frame is being copied
+cancel(): ends once no frame is being copied
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -92,9 +93,9 @@ class Handoff:
         self._receiver.expect(placement_id, kv_writer)
         reason: str | None
         try:
-            await self._request_prefill(worker_id, placement_id, num_held_tokens)
-            self.lease = self.current
-            reason = await kv_writer.ended
+            reason = await self._received(
+                kv_writer, self._request_prefill(worker_id, placement_id, num_held_tokens)
+            )
         except HearthError as error:
             reason = error.message
         finally:
@@ -105,6 +106,21 @@ class Handoff:
             log.warning("prefill_attempt_failed", prefill=worker_id, reason=reason)
             self._abandon(worker_id, placement_id)
         return kv_writer
+
+    async def _received(self, kv_writer: KvWriter, request: Awaitable[object]) -> str | None:
+        """Returns how the attempt ended. Raises the HearthError of a rejected request.
+
+        A worker can be lost long before its reply times out, so the end is not awaited after it.
+        """
+        accepting = asyncio.ensure_future(request)
+        try:
+            await asyncio.wait((accepting, kv_writer.ended), return_when=asyncio.FIRST_COMPLETED)
+            if accepting.done():
+                accepting.result()
+                self.lease = self.current
+            return await kv_writer.ended
+        finally:
+            accepting.cancel()
 
     def _full_blocks(self, num_tokens: int) -> int:
         size = self._runner.kv_format.block_size

@@ -174,6 +174,24 @@ def test_frozen_prefill_is_replaced_by_the_next_candidate():
     run(main())
 
 
+def test_prefill_frozen_before_it_replies_is_replaced_once_it_is_lost():
+    """Its last reply was slow, so that the timeout, which follows the distance, is long."""
+
+    async def main():
+        async with cluster() as it:
+            now = asyncio.get_running_loop().time()
+            it.decode.worker.health_monitor.requests.round_trips.record("prefill-1", 2.0, now)
+            it.network.freeze("prefill-1")
+            started_at = asyncio.get_running_loop().time()
+            received = await it.run(request_of(PROMPT), ("prefill-1", "prefill-2"))
+            assert received.finish.served.prefill_worker_id == "prefill-2"
+            assert asyncio.get_running_loop().time() - started_at < 1.5
+            it.network.thaw("prefill-1")
+            await it.settled()
+
+    run(main())
+
+
 def test_expired_prefill_lease_falls_back_to_local_prefill():
     expected = outputs_of(request_of(PROMPT), candidates=())
 
