@@ -17,16 +17,13 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.server import ON_AUTHENTICATED
+from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
-from services.gateway.tenancy.permissions import check_regions
 from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
-# Larger bodies are decoded, rendered and tokenized in another process. A thread would not do: the
-# decoder holds the interpreter's lock.
-MAX_INLINE_BYTES = 256 * 1024
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
 IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes nothing
 
@@ -40,6 +37,7 @@ class Admission:
     def __init__(
         self,
         submission: Submission,
+        opener: Opener,
         api_keys: ApiKeys,
         *,
         new_request_id: Callable[[], str],
@@ -47,6 +45,7 @@ class Admission:
         budget: BodyBudget | None = None,
     ) -> None:
         self._submission = submission
+        self._opener = opener
         self._api_keys = api_keys
         self._new_request_id = new_request_id
         self._max_body_bytes = max_body_bytes
@@ -88,13 +87,9 @@ class Admission:
         self, scope: Scope, receive: Receive, body: BodyBytes, tenant: TenantRecord, kind: str
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
-        data = await self._read(scope, receive, body)
-        if len(data) > MAX_INLINE_BYTES:
-            check_regions(tenant)
-            prepared = await self._submission.prepare_body(tenant, kind, data)
-            data = prepared.body
-            scope["state"]["prompts"] = prepared.prompts or None
-        return _replayed(data, receive, body)
+        read = await self._opener.read(tenant, kind, await self._read(scope, receive, body))
+        scope["state"]["prompts"] = read.prompts
+        return _replayed(read.data, receive, body)
 
     async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
         """Raises PayloadTooLarge, Overloaded and ClientDisconnected."""

@@ -41,6 +41,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.routes import PrefixRoutes
 from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
@@ -171,6 +172,7 @@ class Routes:
 def build_app(
     *,
     submission: Submission,
+    opener: Opener,
     prefix_store: PrefixStore,
     api_keys: ApiKeys,
     catalog: Catalog,
@@ -194,11 +196,9 @@ def build_app(
         wall_clock=wall_clock,
         metrics_token=metrics_token,
     )
-    openai = OpenAIRoutes(
-        submission, catalog, files, wall_clock, clock=clock, keep_alive_s=keep_alive_s
-    )
+    openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
     admission = Admission(
-        submission, api_keys, new_request_id=new_request_id, max_body_bytes=max_body_bytes
+        submission, opener, api_keys, new_request_id=new_request_id, max_body_bytes=max_body_bytes
     )
     known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
     return Litestar(

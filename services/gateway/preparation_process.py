@@ -22,8 +22,9 @@ BODY_NICENESS = 10  # more than the process has
 
 def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> BodyHandler:
     """Loads the tokenizer, and the dialects, which a process that only renders does not need."""
-    from services.gateway.openai.prepared_bodies import prepare_body
+    from services.gateway.endpoints import ENDPOINTS
     from services.gateway.prefixes.large_bodies import PREFIX_KINDS, check_prefix_body
+    from services.gateway.request.prepared_bodies import prepare_body
     from services.gateway.text.model_files import ModelFiles
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -34,7 +35,7 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     def prepare(job: BodyJob) -> PreparedBody:
         if job.kind in PREFIX_KINDS:
             return check_prefix_body(job, files.tokenizer.longest_token_chars)
-        return prepare_body(job, files, template)
+        return prepare_body(job, ENDPOINTS[job.kind], files, template)
 
     # A thread, since Linux has a niceness for each, and lets nobody lower it again.
     bodies = ThreadPoolExecutor(max_workers=1, initializer=_lower_priority)

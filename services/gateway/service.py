@@ -17,6 +17,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.opener import Opener
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
@@ -154,6 +155,7 @@ class GatewayService:
     def _app(self, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
             submission=self.submission,
+            opener=Opener(self.submission, self.catalog, self.files, wall_clock),
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
             catalog=self.catalog,

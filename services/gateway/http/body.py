@@ -12,7 +12,7 @@ from litestar.dto import AbstractDTO
 from litestar.openapi.spec import Reference, Schema
 from litestar.typing import FieldDefinition
 
-from services.gateway.http.supported_fields import SupportedFields
+from services.gateway.request.supported_fields import SupportedFields
 from shared.errors import InvalidRequest
 
 

@@ -1,25 +1,25 @@
-"""Writes one HTTP response: a body at the end, or server-sent events as deltas arrive.
+"""Writes one HTTP response: a body at the end, or server-sent events as they arrive.
 
-The `Dialect` provides the content. A streamed response starts with the first delta, or with a
-comment after `keep_alive_s` of silence. An error before that sets the HTTP status; a later error is
-sent as an event and ends the stream. A body starts when it is complete: errors always have their
-status, and nothing is sent before. When a client disconnects, or does not read, its request is
-cancelled immediately.
+The `Encoder` provides the content. A streamed response starts with the first event, or with what
+keeps it alive after `keep_alive_s` of silence. An error before that sets the HTTP status; a later
+error is sent as an event and ends the stream. A body starts when it is complete: errors always have
+their status, and nothing is sent before. When a client disconnects, or does not read, its request
+is cancelled immediately.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from litestar.types import Receive, Scope, Send
 
 from services.gateway.http.connection import ClientConnection, connection_of
-from services.gateway.http.dialect import ChoiceResult, Dialect
-from services.gateway.http.sse import KEEP_ALIVE
-from services.gateway.request.output_merger import OutputMerger
+from services.gateway.output.events import TextDelta
+from services.gateway.output.results import Results
+from services.gateway.request.opener import OpenResponse
 from services.gateway.request.request_output import ClientDisconnected, ClientSlow
 from services.gateway.tenancy.errors import RateLimited
 from shared.clock import Clock
@@ -49,27 +49,19 @@ def error_headers(error: HearthError) -> dict[str, str]:
 
 
 class GenerationResponse:
-    """An ASGI application for one response. Calls `cancel` when the response ends.
+    """An ASGI application for one response. Cancels the request when the response ends.
 
-    Successes and errors both have `headers`. `keep_alive_s`: silence before a comment is sent.
+    `keep_alive_s`: silence before a stream is kept alive.
     """
 
     def __init__(
-        self,
-        merger: OutputMerger,
-        dialect: Dialect,
-        *,
-        is_streamed: bool,
-        headers: Mapping[str, str],
-        cancel: Callable[[HearthError], None],
-        clock: Clock,
-        keep_alive_s: float = KEEP_ALIVE_S,
+        self, opened: OpenResponse, *, clock: Clock, keep_alive_s: float = KEEP_ALIVE_S
     ) -> None:
-        self.merger = merger
-        self.dialect = dialect
-        self.is_streamed = is_streamed
-        self.headers = headers
-        self._cancel = cancel
+        self.merger = opened.merger
+        self.encoder = opened.encoder
+        self.is_streamed = opened.is_streamed
+        self.headers = opened.headers
+        self._cancel = opened.cancel
         self._clock = clock
         self._keep_alive_s = keep_alive_s
         self._sent_at = clock.now()
@@ -112,7 +104,7 @@ class GenerationResponse:
 
     async def _send_body(self, send: Send, connection: ClientConnection) -> None:
         try:
-            parts = _joined(self.dialect.body(await self._results()))
+            parts = _joined(self.encoder.body(await self._results()))
         except HearthError as error:
             await self._send_error(send, error)
             return
@@ -124,58 +116,52 @@ class GenerationResponse:
             part, following = following, next(parts, None)
         await self._send(send, part, more_body=False)
 
-    async def _results(self) -> list[ChoiceResult]:
-        results: dict[int, ChoiceResult] = {}
-        texts: dict[int, list[str]] = {}
-        while deltas := await self.merger.next():
-            for delta in deltas:
-                index = delta.choice_index
-                result = results.setdefault(index, ChoiceResult(index))
-                texts.setdefault(index, []).extend(delta.texts)
-                result.tokens.extend(delta.tokens)
-                if delta.finish_reason is not None:
-                    result.finish_reason = delta.finish_reason
-                self.merger.unsent.add(delta.num_bytes)
-        for index, result in results.items():
-            result.text = "".join(texts[index])
-        return [results[index] for index in sorted(results)]
+    async def _results(self) -> Results:
+        results = Results()
+        while events := await self.merger.next():
+            for event in events:
+                results.add(event)
+                if isinstance(event, TextDelta):
+                    self.merger.unsent.add(event.num_bytes)
+        return results
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
     async def _send_events(self, send: Send, connection: ClientConnection) -> None:
         try:
-            deltas = await self.merger.next()
+            events = await self.merger.next()
         except HearthError as error:
             await self._send_early_error(send, error)
             return
         await self._start_events(send)
         ending = b""
         try:
-            while deltas and not connection.is_lost:
-                *parts, last = _joined(self.dialect.event(delta) for delta in deltas)
+            while events and not connection.is_lost:
+                *parts, last = _joined(self.encoder.events(events))
                 for part in parts:
                     await self._send(send, part, more_body=True)
-                if self.merger.is_complete:  # send the closing events with the last delta
+                if self.merger.is_complete:  # sent with what closes the stream
                     ending = last
                     break
                 await self._send(send, last, more_body=True)
                 if self.merger.has_more:
                     await asyncio.sleep(0)  # other streams continue
-                deltas = await self.merger.next()
-            ending += self.dialect.closing()
+                events = await self.merger.next()
+            ending += self.encoder.closing()
         except HearthError as error:
-            ending = self.dialect.error_event(error)
+            ending = self.encoder.error_event(error)
         await self._send(send, ending, more_body=False)
 
     async def _send_early_error(self, send: Send, error: HearthError) -> None:
         """Sends an error without an output before it."""
         if self._is_started:
-            await self._send(send, self.dialect.error_event(error), more_body=False)
+            await self._send(send, self.encoder.error_event(error), more_body=False)
         else:
             await self._send_error(send, error)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends a comment after each silence: clients ignore it, proxies see activity.
+        """Sends what keeps the stream alive after each silence: clients ignore it, proxies see
+        activity.
 
         Ends with the response: a client may take its last bytes long after they were sent.
         """
@@ -185,7 +171,7 @@ class GenerationResponse:
                 await self._clock.sleep(self._keep_alive_s - silent_s)
                 continue
             await self._start_events(send)
-            await self._send(send, KEEP_ALIVE, more_body=True)
+            await self._send(send, self.encoder.keep_alive, more_body=True)
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -196,7 +182,7 @@ class GenerationResponse:
     async def _send_error(self, send: Send, error: HearthError) -> None:
         self._stop_comments()
         self._cancel(error)  # of several prompts, one may have failed alone
-        body = _encode(self.dialect.error_body(error))
+        body = _encode(self.encoder.error_body(error))
         headers = [JSON]
         headers += [(key.encode(), text.encode()) for key, text in error_headers(error).items()]
         await self._start(send, error.http_status, headers, len(body))

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.supported_fields import SupportedFields, check_count
 from services.gateway.openai.logprobs import ChatLogprobs
 from services.gateway.openai.request_fields import (
     NEUTRAL_VALUES,
@@ -16,9 +15,10 @@ from services.gateway.openai.request_fields import (
     check_stream_options,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
+from services.gateway.request.conversation import Conversation, TextPart, Turn, chat_prompt
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
+from services.gateway.request.supported_fields import SupportedFields, check_count
 from shared.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
@@ -47,13 +47,13 @@ CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 MAX_NAME_CHARS = 64
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class ContentPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: list[Any] | None = None  # only null or empty
 
@@ -74,10 +74,11 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
     check_stream_options(body)
+    conversation = Conversation(turns=turns_of(body.messages), sampling=body)
     return GenerationRequest(
         model=default_model if body.model is None else body.model,
-        prompt=ChatPrompt(messages_of(body.messages)),
-        sampling=body,
+        prompt=chat_prompt(conversation),
+        sampling=conversation.sampling,
         max_tokens=_max_tokens(body),
         num_logprobs=_num_logprobs(body),
         logprobs_param="top_logprobs" if body.top_logprobs else "logprobs",
@@ -88,26 +89,26 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
     )
 
 
-def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
-    """Converts messages to the dicts of chat templates. Raises InvalidRequest, PayloadTooLarge."""
+def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    """Raises InvalidRequest, PayloadTooLarge."""
     check_count("messages", len(messages), MAX_MESSAGES)
-    return tuple(_message(index, each) for index, each in enumerate(messages))
+    return tuple(_turn(index, each) for index, each in enumerate(messages))
 
 
-def _message(index: int, message: ChatMessage) -> dict[str, Any]:
-    content = message.content
-    if content is None and message.role != "assistant":
+def _turn(index: int, message: ChatMessage) -> Turn:
+    if message.content is None and message.role != "assistant":
         raise InvalidRequest("content must not be null", param=f"messages[{index}].content")
     if message.tool_calls:
         raise InvalidRequest("tool calls are not supported", param=f"messages[{index}].tool_calls")
+    role = "system" if message.role == "developer" else message.role
+    return Turn(role, _parts(index, message.content), message.name)
+
+
+def _parts(index: int, content: str | list[ContentPart] | None) -> tuple[TextPart, ...]:
     if isinstance(content, list):
         check_count(f"messages[{index}].content", len(content), MAX_PARTS)
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    fields: dict[str, Any] = {"role": role, "content": "" if content is None else content}
-    if message.name is not None:
-        fields["name"] = message.name
-    return fields
+        return tuple(TextPart(part.text) for part in content)
+    return () if content is None else (TextPart(content),)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:
@@ -131,10 +132,31 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
 # ── responses ────────────────────────────────────────────────────────────────────────────────────
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`arguments`: JSON, or a part of it in a delta."""
+
+    name: str | None = None
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`index`, and later deltas without `id`: only in a stream."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning has two names, since clients read either."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: str | None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +179,9 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

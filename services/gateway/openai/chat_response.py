@@ -1,4 +1,4 @@
-"""The response of a chat completion, as a dialect of `http/response.py`."""
+"""The response of a chat completion."""
 
 from __future__ import annotations
 
@@ -7,122 +7,196 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.gateway.http import sse
-from services.gateway.http.dialect import ChoiceResult
 from services.gateway.http.json_parts import with_list, with_value
 from services.gateway.openai.chat import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatCompletionRequest,
     ChunkChoice,
     Delta,
+    FunctionCall,
+    MessageToolCall,
 )
-from services.gateway.openai.errors import OpenAIDialect
+from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs, chat_logprobs_parts
 from services.gateway.openai.usage import hearth_info_of, to_usage
-from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.request_output import OutputDelta
+from services.gateway.output.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    Usage,
+    with_ends,
+)
+from services.gateway.output.framing import TextEvent
+from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
+from services.gateway.request.endpoint import ResponseContext
 from services.gateway.text.scored_tokens import ScoredToken
-from services.gateway.text.token_bytes import TokenBytes
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRenderer(OpenAIDialect):
-    merger: OutputMerger
-    token_bytes: TokenBytes
-    request_id: str
-    model: str
-    created: int
+class ChatEncoder(OpenAIEncoder):
     has_usage: bool
     has_logprobs: bool
     _begun: set[int] = field(default_factory=set)  # choices whose role was sent
-    _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
+    _text_events: dict[int, TextEvent] = field(default_factory=dict)  # by choice
 
-    def event(self, delta: OutputDelta) -> bytes:
-        """Returns one event per text; a choice's first has the role, its last the finish reason."""
-        index, texts = delta.choice_index, list(delta.texts)
-        says_more = self.has_logprobs or delta.finish_reason is not None
+    @classmethod
+    def of(cls, body: ChatCompletionRequest, context: ResponseContext) -> ChatEncoder:
+        return cls(context, has_usage=body.has_usage, has_logprobs=bool(body.logprobs))
+
+    def events(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Returns one chunk per text; a choice's first has the role, its last the finish reason."""
+        for event, end in with_ends(events):
+            match event:
+                case TextDelta():
+                    reason = None if end is None else end.reason
+                    yield self._texts(event.choice_index, event.texts, event.tokens, reason)
+                case Finished():
+                    yield self._texts(event.choice_index, (), (), event.reason)
+                case Usage():
+                    yield self._usage(event) if self.has_usage else b""
+                case _:
+                    yield self._other(event)
+
+    def body(self, results: Results) -> Iterator[bytes]:
+        completion = ChatCompletion(
+            id=self._id,
+            created=self.context.created,
+            model=self.context.model,
+            choices=[],
+            usage=to_usage(results.usage),
+            hearth=hearth_info_of(self.context),
+        )
+        return with_list(_encode(completion), b"choices", map(self._choice, results.choices))
+
+    def _texts(
+        self,
+        index: int,
+        all_texts: Sequence[str],
+        tokens: Sequence[ScoredToken],
+        finish_reason: str | None,
+    ) -> bytes:
+        texts = list(all_texts)
+        says_more = self.has_logprobs or finish_reason is not None
         first = last = b""
         if index not in self._begun and len(texts) > says_more:
-            first = self._event(ChunkChoice(index=index, delta=self._delta(index, texts.pop(0))))
+            first = self._event(index, self._delta(index, content=texts.pop(0)))
         if says_more:
             choice = ChunkChoice(
                 index=index,
-                delta=self._delta(index, texts.pop() if texts else None),
-                finish_reason=delta.finish_reason,
-                logprobs=self._logprobs(delta.tokens) if delta.tokens else None,
+                delta=self._delta(index, content=texts.pop() if texts else None),
+                finish_reason=finish_reason,
+                logprobs=self._logprobs(tokens) if tokens else None,
             )
-            last = self._event(choice)
+            last = self.context.framing.event(self._chunk(choice))
         return first + self._text_event(index).of(texts) + last
 
-    def closing(self) -> bytes:
-        if not self.has_usage:
-            return sse.DONE
-        outputs = self.merger.outputs
-        chunk = ChatCompletionChunk(
-            id=f"chatcmpl-{self.request_id}",
-            object="chat.completion.chunk",
-            created=self.created,
-            model=self.model,
-            choices=(),
-            usage=to_usage(outputs),
-            hearth=hearth_info_of(self.request_id, outputs),
-        )
-        return sse.event(chunk) + sse.DONE
+    def _other(
+        self, event: ReasoningDelta | ToolCallStart | ToolArgumentsDelta | ToolCallEnd
+    ) -> bytes:
+        index = event.choice_index
+        match event:
+            case ReasoningDelta():
+                text = "".join(event.texts)
+                return self._event(index, self._delta(index, reasoning=text))
+            case ToolCallStart():
+                call = MessageToolCall(
+                    index=event.index,
+                    id=event.id,
+                    type="function",
+                    function=FunctionCall(name=event.name, arguments=""),
+                )
+            case ToolArgumentsDelta():
+                function = FunctionCall(arguments=event.text)
+                call = MessageToolCall(index=event.index, function=function)
+            case ToolCallEnd():
+                return b""
+        return self._event(index, self._delta(index, tool_call=call))
 
-    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
-        outputs = self.merger.outputs
-        completion = ChatCompletion(
-            id=f"chatcmpl-{self.request_id}",
-            created=self.created,
-            model=self.model,
-            choices=[],
-            usage=to_usage(outputs),
-            hearth=hearth_info_of(self.request_id, outputs),
+    def _usage(self, usage: Usage) -> bytes:
+        chunk = self._chunk()
+        return self.context.framing.event(
+            msgspec.structs.replace(
+                chunk, usage=to_usage(usage), hearth=hearth_info_of(self.context)
+            )
         )
-        return with_list(_encode(completion), b"choices", map(self._choice, results))
 
     def _choice(self, result: ChoiceResult) -> Iterable[bytes]:
         choice = ChatChoice(
-            index=result.index,
-            message=AssistantMessage(content=result.text),
-            finish_reason=result.finish_reason,
+            index=result.index, message=_message(result), finish_reason=result.finish_reason
         )
         encoded = _encode(choice)
         if not self.has_logprobs:
             return (encoded,)
-        logprobs = chat_logprobs_parts(result.tokens, self.token_bytes)
+        logprobs = chat_logprobs_parts(result.tokens, self.context.token_bytes)
         return with_value(encoded, b"logprobs", logprobs)
 
-    def _text_event(self, index: int) -> sse.TextEvent:
+    def _text_event(self, index: int) -> TextEvent:
         known = self._text_events.get(index)
         if known is None:
-            known = sse.TextEvent(
-                lambda text: self._chunk(ChunkChoice(index=index, delta=Delta(content=text)))
+            known = TextEvent(
+                self.context.framing,
+                lambda text: self._chunk(ChunkChoice(index=index, delta=Delta(content=text))),
             )
             self._text_events[index] = known
         return known
 
-    def _delta(self, index: int, text: str | None) -> Delta:
-        if index in self._begun:
-            return Delta(content=text)
+    def _delta(
+        self,
+        index: int,
+        *,
+        content: str | None = None,
+        reasoning: str | None = None,
+        tool_call: MessageToolCall | None = None,
+    ) -> Delta:
+        is_first = index not in self._begun
         self._begun.add(index)
-        return Delta(role="assistant", content=text or "")
+        return Delta(
+            role="assistant" if is_first else None,
+            content=content or "" if is_first else content,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=None if tool_call is None else [tool_call],
+        )
 
-    def _event(self, choice: ChunkChoice) -> bytes:
-        return sse.event(self._chunk(choice))
+    def _event(self, index: int, delta: Delta) -> bytes:
+        return self.context.framing.event(self._chunk(ChunkChoice(index=index, delta=delta)))
 
-    def _chunk(self, choice: ChunkChoice) -> ChatCompletionChunk:
+    def _chunk(self, *choices: ChunkChoice) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=f"chatcmpl-{self.request_id}",
+            id=self._id,
             object="chat.completion.chunk",
-            created=self.created,
-            model=self.model,
-            choices=(choice,),
+            created=self.context.created,
+            model=self.context.model,
+            choices=choices,
         )
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> ChatLogprobs | None:
-        return chat_logprobs(tokens, self.token_bytes) if self.has_logprobs else None
+        return chat_logprobs(tokens, self.context.token_bytes) if self.has_logprobs else None
+
+    @property
+    def _id(self) -> str:
+        return f"chatcmpl-{self.context.request_id}"
+
+
+def _message(result: ChoiceResult) -> AssistantMessage:
+    calls, reasoning = result.tool_calls, result.reasoning
+    return AssistantMessage(
+        content=result.text,
+        reasoning_content=reasoning or msgspec.UNSET,
+        reasoning=reasoning or msgspec.UNSET,
+        tool_calls=[_tool_call(each) for each in calls] if calls else msgspec.UNSET,
+    )
+
+
+def _tool_call(call: ToolCallResult) -> MessageToolCall:
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return MessageToolCall(id=call.id, type="function", function=function)

@@ -1,4 +1,4 @@
-"""The response of a text completion, as a dialect of `http/response.py`."""
+"""The response of a text completion."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from functools import partial
 
 import msgspec
 
-from services.gateway.http import sse
-from services.gateway.http.dialect import ChoiceResult
 from services.gateway.http.json_parts import with_list, with_value
-from services.gateway.openai.completions import Completion, CompletionChoice, CompletionChunk
-from services.gateway.openai.errors import OpenAIDialect
+from services.gateway.openai.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionRequest,
+)
+from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.openai.logprobs import (
     ListedToken,
     check_prompt_logprobs,
@@ -23,74 +26,83 @@ from services.gateway.openai.logprobs import (
     prompt_tokens,
 )
 from services.gateway.openai.usage import hearth_info_of, to_usage
-from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.request_output import OutputDelta, RequestOutput
+from services.gateway.output.events import Event, Finished, TextDelta, Usage, with_ends
+from services.gateway.output.framing import TextEvent
+from services.gateway.output.results import ChoiceResult, Results
+from services.gateway.request.endpoint import ResponseContext
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.text.scored_tokens import ScoredToken
-from services.gateway.text.token_bytes import TokenBytes
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRenderer(OpenAIDialect):
-    """Returns the best `num_shown` of the choices sampled for a prompt."""
+class CompletionEncoder(OpenAIEncoder):
+    """Returns the best `num_shown` of the choices sampled for a prompt. A text completion has no
+    reasoning and no tool calls.
+    """
 
-    merger: OutputMerger
-    token_bytes: TokenBytes
-    request_id: str
-    model: str
-    created: int
     has_usage: bool
     has_logprobs: bool
     num_shown: int
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt was sent
-    _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
+    _text_events: dict[int, TextEvent] = field(default_factory=dict)  # by choice
 
-    def event(self, delta: OutputDelta) -> bytes:
-        """Returns one event per text; a choice's last has the finish reason."""
-        index, is_echo_due, last = delta.choice_index, self._is_echo_due(delta.choice_index), b""
-        texts = [delta.text] if is_echo_due else list(delta.texts)
-        if is_echo_due or self.has_logprobs or delta.finish_reason is not None:
-            text = texts.pop() if texts else ""
-            choice = self._choice(index, text, delta.tokens, delta.finish_reason)
-            last = sse.event(self._chunk(choice))
-        return self._text_event(index).of(texts) + last
-
-    def closing(self) -> bytes:
-        if not self.has_usage:
-            return sse.DONE
-        outputs = self.merger.outputs
-        chunk = CompletionChunk(
-            id=f"cmpl-{self.request_id}",
-            object="text_completion",
-            created=self.created,
-            model=self.model,
-            choices=(),
-            usage=to_usage(outputs),
-            hearth=hearth_info_of(self.request_id, outputs),
+    @classmethod
+    def of(cls, body: CompletionRequest, context: ResponseContext) -> CompletionEncoder:
+        return cls(
+            context,
+            has_usage=body.has_usage,
+            has_logprobs=body.logprobs is not None,
+            num_shown=body.num_choices,
         )
-        return sse.event(chunk) + sse.DONE
 
-    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
+    def events(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Returns one chunk per text; a choice's last has the finish reason."""
+        for event, end in with_ends(events):
+            match event:
+                case TextDelta():
+                    yield self._texts(event, None if end is None else end.reason)
+                case Finished():
+                    yield self._texts(TextDelta(event.choice_index, ()), event.reason)
+                case Usage():
+                    yield self._usage(event) if self.has_usage else b""
+
+    def body(self, results: Results) -> Iterator[bytes]:
         """Raises HearthError if a worker sent a wrong number of prompt logprobs."""
-        outputs = self.merger.outputs
         if self.has_logprobs:
-            for each in outputs:
+            for each in self.context.merger.outputs:
                 _check_echo(each)
         completion = Completion(
-            id=f"cmpl-{self.request_id}",
-            created=self.created,
-            model=self.model,
+            id=self._id,
+            created=self.context.created,
+            model=self.context.model,
             choices=(),
-            usage=to_usage(outputs),
-            hearth=hearth_info_of(self.request_id, outputs),
+            usage=to_usage(results.usage),
+            hearth=hearth_info_of(self.context),
         )
-        shown = (self._choice_parts(each, index) for index, each in enumerate(self._best(results)))
+        best = enumerate(self._best(results.choices))
+        shown = (self._choice_parts(each, index) for index, each in best)
         return with_list(_encode(completion), b"choices", shown)
+
+    def _texts(self, delta: TextDelta, finish_reason: str | None) -> bytes:
+        index, is_echo_due, last = delta.choice_index, self._is_echo_due(delta.choice_index), b""
+        texts = [delta.text] if is_echo_due else list(delta.texts)
+        if is_echo_due or self.has_logprobs or finish_reason is not None:
+            text = texts.pop() if texts else ""
+            choice = self._choice(index, text, delta.tokens, finish_reason)
+            last = self.context.framing.event(self._chunk(choice))
+        return self._text_event(index).of(texts) + last
+
+    def _usage(self, usage: Usage) -> bytes:
+        chunk = msgspec.structs.replace(
+            self._chunk(), usage=to_usage(usage), hearth=hearth_info_of(self.context)
+        )
+        return self.context.framing.event(chunk)
 
     def _best(self, results: list[ChoiceResult]) -> list[ChoiceResult]:
         shown: list[ChoiceResult] = []
-        num_sampled = self.merger.num_choices
+        num_sampled = self.context.merger.num_choices
         for start in range(0, len(results), num_sampled):
             sampled = results[start : start + num_sampled]
             if self.num_shown < num_sampled:
@@ -106,7 +118,7 @@ class CompletionRenderer(OpenAIDialect):
         if not self.has_logprobs:
             return (encoded,)
         tokens = partial(self._listed, result.index, result.tokens, has_echo=echo is not None)
-        logprobs = completion_logprobs_parts(tokens, self.token_bytes)
+        logprobs = completion_logprobs_parts(tokens, self.context.token_bytes)
         return with_value(encoded, b"logprobs", logprobs)
 
     def _choice(
@@ -123,7 +135,7 @@ class CompletionRenderer(OpenAIDialect):
             if is_echo_due:
                 _check_echo(output)
             listed = list(self._listed(index, tokens, has_echo=is_echo_due))
-            logprobs = completion_logprobs(listed, self.token_bytes)
+            logprobs = completion_logprobs(listed, self.context.token_bytes)
         return CompletionChoice(
             index=index, text=text, logprobs=logprobs, finish_reason=finish_reason
         )
@@ -141,25 +153,30 @@ class CompletionRenderer(OpenAIDialect):
         return self._output_of(index).echo is not None and index not in self._echoed
 
     def _output_of(self, index: int) -> RequestOutput:
-        return self.merger.outputs[index // self.merger.num_choices]
+        return self.context.merger.outputs[index // self.context.merger.num_choices]
 
-    def _text_event(self, index: int) -> sse.TextEvent:
+    def _text_event(self, index: int) -> TextEvent:
         known = self._text_events.get(index)
         if known is None:
-            known = sse.TextEvent(
-                lambda text: self._chunk(CompletionChoice(index=index, text=text))
+            known = TextEvent(
+                self.context.framing,
+                lambda text: self._chunk(CompletionChoice(index=index, text=text)),
             )
             self._text_events[index] = known
         return known
 
-    def _chunk(self, choice: CompletionChoice) -> CompletionChunk:
+    def _chunk(self, *choices: CompletionChoice) -> CompletionChunk:
         return CompletionChunk(
-            id=f"cmpl-{self.request_id}",
+            id=self._id,
             object="text_completion",
-            created=self.created,
-            model=self.model,
-            choices=(choice,),
+            created=self.context.created,
+            model=self.context.model,
+            choices=choices,
         )
+
+    @property
+    def _id(self) -> str:
+        return f"cmpl-{self.context.request_id}"
 
 
 def _check_echo(output: RequestOutput) -> None:

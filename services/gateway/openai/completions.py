@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.supported_fields import SupportedFields
 from services.gateway.openai.logprobs import CompletionLogprobs
 from services.gateway.openai.prompts import Prompts, to_prompts
 from services.gateway.openai.request_fields import (
@@ -19,6 +18,7 @@ from services.gateway.openai.request_fields import (
 from services.gateway.openai.usage import HearthInfo, Usage
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
+from services.gateway.request.supported_fields import SupportedFields
 from shared.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16

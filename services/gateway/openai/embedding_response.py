@@ -1,4 +1,4 @@
-"""The response of an embeddings request, as a dialect of `http/response.py`."""
+"""The response of an embeddings request."""
 
 from __future__ import annotations
 
@@ -11,37 +11,47 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.gateway.http.dialect import ChoiceResult
 from services.gateway.http.json_parts import with_list
-from services.gateway.openai.embeddings import Embedding, EmbeddingList, EmbeddingUsage
-from services.gateway.openai.errors import OpenAIDialect
+from services.gateway.openai.embeddings import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.openai.usage import hearth_info_of
-from services.gateway.request.output_merger import OutputMerger
+from services.gateway.output.results import Results
+from services.gateway.request.endpoint import ResponseContext
 from shared.errors import HearthError
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRenderer(OpenAIDialect):
-    merger: OutputMerger
-    request_id: str
-    model: str
+class EmbeddingEncoder(OpenAIEncoder):
     is_base64: bool
     is_normalized: bool
 
-    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
+    @classmethod
+    def of(cls, body: EmbeddingRequest, context: ResponseContext) -> EmbeddingEncoder:
+        return cls(
+            context,
+            is_base64=body.encoding_format == "base64",
+            is_normalized=body.normalize is not False,
+        )
+
+    def body(self, results: Results) -> Iterator[bytes]:
         """Raises HearthError if a worker ended a request without its embedding."""
-        outputs = self.merger.outputs
+        outputs = self.context.merger.outputs
         for each in outputs:
             if not each.embedding or len(each.embedding) % 4:
                 raise HearthError("the worker sent no embedding")
-        num_tokens = sum(each.num_prompt_tokens for each in outputs)
+        num_tokens = results.usage.prompt
         embeddings = EmbeddingList(
             data=[],
-            model=self.model,
+            model=self.context.model,
             usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-            hearth=hearth_info_of(self.request_id, outputs),
+            hearth=hearth_info_of(self.context),
         )
         encoded = (
             (_encode(Embedding(index=index, embedding=self._vector(output.embedding or b""))),)

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.supported_fields import SupportedFields
 from services.gateway.openai.prompts import Prompts, to_prompts
 from services.gateway.openai.usage import HearthInfo
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import MAX_INT, SamplingFields
+from services.gateway.request.supported_fields import SupportedFields
 from shared.errors import InvalidRequest
 from shared.messages import Pooling
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import msgspec
 from litestar import Response
 from litestar.exceptions import HTTPException, ValidationException
 
-from services.gateway.http import sse
 from services.gateway.http.response import error_headers
-from services.gateway.request.request_output import OutputDelta
+from services.gateway.output.events import Event
+from services.gateway.request.endpoint import ResponseContext
 from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
 
 MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
@@ -42,23 +45,28 @@ def envelope(error: HearthError) -> ErrorEnvelope:
     return ErrorEnvelope(ErrorBody(message, error.openai_type, error.param, error.code))
 
 
-class OpenAIDialect:
+@dataclass(frozen=True, slots=True)
+class OpenAIEncoder:
     """The common part of all OpenAI responses."""
 
-    __slots__ = ()
+    context: ResponseContext
 
-    def event(self, delta: OutputDelta) -> bytes:
+    @property
+    def keep_alive(self) -> bytes:
+        return self.context.framing.keep_alive
+
+    def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Returns no bytes; for responses that are never streamed."""
-        return b""
+        return iter(())
 
     def closing(self) -> bytes:
-        return sse.DONE
+        return self.context.framing.done
 
     def error_body(self, error: HearthError) -> ErrorEnvelope:
         return envelope(error)
 
     def error_event(self, error: HearthError) -> bytes:
-        return sse.event(envelope(error))
+        return self.context.framing.event(envelope(error))
 
 
 def error_response(error: HearthError, request_id: str) -> Response[ErrorEnvelope]:

@@ -6,8 +6,8 @@ from typing import Annotated, cast
 
 from msgspec import Meta
 
-from services.gateway.http.supported_fields import check_count
 from services.gateway.request.prompt import TextPrompt, TokenPrompt
+from services.gateway.request.supported_fields import check_count
 from shared.errors import InvalidRequest
 
 MAX_PROMPTS = 256

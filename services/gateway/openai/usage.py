@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
 
-from services.gateway.request.request_output import RequestOutput
+from services.gateway.output import events
+from services.gateway.request.endpoint import ResponseContext
 
 T = TypeVar("T")
 
@@ -35,24 +36,22 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_resubmissions: int
 
 
-def to_usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """Counts each prompt once, however many choices it has, and every sampled choice."""
-    num_prompt = sum(each.num_prompt_tokens for each in outputs)
-    num_output = sum(each.num_output_tokens for each in outputs)
-    num_cached = _sum(each.num_cached_tokens for each in outputs)
+def to_usage(usage: events.Usage) -> Usage:
+    cached = usage.cached
     return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_output,
-        total_tokens=num_prompt + num_output,
-        prompt_tokens_details=None if num_cached is None else PromptTokensDetails(num_cached),
+        prompt_tokens=usage.prompt,
+        completion_tokens=usage.output,
+        total_tokens=usage.prompt + usage.output,
+        prompt_tokens_details=None if cached is None else PromptTokensDetails(cached),
     )
 
 
-def hearth_info_of(request_id: str, outputs: Sequence[RequestOutput]) -> HearthInfo:
+def hearth_info_of(context: ResponseContext) -> HearthInfo:
+    outputs = context.merger.outputs
     ends = [each.end for each in outputs]
     served = [each.served for each in outputs]
     return HearthInfo(
-        request_id=request_id,
+        request_id=context.request_id,
         decode_worker=_same(None if each is None else each.worker_id for each in ends),
         prefill_worker=_same(None if each is None else each.prefill_worker_id for each in served),
         num_pushed_tokens=_sum(None if each is None else each.num_pushed_tokens for each in served),
@@ -71,5 +70,5 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 
 def _same(values: Iterable[T]) -> T | None:
-    first, *others = dict.fromkeys(values)
-    return None if others else first
+    different = list(dict.fromkeys(values))
+    return different[0] if len(different) == 1 else None

@@ -9,8 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.http.body import StrictBody
-from services.gateway.http.supported_fields import SupportedFields, check_count
-from services.gateway.openai.chat import ChatMessage, messages_of
+from services.gateway.openai.chat import ChatMessage, turns_of
+from services.gateway.request.conversation import Conversation, chat_prompt
+from services.gateway.request.supported_fields import SupportedFields, check_count
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.messages import IndexState
 
@@ -161,7 +162,7 @@ def conversation_of(body: PrefixRequest) -> list[dict[str, Any]]:
     """Raises InvalidRequest for an empty conversation, PayloadTooLarge."""
     check_tools(body.tools or [])
     system = [] if body.system is None else [ChatMessage(role="system", content=body.system)]
-    messages = list(messages_of([*system, *(body.messages or [])]))
-    if not messages:
+    turns = turns_of([*system, *(body.messages or [])])
+    if not turns:
         raise InvalidRequest("a prefix needs `system` or `messages`", param="system")
-    return messages
+    return [dict(each) for each in chat_prompt(Conversation(turns=turns)).messages]

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from services.gateway.request.request_output import OutputDelta, RequestOutput
+from services.gateway.output.events import Event, Usage
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.unsent_output import UnsentOutput, UnsentResponse
 from shared.errors import HearthError
 
 
 class OutputMerger:
-    """`next` returns the deltas of all outputs; choice indices continue across the prompts."""
+    """`next` returns the events of all outputs; choice indices continue across the prompts."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class OutputMerger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `next` has returned all deltas and none of the requests failed."""
+        """Whether `next` has returned all events and none of the requests failed."""
         return not self._num_open
 
     @property
@@ -62,31 +63,34 @@ class OutputMerger:
         on_close, self._on_close = self._on_close, lambda: None
         on_close()
 
-    async def next(self) -> list[OutputDelta]:
-        """Waits for the next deltas. Returns an empty list once all requests are complete.
+    async def next(self) -> list[Event]:
+        """Waits for the next events, of which the last is `Usage`; then returns an empty list.
 
-        Raises the HearthError that ended one of the requests, after the deltas before it, or that
+        Raises the HearthError that ended one of the requests, after the events before it, or that
         of `fail`.
         """
         while True:
             if self._error is not None:
                 raise self._error
-            deltas = self._take()
-            if deltas or not self._num_open:
-                return deltas
+            events = self._take()
+            if events or not self._num_open:
+                return events
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    def _take(self) -> list[OutputDelta]:
+    def _take(self) -> list[Event]:
         fresh, self._fresh = self._fresh, {}
-        deltas = [delta for output in fresh for delta in output.take()]
+        was_complete = self.is_complete
+        events = [event for output in fresh for event in output.take()]
         for output in fresh:
             self._count(output)
             if output.has_more:
                 self._fresh[output] = None
             elif output.end is not None:
-                self._end(output, has_more=bool(deltas))
-        return deltas
+                self._end(output, has_more=bool(events))
+        if self.is_complete and not was_complete:
+            events.append(self._usage())
+        return events
 
     def _end(self, output: RequestOutput, *, has_more: bool) -> None:
         assert output.end is not None
@@ -94,9 +98,18 @@ class OutputMerger:
         if error is None:
             self._num_open -= 1
         elif has_more:
-            self._fresh[output] = None  # deltas before the error are returned first
+            self._fresh[output] = None  # events before the error are returned first
         else:
             raise error
+
+    def _usage(self) -> Usage:
+        cached = [each.num_cached_tokens for each in self.outputs]
+        known = [each for each in cached if each is not None]
+        return Usage(
+            prompt=sum(each.num_prompt_tokens for each in self.outputs),
+            cached=sum(known) if len(known) == len(cached) else None,
+            output=sum(each.num_output_tokens for each in self.outputs),
+        )
 
     def _wake(self, output: RequestOutput) -> None:
         self._fresh[output] = None

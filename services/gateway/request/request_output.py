@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.output.events import (
+    EndReason,
+    Event,
+    Finished,
+    TextDelta,
+    bytes_of_texts,
+    bytes_of_tokens,
+)
 from services.gateway.request.preparation import PreparedRequest
 from services.gateway.streams.stream import StreamEnd
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
@@ -24,7 +30,6 @@ from shared.packed_logprobs import PackedLogprobs
 MAX_TEXTS = 64  # buffered texts of a choice; more are joined
 MAX_DELTA_TOKENS = 64  # tokens with logprobs of a delta: up to 130 KiB with 20 top tokens each
 MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # of all choices together
-TEXT_BYTES = 56  # of a Python string, besides its characters
 
 
 class ClientDisconnected(HearthError):
@@ -40,39 +45,12 @@ class ClientSlow(ClientDisconnected):
     code = "client_slow"
 
 
-class OutputDelta(msgspec.Struct, frozen=True):
-    """`texts`: one per token, or joined. `tokens`: the tokens of the text, if logprobs were
-    requested.
-    """
-
-    choice_index: int
-    texts: Sequence[str]
-    finish_reason: str | None
-    tokens: Sequence[ScoredToken] = ()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def num_bytes(self) -> int:
-        return bytes_of_texts(self.texts) + bytes_of_tokens(self.tokens)
-
-
-def bytes_of_texts(texts: Sequence[str]) -> int:
-    return sum(map(len, texts)) + TEXT_BYTES * len(texts)
-
-
-def bytes_of_tokens(tokens: Sequence[ScoredToken]) -> int:
-    return tokens.num_bytes if isinstance(tokens, ScoredTokens) else 0
-
-
 class _ChoiceText:
     """The text and tokens of one choice since the last delta."""
 
     def __init__(self, assembler: TextAssembler) -> None:
         self.assembler = assembler
-        self.finish_reason: str | None = None
+        self.finish_reason: EndReason | None = None
         self.is_taken = False  # including the finish reason
         self.served: Served | None = None
         self.last_token_at: float | None = None
@@ -91,16 +69,21 @@ class _ChoiceText:
             self._tokens.extend(tokens)
         return bytes_of_texts(texts) + bytes_of_tokens(tokens)
 
-    def take(self, choice_index: int) -> OutputDelta | None:
-        """Returns at most MAX_DELTA_TOKENS tokens that have logprobs. The texts of tokens with
-        logprobs are joined, since one delta holds these tokens together.
-        """
+    def take(self, choice_index: int) -> list[Event]:
+        """Returns at most MAX_DELTA_TOKENS tokens that have logprobs; the end after all text."""
         if len(self._tokens) > MAX_DELTA_TOKENS:
-            return self._take_part(choice_index)
-        is_ending = self.finish_reason is not None and not self.is_taken
-        if not self.has_output and not is_ending:
-            return None
-        self.is_taken = is_ending
+            return [self._take_part(choice_index)]
+        events: list[Event] = [self._take_rest(choice_index)] if self.has_output else []
+        if self.finish_reason is not None and not self.is_taken:
+            self.is_taken = True
+            stop_sequence = self.assembler.stop_sequence
+            events.append(Finished(choice_index, self.finish_reason, stop_sequence))
+        return events
+
+    def _take_rest(self, choice_index: int) -> TextDelta:
+        """The texts of tokens with logprobs are joined, since one delta holds these tokens
+        together.
+        """
         texts, self._texts = self._texts, []
         tokens: Sequence[ScoredToken] = ()
         if self._tokens:
@@ -108,9 +91,9 @@ class _ChoiceText:
             self._num_taken_chars += sum(map(len, texts))
         if tokens or len(texts) > MAX_TEXTS:
             texts = ["".join(texts)]
-        return OutputDelta(choice_index, texts, self.finish_reason, tokens)
+        return TextDelta(choice_index, texts, tokens)
 
-    def _take_part(self, choice_index: int) -> OutputDelta:
+    def _take_part(self, choice_index: int) -> TextDelta:
         tokens, self._tokens = (
             self._tokens[:MAX_DELTA_TOKENS],
             self._tokens[MAX_DELTA_TOKENS:],
@@ -119,7 +102,7 @@ class _ChoiceText:
         num_chars = self._tokens[0].text_offset - self._num_taken_chars
         self._num_taken_chars += len(text[:num_chars])
         self._texts = [text[num_chars:]]
-        return OutputDelta(choice_index, [text[:num_chars]], None, tokens)
+        return TextDelta(choice_index, [text[:num_chars]], tokens)
 
 
 class RequestOutput:
@@ -146,7 +129,7 @@ class RequestOutput:
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.first_choice_index = 0
         self.on_update: Callable[[], None] = lambda: None
-        self.num_buffered_bytes = 0  # of the deltas that `take` would return
+        self.num_buffered_bytes = 0  # of the texts that `take` would return
         self._texts = [_ChoiceText(each) for each in assemblers]
         self.has_more = False
         self._first_taken = 0  # the choice that `take` returns first
@@ -181,13 +164,13 @@ class RequestOutput:
         has_succeeded = self.end is not None and self.end.error is None
         return has_succeeded or self.num_output_tokens > 0
 
-    def take(self) -> list[OutputDelta]:
-        """Returns the next deltas, at most one for each choice; empty while prompt logprobs are
-        outstanding. `has_more` tells whether deltas are left, because they are too many.
+    def take(self) -> list[Event]:
+        """Returns the next events, at most one text for each choice; empty while prompt logprobs
+        are outstanding. `has_more` tells whether texts are left, because they are too many.
         """
         if self._awaits_prompt_logprobs and self.end is None:
             return []
-        taken: list[OutputDelta] = []
+        taken: list[Event] = []
         self.has_more = False
         num_tokens, num_choices = 0, len(self._texts)
         first = self._first_taken
@@ -197,11 +180,10 @@ class RequestOutput:
                 self.has_more, self._first_taken = True, index
                 break
             text = self._texts[index]
-            delta = text.take(self.first_choice_index + index)
-            if delta is not None:
-                taken.append(delta)
-                num_tokens += len(delta.tokens)
-                self.has_more = self.has_more or text.has_output
+            events = text.take(self.first_choice_index + index)
+            taken += events
+            num_tokens += sum(len(e.tokens) for e in events if isinstance(e, TextDelta))
+            self.has_more = self.has_more or text.has_output
         self._count_taken(taken)
         return taken
 
@@ -260,16 +242,19 @@ class RequestOutput:
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _count_taken(self, taken: Sequence[OutputDelta]) -> None:
+    def _count_taken(self, taken: Sequence[Event]) -> None:
         if self.has_more:
-            self.num_buffered_bytes -= sum(each.num_bytes for each in taken)
+            deltas = (each for each in taken if isinstance(each, TextDelta))
+            self.num_buffered_bytes -= sum(each.num_bytes for each in deltas)
         else:
             self.num_buffered_bytes = 0
 
-    def _finish_reason(self, text: _ChoiceText, finish: Finish) -> str:
+    def _finish_reason(self, text: _ChoiceText, finish: Finish) -> EndReason:
         if not self._shows_output:  # the client requested no tokens
             return "length"
-        return "stop" if text.assembler.is_stopped else finish.reason
+        if text.assembler.is_stopped or finish.reason == "stop":
+            return "stop"
+        return "length"  # a failed choice is resubmitted, or ends the stream with its error
 
     def _observe_gap(self, text: _ChoiceText) -> None:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""

@@ -29,6 +29,11 @@ class TextAssembler:
     def is_stopped(self) -> bool:
         return self._stop_strings.matched is not None
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that matched."""
+        return self._stop_strings.matched
+
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
         """Returns a delta for each token with text to show. Tokens after a match are neither shown
         nor counted. `logprobs`: of all tokens, or empty.

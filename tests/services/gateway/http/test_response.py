@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.gateway.http.connection import EXTENSION, ClientConnection
-from services.gateway.http.dialect import ChoiceResult
 from services.gateway.http.response import GenerationResponse
-from services.gateway.http.sse import KEEP_ALIVE
-from services.gateway.openai.errors import OpenAIDialect
+from services.gateway.openai.errors import OpenAIEncoder
+from services.gateway.output.events import Event, Finished, TextDelta, with_ends
+from services.gateway.output.framing import SSE
+from services.gateway.output.results import Results
+from services.gateway.request.endpoint import ResponseContext
+from services.gateway.request.opener import OpenResponse
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.request_output import ClientSlow, OutputDelta, RequestOutput
+from services.gateway.request.request_output import ClientSlow, RequestOutput
 from services.gateway.streams.stream import StreamEnd
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -28,17 +31,30 @@ from tests.simulation.world.clock import VirtualClock, run
 BODY = "http.response.body"
 
 
-class ShortDialect(OpenAIDialect):
-    """Each delta's text in parentheses."""
+KEEP_ALIVE = SSE.keep_alive
 
-    def event(self, delta: OutputDelta) -> bytes:
-        return f"({delta.text})".encode()
+
+class ShortEncoder(OpenAIEncoder):
+    """Each text in parentheses; nothing for an end without a text."""
+
+    def events(self, events: Sequence[Event]) -> Iterator[bytes]:
+        for event, _ in with_ends(events):
+            match event:
+                case TextDelta():
+                    yield f"({event.text})".encode()
+                case Finished():
+                    yield b"()"
 
     def closing(self) -> bytes:
         return b"(closing)"
 
-    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
-        return iter([each.text.encode() for each in results])
+    def body(self, results: Results) -> Iterator[bytes]:
+        return iter([each.text.encode() for each in results.choices])
+
+
+def opened(merger: OutputMerger, cancel: Callable[[HearthError | None], None]) -> OpenResponse:
+    context = ResponseContext(merger, {}, "r", "m", 0, SSE)  # type: ignore[arg-type]  # no tokens
+    return OpenResponse(merger, ShortEncoder(context), is_streamed=True, headers={}, cancel=cancel)
 
 
 class IdleTransport(asyncio.Transport):
@@ -67,12 +83,7 @@ async def bodies_of(
     """Body messages of a response whose last token and stream end arrive together."""
     output = delivery_of(config, files, max_tokens=8)
     response = GenerationResponse(
-        OutputMerger([output]),
-        ShortDialect(),
-        is_streamed=True,
-        headers={},
-        cancel=lambda error: None,
-        clock=MonotonicClock(),
+        opened(OutputMerger([output]), lambda error: None), clock=MonotonicClock()
     )
     messages: list[Any] = []
 
@@ -121,14 +132,11 @@ class Case:
         self.can_send = asyncio.Event()
         self.can_send.set()
         self.merger = OutputMerger([output])
-        self.response = GenerationResponse(
-            self.merger,
-            ShortDialect(),
-            is_streamed=True,
-            headers={},
-            cancel=self.errors.append,
-            clock=self,
-        )
+        self.response = GenerationResponse(opened(self.merger, self._cancel), clock=self)
+
+    def _cancel(self, error: HearthError | None) -> None:
+        assert error is not None
+        self.errors.append(error)
 
     def now(self) -> float:
         self.num_polls += 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.output.events import Finished
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.prompt import TokenPrompt
@@ -55,19 +56,19 @@ def test_each_token_has_its_own_text(
     for first in range(0, 3, num_at_once):
         output.on_tokens(0, letters[first : min(first + num_at_once, 3)], ())
     output.on_finish(0, LENGTH)
-    (delta,) = output.take()
+    delta, end = output.take()
     decode = model_files.tokenizer.tokenizer.decode
     assert delta.texts == [decode([letter]) for letter in letters[:3]]
-    assert delta.finish_reason == "length"
+    assert end == Finished(0, "length")
     assert output.take() == []
 
 
-def test_finish_without_text_is_a_delta(
+def test_end_without_text_is_one_event(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     output = delivery_of(gateway_config, model_files, max_tokens=8)
     output.on_finish(0, LENGTH)
-    assert [(delta.text, delta.finish_reason) for delta in output.take()] == [("", "length")]
+    assert output.take() == [Finished(0, "length")]
 
 
 def test_more_than_max_texts_are_joined(
@@ -105,15 +106,16 @@ def test_backlog_of_tokens_with_logprobs_is_taken_in_parts(
         output.on_tokens(0, fresh, (scored,) * len(fresh))
     output.on_finish(0, LENGTH)
     assert output.num_buffered_bytes > 32 * len(token_ids)
-    deltas = output.take()
+    events = output.take()
     while output.has_more:
-        deltas += output.take()
+        events += output.take()
+    *deltas, end = events
     assert output.num_buffered_bytes == 0
     assert "".join(delta.text for delta in deltas) == text
     assert [token.token_id for delta in deltas for token in delta.tokens] == token_ids
     assert all(token.logprobs == scored for delta in deltas for token in delta.tokens)
     assert max(len(delta.tokens) for delta in deltas) == MAX_DELTA_TOKENS
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert end == Finished(0, "length")
     spelled = model_files.tokenizer.token_bytes
     shown = 0
     for delta in deltas[:-1]:

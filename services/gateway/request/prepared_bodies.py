@@ -6,14 +6,11 @@ of the prompts that were in their place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from services.gateway.http.supported_fields import SupportedFields
-from services.gateway.openai import chat, completions, embeddings
+from services.gateway.request.endpoint import Endpoint
 from services.gateway.request.generation_request import GenerationRequest, check_min_tokens
 from services.gateway.request.prompt import (
     ChatPrompt,
@@ -29,52 +26,15 @@ from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedP
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.packing import pack_token_ids, unpack_token_ids
 
-NO_MESSAGES = [chat.ChatMessage(role="user", content="")]
 
-
-@dataclass(frozen=True, slots=True)
-class BodyKind:
-    """`prompt_field`: the field that holds the prompts. `empty`: its value for N empty prompts."""
-
-    fields: SupportedFields
-    generations_of: Callable[[Any, int | None], Sequence[GenerationRequest]]
-    prompt_field: str
-    empty: Callable[[int], Any]
-
-
-def _texts(count: int) -> str | list[str]:
-    return "" if count == 1 else [""] * count
-
-
-BODY_KINDS = {
-    "chat": BodyKind(
-        chat.CHAT_FIELDS,
-        lambda body, _: [chat.to_generation_request(body, "")],
-        "messages",
-        lambda _: NO_MESSAGES,
-    ),
-    "completions": BodyKind(
-        completions.COMPLETION_FIELDS,
-        lambda body, _: completions.to_generation_requests(body, ""),
-        "prompt",
-        _texts,
-    ),
-    "embeddings": BodyKind(
-        embeddings.EMBEDDING_FIELDS,
-        lambda body, hidden_size: embeddings.to_generation_requests(body, "", hidden_size),
-        "input",
-        _texts,
-    ),
-}
-
-
-def prepare_body(job: BodyJob, files: ModelFiles, template: ChatTemplate | None) -> PreparedBody:
-    """Raises InvalidRequest and its subclasses, as the route of the body."""
-    kind = BODY_KINDS[job.kind]
-    body = kind.fields.decode(job.body)
-    generations = kind.generations_of(body, files.limits.hidden_size)
+def prepare_body(
+    job: BodyJob, endpoint: Endpoint, files: ModelFiles, template: ChatTemplate | None
+) -> PreparedBody:
+    """Raises InvalidRequest and its subclasses, as the endpoint itself."""
+    body = endpoint.fields.decode(job.body)
+    generations = endpoint.generations(body, "", files.limits.hidden_size)
     prompts = [_tokenized(each, job, files, template) for each in generations]
-    changed = {kind.prompt_field: kind.empty(len(prompts))}
+    changed = {endpoint.prompt_field: endpoint.empty(len(prompts))}
     short = msgspec.structs.replace(body, **changed)
     return PreparedBody(msgspec.json.encode(short), prompts)
 

@@ -1,0 +1,53 @@
+"""How a transport separates events: server-sent events over HTTP, lines over NATS.
+
+For events that differ in one text only, the rest is encoded once: most events of most responses are
+a token's text in the same envelope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+_MARK = "\ufdd0text\ufdd1"
+_ENCODED_MARK = _encode(_MARK)
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """`before`, `after`: what surrounds an event. `done`: after the last one. `keep_alive`: what a
+    silent stream sends, and its reader ignores.
+    """
+
+    before: bytes
+    after: bytes
+    done: bytes
+    keep_alive: bytes
+
+    def event(self, body: Any) -> bytes:
+        return self.before + _encode(body) + self.after
+
+
+SSE = Framing(b"data: ", b"\n\n", b"data: [DONE]\n\n", b": keep-alive\n\n")
+LINES = Framing(b"", b"\n", b"", b"")
+
+
+class TextEvent:
+    """Encodes `body_of(text)` for several texts; no other field may depend on the text.
+
+    No client-controlled text may follow the text field; earlier fields may hold any text.
+    """
+
+    def __init__(self, framing: Framing, body_of: Callable[[str], Any]) -> None:
+        self._head, _, self._tail = framing.event(body_of(_MARK)).rpartition(_ENCODED_MARK)
+        self._between = self._tail + self._head
+
+    def of(self, texts: Sequence[str]) -> bytes:
+        """Returns one event per text."""
+        if not texts:
+            return b""
+        return b"%b%b%b" % (self._head, self._between.join(map(_encode, texts)), self._tail)

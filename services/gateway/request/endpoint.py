@@ -1,0 +1,44 @@
+"""One kind of request of a dialect: its body becomes requests, and their output its response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.output.encoder import Encoder
+from services.gateway.output.framing import Framing
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.text.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseContext:
+    """What an encoder knows besides the body. `model`: as the client named it. `created`: seconds
+    since 1970.
+    """
+
+    merger: OutputMerger
+    token_bytes: TokenBytes
+    request_id: str
+    model: str
+    created: int
+    framing: Framing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """`name`: by which a preparation process finds it. `prompt_field`: the body's field that holds
+    the prompts; `empty`: its value for N empty prompts.
+    """
+
+    name: str
+    fields: SupportedFields
+    # body, default model, hidden size → one request per prompt; raises InvalidRequest
+    generations: Callable[[Any, str, int | None], Sequence[GenerationRequest]]
+    is_streamed: Callable[[Any], bool]
+    encoder: Callable[[Any, ResponseContext], Encoder]
+    prompt_field: str
+    empty: Callable[[int], Any]

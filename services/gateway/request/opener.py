@@ -1,0 +1,111 @@
+"""Opens requests for any endpoint and any transport: the one way into the gateway's core.
+
+read (a large body: in a preparation process) ──▶ decode ──▶ open ──▶ OpenResponse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from services.gateway.catalog import Catalog
+from services.gateway.output.encoder import Encoder
+from services.gateway.output.framing import SSE, Framing
+from services.gateway.request.endpoint import Endpoint, ResponseContext
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.prepared_bodies import with_prompts
+from services.gateway.request.reservation import Reservation
+from services.gateway.request.submission import Submission
+from services.gateway.tenancy.permissions import check_regions
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.process_jobs import TokenizedPrompt
+from shared.errors import HearthError
+from shared.tenancy.tenant import TenantRecord
+
+# Larger bodies are decoded, rendered and tokenized in another process. A thread would not do: the
+# decoder holds the interpreter's lock.
+MAX_INLINE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBody:
+    """`data`: the body to decode. `prompts`: those of a large body, which `data` lacks."""
+
+    data: bytes
+    prompts: Sequence[TokenizedPrompt] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenResponse:
+    """A submitted request and what writes its response. `headers`: of the response, whether it
+    succeeds or fails. `cancel`: ends the request; does nothing for an ended one.
+    """
+
+    merger: OutputMerger
+    encoder: Encoder
+    is_streamed: bool
+    headers: dict[str, str]
+    cancel: Callable[[HearthError | None], None]
+
+
+class Opener:
+    """`wall_clock`: seconds since 1970, for `created`."""
+
+    def __init__(
+        self,
+        submission: Submission,
+        catalog: Catalog,
+        files: ModelFiles,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._submission = submission
+        self._catalog = catalog
+        self._files = files
+        self._wall_clock = wall_clock
+
+    async def read(self, tenant: TenantRecord, kind: str, data: bytes) -> ReadBody:
+        """`kind`: the name of an endpoint. Raises the HearthError that rejects a large body."""
+        if len(data) <= MAX_INLINE_BYTES:
+            return ReadBody(data)
+        check_regions(tenant)
+        prepared = await self._submission.prepare_body(tenant, kind, data)
+        return ReadBody(prepared.body, prepared.prompts or None)
+
+    async def open(
+        self,
+        endpoint: Endpoint,
+        body: Any,
+        reservation: Reservation,
+        *,
+        prompts: Sequence[TokenizedPrompt] | None = None,
+        framing: Framing = SSE,
+        affinity_key: str | None = None,
+    ) -> OpenResponse:
+        """`affinity_key` overrides the body's. Raises the HearthError that rejects the request."""
+        hidden_size = self._files.limits.hidden_size
+        generations = endpoint.generations(body, self._catalog.name, hidden_size)
+        if prompts is not None:
+            generations = with_prompts(generations, prompts)
+        if affinity_key:
+            changes = {"affinity_key": affinity_key}
+            generations = [msgspec.structs.replace(each, **changes) for each in generations]
+        merger = await self._submission.submit(reservation, generations)
+        context = ResponseContext(
+            merger,
+            self._files.tokenizer.token_bytes,
+            request_id=reservation.request_id,
+            model=generations[0].model,
+            created=int(self._wall_clock()),
+            framing=framing,
+        )
+        return OpenResponse(
+            merger,
+            endpoint.encoder(body, context),
+            is_streamed=endpoint.is_streamed(body),
+            headers={"x-request-id": reservation.request_id, **merger.headers},
+            cancel=partial(self._submission.cancel, merger.outputs),
+        )

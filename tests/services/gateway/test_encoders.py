@@ -1,0 +1,109 @@
+"""One recorded stream of events through each dialect's encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
+
+from services.gateway.openai.chat_response import ChatEncoder
+from services.gateway.output.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    Usage,
+    with_ends,
+)
+from services.gateway.output.framing import LINES, SSE, Framing
+from services.gateway.output.results import Results
+from services.gateway.request.endpoint import ResponseContext
+from services.gateway.request.output_merger import OutputMerger
+
+RECORDED: list[list[Event]] = [
+    [ReasoningDelta(0, ["let me", " see"])],
+    [TextDelta(0, ["It", " is"]), TextDelta(1, ["1"])],
+    [ToolCallStart(0, 0, "call_1", "clock"), ToolArgumentsDelta(0, 0, '{"zone":')],
+    [ToolArgumentsDelta(0, 0, '"UTC"}'), ToolCallEnd(0, 0)],
+    [ToolCallStart(0, 1, "call_2", "noop"), ToolArgumentsDelta(0, 1, "{}"), ToolCallEnd(0, 1)],
+    [Finished(0, "tool_calls")],
+    [TextDelta(1, ["2", '"\n']), Finished(1, "stop", "END"), Usage(7, 3, 11, 4)],
+]
+
+
+def context(framing: Framing = SSE) -> ResponseContext:
+    merger = OutputMerger(())
+    return ResponseContext(merger, {}, "r1", "m", 1, framing)  # type: ignore[arg-type]  # no tokens
+
+
+def results() -> Results:
+    made = Results()
+    for event in (each for batch in RECORDED for each in batch):
+        made.add(event)
+    return made
+
+
+def lines_of(encoded: bytes, framing: Framing) -> Iterator[bytes]:
+    assert encoded.endswith(framing.done)
+    for each in encoded.removesuffix(framing.done).split(framing.after)[:-1]:
+        assert each.startswith(framing.before)
+        yield each.removeprefix(framing.before)
+
+
+@pytest.mark.parametrize("framing", [SSE, LINES])
+def test_chat_stream_says_what_the_events_say(framing: Framing) -> None:
+    encoder = ChatEncoder(context(framing), has_usage=True, has_logprobs=False)
+    encoded = b"".join(b"".join(encoder.events(batch)) for batch in RECORDED) + encoder.closing()
+    strict = TypeAdapter(ChatCompletionChunk)
+    chunks = [strict.validate_json(line) for line in lines_of(encoded, framing)]
+    usage = chunks[-1].usage
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (7, 11)
+    deltas = [(each.index, each) for chunk in chunks for each in chunk.choices]
+    for index, text, reason in [(0, "It is", "tool_calls"), (1, '12"\n', "stop")]:
+        of_choice = [each for place, each in deltas if place == index]
+        assert "".join(each.delta.content or "" for each in of_choice) == text
+        roles = [each.delta.role for each in of_choice]
+        assert roles == ["assistant", *[None] * (len(of_choice) - 1)]
+        assert [each.finish_reason for each in of_choice if each.finish_reason] == [reason]
+    for field in ("reasoning", "reasoning_content"):
+        texts = [(each.delta.model_extra or {}).get(field) or "" for _, each in deltas]
+        assert "".join(texts) == "let me see"
+    calls = [call for _, each in deltas for call in each.delta.tool_calls or ()]
+    begun = [call for call in calls if call.id]
+    heads = [(call.index, call.id, call.function and call.function.name) for call in begun]
+    assert heads == [(0, "call_1", "clock"), (1, "call_2", "noop")]
+    arguments = [call.function and call.function.arguments for call in calls if call.index == 0]
+    assert "".join(each or "" for each in arguments) == '{"zone":"UTC"}'
+
+
+def test_chat_body_says_what_the_events_say() -> None:
+    encoder = ChatEncoder(context(), has_usage=False, has_logprobs=False)
+    body = TypeAdapter(ChatCompletion).validate_json(b"".join(encoder.body(results())))
+    first, second = body.choices
+    assert (first.message.content, second.message.content) == ("It is", '12"\n')
+    assert (first.finish_reason, second.finish_reason) == ("tool_calls", "stop")
+    calls = [msgspec.to_builtins(each.model_dump()) for each in first.message.tool_calls or ()]
+    assert [call["function"] for call in calls] == [
+        {"name": "clock", "arguments": '{"zone":"UTC"}'},
+        {"name": "noop", "arguments": "{}"},
+    ]
+    assert (first.message.model_extra or {})["reasoning_content"] == "let me see"
+    assert second.message.tool_calls is None and not second.message.model_extra
+
+
+def test_end_joins_the_text_right_before_it() -> None:
+    text, other, end = TextDelta(0, ["a"]), TextDelta(1, ["b"]), Finished(0, "stop")
+    cases: list[tuple[Sequence[Event], list[tuple[Event, Finished | None]]]] = [
+        ([text, end], [(text, end)]),
+        ([text, other, end], [(text, None), (other, None), (end, None)]),
+        ([end], [(end, None)]),
+        ([other, text], [(other, None), (text, None)]),
+    ]
+    for events, paired in cases:
+        assert list(with_ends(events)) == paired
