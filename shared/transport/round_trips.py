@@ -35,7 +35,12 @@ class RoundTrip:
         return self.mean_s + NUM_DEVIATIONS * self.deviation_s
 
     def add(self, measured_s: float) -> None:
-        measured_s = min(max(measured_s, 0.0), MAX_WAIT_S)
+        """Does nothing for a first reply that was slower than any distance: the peer hung, and the
+        requests to its next process must not wait for as long.
+        """
+        measured_s = min(max(measured_s, 0.0), UNKNOWN_S)
+        if self.mean_s is None and measured_s == UNKNOWN_S:
+            return
         if self.mean_s is None:
             self.mean_s, self.deviation_s = measured_s, measured_s / 2
             return

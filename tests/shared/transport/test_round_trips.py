@@ -46,12 +46,19 @@ def test_estimate_follows_a_change_of_route() -> None:
 
 
 def test_no_wait_is_longer_than_the_limit() -> None:
+    assert measured(*[0.4, 0.001] * 9).wait_s("p", 1.5, 0.0) == MAX_WAIT_S
+
+
+def test_peer_that_hung_is_not_taken_for_a_far_one() -> None:
     """A reply may come after minutes from a process that was stopped."""
-    round_trips = measured(1000.0)
-    assert round_trips.wait_s("p", 1.0, 0.0) == MAX_WAIT_S
-    for _ in range(60):
-        round_trips.record("p", 0.001, 0.0)
-    assert round_trips.wait_s("p", 0.0, 0.0) < 0.01
+    assert measured(1000.0).estimate_s("p") == UNKNOWN_S
+    known = measured(*[0.001] * 40)
+    for _ in range(8):
+        known.record("p", 1000.0, 0.0)
+    assert known.estimate_s("p") < 1.4
+    for _ in range(40):
+        known.record("p", 0.001, 0.0)
+    assert known.estimate_s("p") < 0.1
 
 
 def test_only_peers_in_use_without_a_recent_measurement_are_probed() -> None:
