@@ -13,7 +13,7 @@ from services.gateway.tenancy.api_keys import REFRESH_S
 from services.gateway.tenancy.model_aliases import ModelAliases
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
-from shared.store import RedisStore
+from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.model_alias import ALIASES, MAX_ALIASES, aliases_of
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.tenant_admin import store_api_key
@@ -182,8 +182,9 @@ async def test_known_alias_does_not_wait_for_a_slow_lookup(
     clock.time += REFRESH_S
     store.answers.clear()
     monkeypatch.setattr("services.gateway.tenancy.model_aliases.KNOWN_KEY_WAIT_S", 0.0)
-    assert await aliases.resolve("acme", "a") == "native"
-    assert await aliases.of_tenant("acme") == {"a": "native"}
+    async with asyncio.timeout(5.0):
+        assert await aliases.resolve("acme", "a") == "native"
+        assert await aliases.of_tenant("acme") == {"a": "native"}
     unknown = asyncio.create_task(aliases.resolve("acme", "b"))
     await asyncio.sleep(0)
     assert not unknown.done()
@@ -211,6 +212,24 @@ async def test_known_aliases_work_without_redis(clock: ManualClock) -> None:
     with pytest.raises(DependencyUnavailable, match="cannot be checked"):
         await aliases.of_tenant("other")
     await asyncio.gather(admin_store.close(), store.close())
+
+
+async def test_one_failed_lookup_rejects_no_new_tenant(
+    admin: ModelAliasAdmin,
+    aliases: ModelAliases,
+    store: CountingStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await admin.put("a", "native")
+    evaluate, replies = store.evaluate, iter([False])
+
+    async def first_fails(*arguments: Any) -> Any:
+        if not next(replies, True):
+            raise StoreUnavailable("no reply within 0.05 s")
+        return await evaluate(*arguments)
+
+    monkeypatch.setattr(store, "evaluate", first_fails)
+    assert await aliases.resolve("acme", "a") == "native"
 
 
 async def test_emptied_redis_counts_as_unavailable(
