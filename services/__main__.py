@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from services.cli import bundle_commands, commands, tenant_commands, warm_command
+from services.cli.models.model_commands import model_app
 from services.cli.prefix_commands import prefix_app
 from services.cli.service_options import service_command
 from services.local.plan import thread_environ
@@ -148,6 +149,7 @@ def _add_services() -> None:
 
 
 app.registered_commands += commands.app.registered_commands
+app.add_typer(model_app, name="model", rich_help_panel=commands.OPERATE)
 app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
 app.registered_commands += tenant_commands.app.registered_commands
 app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)

@@ -18,7 +18,7 @@ from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.config import url_problems
 from shared.errors import ConfigError
-from shared.store import RedisStore
+from shared.store import RedisStore, Store
 from shared.tenancy.rate_limit import LimitState
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -31,6 +31,11 @@ TIMEOUT_S = 2.0
 
 def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    return with_store(redis_url, lambda store: action(TenantAdmin(store, time.time)))
+
+
+def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -> T:
+    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
     url = find_redis(redis_url)
 
     async def go() -> T:
@@ -41,7 +46,7 @@ def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awa
             tls=TlsFiles.of_environ("REDIS", os.environ),
         )
         try:
-            return await action(TenantAdmin(store, time.time))
+            return await action(store)
         finally:
             await store.close()
 
@@ -103,7 +108,7 @@ def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
 def table_of_keys(keys: Iterable[ApiKeyRecord], now: float) -> Table:
     table = _table("key", "created", "state")
     for key in keys:
-        table.add_row(key.key_id, _time(key.created_at), _state(key, now))
+        table.add_row(key.key_id, time_text(key.created_at), _state(key, now))
     return table
 
 
@@ -150,13 +155,13 @@ def _others(record: TenantRecord) -> tuple[str, str, str]:
 
 def _state(key: ApiKeyRecord, now: float) -> str:
     if key.revoked_at is not None:
-        return f"revoked {_time(key.revoked_at)}"
+        return f"revoked {time_text(key.revoked_at)}"
     if key.expires_at is None:
         return "valid"
-    return f"{'expired' if key.expires_at <= now else 'valid until'} {_time(key.expires_at)}"
+    return f"{'expired' if key.expires_at <= now else 'valid until'} {time_text(key.expires_at)}"
 
 
-def _time(unix_s: float) -> str:
+def time_text(unix_s: float) -> str:
     if not unix_s:
         return "at the start"
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
