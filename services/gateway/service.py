@@ -31,6 +31,7 @@ from services.gateway.streams.actions import (
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
@@ -97,6 +98,7 @@ class GatewayService:
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
+        self.model_aliases = ModelAliases(store, clock, native_name=config.served_name)
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
@@ -155,7 +157,7 @@ class GatewayService:
     def _app(self, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
             submission=self.submission,
-            opener=Opener(self.submission, self.catalog, self.files, wall_clock),
+            opener=self._opener(wall_clock),
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
             catalog=self.catalog,
@@ -170,6 +172,9 @@ class GatewayService:
             version=_installed_version(),
             metrics_token=self._config.metrics_token,
         )
+
+    def _opener(self, wall_clock: Callable[[], float]) -> Opener:
+        return Opener(self.submission, self.catalog, self.files, wall_clock, self.model_aliases)
 
     def _http_server(self, app: ASGIApp) -> WebServer:
         return WebServer(

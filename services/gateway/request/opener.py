@@ -20,6 +20,7 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
+from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.permissions import check_regions
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import TokenizedPrompt
@@ -61,11 +62,13 @@ class Opener:
         catalog: Catalog,
         files: ModelFiles,
         wall_clock: Callable[[], float],
+        aliases: ModelAliases,
     ) -> None:
         self._submission = submission
         self._catalog = catalog
         self._files = files
         self._wall_clock = wall_clock
+        self._aliases = aliases
 
     async def read(self, tenant: TenantRecord, kind: str, data: bytes) -> ReadBody:
         """`kind`: the name of an endpoint. Raises the HearthError that rejects a large body."""
@@ -93,12 +96,16 @@ class Opener:
         if affinity_key:
             changes = {"affinity_key": affinity_key}
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
+        named = generations[0].model
+        model = await self._model(reservation.tenant.tenant_id, named)
+        if model != named:
+            generations = [msgspec.structs.replace(each, model=model) for each in generations]
         merger = await self._submission.submit(reservation, generations)
         context = ResponseContext(
             merger,
             self._files.tokenizer.token_bytes,
             request_id=reservation.request_id,
-            model=generations[0].model,
+            model=named,
             created=int(self._wall_clock()),
             framing=framing,
         )
@@ -109,3 +116,9 @@ class Opener:
             headers={"x-request-id": reservation.request_id, **merger.headers},
             cancel=partial(self._submission.cancel, merger.outputs),
         )
+
+    async def _model(self, tenant_id: str, name: str) -> str:
+        """The model that the tenant means. An unknown name is rejected when it is prepared."""
+        if name == self._catalog.name:
+            return name
+        return await self._aliases.resolve(tenant_id, name) or name
