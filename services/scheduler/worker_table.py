@@ -39,7 +39,7 @@ KV_READ_SHARE = 0.05  # cost of reading one token's KV, relative to computing a 
 WAITING_TOKENS = 256  # cost of a request that has not been started, in tokens
 STALL_SHARE = 0.1  # share of a local prefill's time that counts as delay of each running request
 MAX_AHEAD_S = 0.1  # maximum work queued at a worker; other requests wait in the fair queue
-MAX_MASKS = 64  # of the workers with the features that requests need
+MAX_MASKS = 64  # one for each combination of features that requests need
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
 _EVERYONE = np.zeros(0, dtype=np.bool_)  # in place of a mask

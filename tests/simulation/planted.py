@@ -19,11 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
 from services.gateway.streams import streams
 from services.gateway.streams.actions import Actions
 from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.stream import Stream
 from services.gateway.streams.streams import Streams
 from services.kv_index.index import PrefixIndex
 from services.kv_index.registry import PrefixRegistry
@@ -37,6 +40,7 @@ from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import PoolingInputs
+from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, StepFailed
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.lifecycle.health import Fleet
@@ -219,6 +223,28 @@ def _always_equal(right: Any) -> Any:
     return lambda self, other: isinstance(other, Numerics)
 
 
+def needs_forgotten(right: Any) -> Any:
+    def remaining_request(self: Stream, now: float) -> Any:
+        request = right(self, now)
+        needs = () if self.is_recovering else request.needs
+        return msgspec.structs.replace(request, needs=needs)
+
+    return remaining_request
+
+
+def candidates_unfiltered(right: Any) -> Any:
+    """Prefill workers are chosen whatever they lack."""
+
+    def decide(self: Decision, needs: Any, *args: Any) -> None:
+        right(self, needs, *args)
+        unfiltered = self._prefills.side(
+            args[1], needs.num_prompt_tokens - 1, needs.allowed_regions
+        )
+        self._prefill_side = unfiltered
+
+    return decide
+
+
 BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 44),
     Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
@@ -249,6 +275,9 @@ BUGS = (
     Bug("timeouts ignore distance", RoundTrips, "wait_s", _fixed_timeout, 44),
     Bug("unlike workers share KV", Numerics, "kv_key", _any_kv, 23),
     Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal, 552),
+    Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten),
+    Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered),
+    Bug("a worker does not check what is needed", EngineWorker, "check_needs", _nothing),
 )
 
 
