@@ -129,14 +129,10 @@ class WorkerFleet:
             features=lane.needs,
         )
 
-    def smallest_context(
-        self, lane: ModelKey, num_tokens: int, features: tuple[str, ...] = ()
-    ) -> int:
-        """Of the contexts of at least `num_tokens` that live decode workers with `features` have; 0
-        if there is none.
-        """
+    def smallest_context(self, lane: ModelKey, num_tokens: int) -> int:
+        """Of the live decode workers' contexts of at least `num_tokens`; 0 if there is none."""
         workers = self._lanes.get(lane)
-        return 0 if workers is None else workers.decodes.smallest_context(num_tokens, features)
+        return 0 if workers is None else workers.decodes.smallest_context(num_tokens)
 
     def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None

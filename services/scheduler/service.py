@@ -151,7 +151,7 @@ class SchedulerService:
         num_ahead = len(self._admission)
         request = message.request
         context_tokens = self._workers.smallest_context(
-            Lane.of(request).served, num_context_tokens(request), request.needs
+            Lane.of(request).served, num_context_tokens(request)
         )
         self._admission.enqueue(message, self._clock.now(), context_tokens=context_tokens)
         if not self._wake.is_set():  # sends the index query together with this reply

@@ -224,9 +224,9 @@ class WorkerTable:
         usable[self.rows_of(set(but))] = False
         return bool(usable.any())
 
-    def smallest_context(self, num_tokens: int, features: tuple[str, ...] = ()) -> int:
-        """Of the contexts of at least `num_tokens` with all `features`; 0 if there is none."""
-        fitting = self.context_tokens[self._allowed_with_context(num_tokens, (), features)]
+    def smallest_context(self, num_tokens: int) -> int:
+        """Of the contexts of at least `num_tokens`; 0 if there is none."""
+        fitting = self.context_tokens[self.context_tokens >= num_tokens]
         return int(fitting.min()) if len(fitting) else 0
 
     def unlike(

@@ -144,11 +144,11 @@ def test_card_has_the_block_size_of_most_workers() -> None:
 
 
 def test_features_do_not_split_a_version() -> None:
-    """Two of three workers have the first block size, each with other features."""
+    """Two of three workers have one block size, each with other features."""
     rig = Rig()
-    rig.beat("d1", block_size=32, features=("demo/1",))
-    rig.beat("d2", block_size=32)
-    rig.beat("d3")
+    rig.beat("d1")
+    rig.beat("d2", block_size=32, features=("demo/1",))
+    rig.beat("d3", block_size=32)
     assert rig.catalog.card("m").block_size == 32
 
 

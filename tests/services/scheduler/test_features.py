@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from services.scheduler.backlog import Lane
+from services.scheduler.blocked_lanes import BlockedLanes
 from services.scheduler.placement import LocalPrefill, RequestSize
 from services.scheduler.service import NO_WORKER_GRACE_S
 from services.scheduler.worker_table import MAX_MASKS, WorkerRow, WorkerTable
 from shared.errors import WorkerUnfit
 from shared.messages import DecodeStarted, Placed, PlacementFailed, StartDecode
 from tests.services.scheduler.literals import submit_of
-from tests.services.scheduler.rig import NUMERICS, Rig
+from tests.services.scheduler.rig import NUMERICS, Rig, eventually
+from tests.services.scheduler.test_fleet import CARD
+from tests.services.scheduler.test_fleet import Rig as FleetRig
 from tests.services.scheduler.test_numerics import OTHER, placed_on
 from tests.services.scheduler.test_placement import D1, D2, D3, LONG, P1, P2, placed
 from tests.services.scheduler.test_service import NO_ROOM, now, scenario
@@ -93,6 +98,20 @@ def test_masks_of_ever_new_needs_take_bounded_memory() -> None:
     assert len(table._with_features) <= MAX_MASKS
 
 
+def test_blocked_lane_is_probed_for_room_on_capable_workers_only() -> None:
+    blocked = BlockedLanes()
+    lane = Lane("m", "r1", 16, needs=GRAMMAR)
+    blocked.block(lane, needing("grammar/1"))
+    beats = FleetRig()
+    for role in ("decode", "prefill"):
+        blocked.on_heartbeat(beats.beat("w1", 0.0, role))
+        assert blocked.closed() == {lane}
+        capable = msgspec.structs.replace(CARD, features=BOTH)
+        blocked.on_heartbeat(beats.beat("w2", 0.0, role, model=capable))
+        assert blocked.closed() == set()
+        blocked.take(lane)
+
+
 # ── the service ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -163,19 +182,39 @@ def test_request_waits_for_room_on_a_capable_worker_and_delays_no_other() -> Non
     scenario(test)
 
 
-def test_queued_request_fails_once_the_last_capable_worker_has_left() -> None:
+def test_queued_requests_fail_once_the_last_capable_worker_has_left() -> None:
+    """All together, while another worker is idle."""
+
     async def test(rig: Rig) -> None:
         old = await rig.worker("decode-0")
         full = await rig.worker("decode-1", num_free_blocks=NO_ROOM, features=GRAMMAR)
-        await rig.submit(submit_of("r0", needs=GRAMMAR))
+        for number in range(10):
+            await rig.submit(submit_of(f"r{number}", needs=GRAMMAR))
         await asyncio.sleep(1.0)
         left_at = now()
         await full.health_monitor.stop()
-        failed = await rig.result()
-        assert isinstance(failed, PlacementFailed)
-        assert failed.failure.code == "no_capable_worker"
-        assert now() - left_at < NO_WORKER_GRACE_S + 0.5
+        await rig.result(num=10)
+        failed = [each for each in rig.results() if isinstance(each, PlacementFailed)]
+        assert [each.failure.code for each in failed] == ["no_capable_worker"] * 10
+        assert now() - left_at < NO_WORKER_GRACE_S + 0.3
         assert old.started == []
+
+    scenario(test)
+
+
+def test_request_is_placed_when_enough_work_is_done_on_a_capable_worker() -> None:
+    """Without waiting for the next tick or heartbeat, although another worker is open."""
+
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", token_s=1e-4)
+        worker = await rig.worker("decode-1", token_s=1e-4, features=GRAMMAR)
+        for number in range(12):
+            await asyncio.sleep(0.57)  # each time in another phase of ticks and heartbeats
+            first = len(worker.started_at)
+            await rig.submit(submit_of(f"a{number}", num_prompt_tokens=1100, needs=GRAMMAR))
+            await rig.submit(submit_of(f"b{number}", num_prompt_tokens=100, needs=GRAMMAR))
+            await eventually(lambda first=first: len(worker.started_at) == first + 2)
+            assert worker.started_at[-1] - worker.started_at[-2] < 0.03
 
     scenario(test)
 
