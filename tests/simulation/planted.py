@@ -275,8 +275,8 @@ BUGS = (
     Bug("timeouts ignore distance", RoundTrips, "wait_s", _fixed_timeout, 44),
     Bug("unlike workers share KV", Numerics, "kv_key", _any_kv, 23),
     Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal, 552),
-    Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten),
-    Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered),
+    Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten, 46),
+    Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered, 37),
     Bug("a worker does not check what is needed", EngineWorker, "check_needs", _nothing),
 )
 

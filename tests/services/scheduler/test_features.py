@@ -214,7 +214,7 @@ def test_request_is_placed_when_enough_work_is_done_on_a_capable_worker() -> Non
             await rig.submit(submit_of(f"a{number}", num_prompt_tokens=1100, needs=GRAMMAR))
             await rig.submit(submit_of(f"b{number}", num_prompt_tokens=100, needs=GRAMMAR))
             await eventually(lambda first=first: len(worker.started_at) == first + 2)
-            assert worker.started_at[-1] - worker.started_at[-2] < 0.03
+            assert worker.started_at[-1] - worker.started_at[-2] < 0.02
 
     scenario(test)
 
