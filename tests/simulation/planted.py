@@ -40,7 +40,6 @@ from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import PoolingInputs
-from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, StepFailed
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.lifecycle.health import Fleet
@@ -277,7 +276,6 @@ BUGS = (
     Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal, 552),
     Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten, 46),
     Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered, 37),
-    Bug("a worker does not check what is needed", EngineWorker, "check_needs", _nothing),
 )
 
 

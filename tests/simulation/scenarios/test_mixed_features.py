@@ -16,6 +16,7 @@ import pytest
 from services.gateway.streams.stream import Stream
 from services.scheduler.placement import Decision
 from services.scheduler.worker_table import WorkerTable
+from shared.engine.worker import EngineWorker
 from tests.simulation.plan import DEMO, Fault, Plan
 from tests.simulation.planted import candidates_unfiltered, needs_forgotten
 from tests.simulation.scenarios.fleets import plan_with
@@ -93,6 +94,28 @@ def test_fleet_without_capable_worker_serves_all_other_requests() -> None:
     outcome = run_plan(mixed_plan(capable=("prefill-0",), num_prefill=1))
     assert outcome.wrongs == []
     assert outcome.endings == {"finished": 20, "no_capable_worker": 20}
+
+
+def stale_plan() -> Plan:
+    """A worker returns without the features while its heartbeats do not reach the scheduler. No
+    request is sent to it while it is away: that one would fail, and no other would follow.
+    """
+    deaf = Fault(at_s=0.42, kind="deaf", target="scheduler-0", other="decode-1", duration_s=1.0)
+    back = Fault(at_s=0.43, kind="kill", target="decode-1", duration_s=0.02)
+    return mixed_plan(
+        deaf, back, capable=("decode-1", "decode-2"), changing=("decode-1",), num_decode=3
+    )
+
+
+def test_worker_refuses_what_it_could_serve_before_its_restart() -> None:
+    outcome = run_plan(stale_plan())
+    assert (outcome.wrongs, outcome.endings) == ([], {"finished": 40})
+
+
+def test_oracle_finds_a_worker_that_does_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineWorker, "check_needs", lambda self, needs: None)
+    wrongs = run_plan(stale_plan()).wrongs
+    assert any(each.startswith("decode-1: runs r") for each in wrongs), wrongs
 
 
 def _everyone(right: Any) -> Any:
