@@ -246,7 +246,7 @@ def candidates_unfiltered(right: Any) -> Any:
 
 BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 44),
-    Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
+    Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 344),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 70),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
@@ -254,7 +254,7 @@ BUGS = (
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
     Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 20),
-    Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 55),
+    Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 70),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
