@@ -15,6 +15,7 @@ from services.prefill.service import PrefillService
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
+from shared.engine.features import FEATURES
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
@@ -219,5 +220,6 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         kv_bytes_per_token=runner.kv_format.bytes_per_token,
         model_context_tokens=engine.model_context_tokens,
         numerics=runner.numerics,
+        features=FEATURES,
     )
     return ServedModel(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

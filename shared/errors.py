@@ -12,6 +12,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     ├── SenderMismatch            403  a message names another process as its sender
     ├── Overloaded                429  queues are full: retry later
     ├── NoCapacity                503  no worker can serve this now
+    │   └── NoCapableWorker       503  no live worker has the features that the request needs
     ├── DependencyUnavailable     503  NATS, Redis or a peer does not answer
     │   ├── NoResponders
     │   ├── RequestTimeout
@@ -91,6 +92,10 @@ class Overloaded(HearthError):
 class NoCapacity(HearthError):
     code = "no_capacity"
     http_status = 503
+
+
+class NoCapableWorker(NoCapacity):
+    code = "no_capable_worker"
 
 
 class DependencyUnavailable(HearthError):

@@ -55,6 +55,8 @@ InstanceId = Annotated[bytes, Meta(min_length=1, max_length=64)]
 _TOKEN = r"[^\s.*>\x00-\x1f\x7f]+"
 ProcessId = Annotated[str, Meta(max_length=256, pattern=rf"\A{_TOKEN}(\.{_TOKEN})?\Z")]
 Name = Annotated[str, Meta(max_length=256)]
+# of a worker, with a version, such as `grammar/1`; compared as plain strings
+FeatureNames = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -142,6 +144,7 @@ class Request(Message, frozen=True, kw_only=True):
     block_size: BlockSize = 16  # of `block_hashes`; the default is that of a worker's option
     public_root: Digest | None = None  # parent of the first public block, if there is any
     numerics: Numerics | None = None  # of the worker that generated the output so far, if any
+    needs: FeatureNames = ()  # every worker that decodes or prefills it has these
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -194,6 +197,7 @@ class Placed(Message, frozen=True, kw_only=True):
     worker_id: ProcessId
     # live prefill workers may not share KV with this one, which therefore computes the prompt
     has_unlike_prefill: bool = False
+    needs: FeatureNames = ()  # of the request, as its scheduler knows them: an older one drops them
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
@@ -353,6 +357,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     public_root: Digest | None = None  # copied from the request
     numerics: Numerics  # of the decode worker
     request_id: Name  # copied from the request: another try has another placement id
+    needs: FeatureNames = ()  # copied from the request
 
     @property
     def sender_id(self) -> str:
@@ -546,6 +551,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     # of the model, whatever this worker's KV cache holds; None: not reported
     model_context_tokens: NumTokens | None = None
     numerics: Numerics
+    features: FeatureNames = ()  # that requests may need of this worker
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):

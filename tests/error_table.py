@@ -60,6 +60,7 @@ MEANING = {
     "internal_error": "a defect of Hearth; the log has the request's id",
     "request_breaks_workers": "steps of two workers raised for this request alone",
     "no_capacity": "no worker can serve this now",
+    "no_capable_worker": "no live worker of the model has the features that the request needs",
     "dependency_unavailable": "NATS or a peer does not answer",
     "store_unavailable": "Redis does not answer",
     "store_refused": "Redis answered with an error: for example, a record has the wrong type",

@@ -135,6 +135,7 @@ class ActiveHandoffs:
             public_root=request.public_root,
             numerics=worker.served.card.numerics,
             request_id=request.request_id,
+            needs=request.needs,
         )
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(

@@ -109,6 +109,7 @@ class DecodeService:
         self._check_admission(placement_id)
         self._worker.check_model(request.model, request.revision)
         self._worker.check_block_size(request.block_size)
+        self._worker.check_needs(request.needs)
         prompt, choices = sequences_of(
             placement_id,
             request,

@@ -3,13 +3,17 @@
 Workers of one model may differ in revision, block size and context. A request is for one revision
 and one block size, its version: the gateway serves the version with most live decode workers, so
 that a rollout changes the card once. The context is the largest of that version, and is held for a
-while, so that a worker that restarts does not change the limit twice.
+while, so that a worker that restarts does not change the limit twice. Workers of one version may
+also differ in their features: the card has those of any live one, as the scheduler finds a worker.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from math import inf
+
+import msgspec
 
 from shared.messages import ModelCard
 
@@ -60,8 +64,15 @@ class CardSelection:
         self._known = {each: None for each in self._known if each in versions}
         version = self._version()
         of_version = [card for card in cards if version_of(card) == version]
-        self._selected = max(of_version, key=lambda each: each.max_context_tokens, default=None)
+        selected = max(of_version, key=lambda each: each.max_context_tokens, default=None)
+        if selected is not None:
+            selected = msgspec.structs.replace(selected, features=self._features(version))
+        self._selected = selected
         self._expires_at = min(self._left.values(), default=inf) + HOLD_S
+
+    def _features(self, version: Version | None) -> tuple[str, ...]:
+        live = (card.features for card in self._live.values() if version_of(card) == version)
+        return tuple(sorted(set(chain.from_iterable(live))))
 
     def _version(self) -> Version | None:
         """The version with most live workers; the longest known of several; the current one if no

@@ -113,6 +113,7 @@ class PrefillService:
         if len(self._prefills) >= MAX_QUEUED_PREFILLS:
             raise WorkerBusy(f"{self._worker.worker_id} has {len(self._prefills)} prefills")
         self._worker.check_model(request.model, request.revision)
+        self._worker.check_needs(request.needs)
         self._worker.check_kv(request.kv_format, request.numerics)
         self._worker.check_data_plane(request.decode_worker_id, request.target)
 

@@ -12,9 +12,9 @@ from shared.numerics import Numerics
 
 
 class Lane(NamedTuple):
-    """Identifies a queue. Regions, context and numerics are included, so that a request without
-    room on the workers where it may run does not block requests that may run elsewhere. Block
-    hashes fit one block size.
+    """Identifies a queue. Regions, context, numerics and needs are included, so that a request
+    without room on the workers where it may run does not block requests that may run elsewhere.
+    Block hashes fit one block size.
     """
 
     model: str
@@ -23,11 +23,13 @@ class Lane(NamedTuple):
     regions: tuple[str, ...] = ()
     context_tokens: int = 0  # the smallest of a live worker that held it when it was queued
     numerics: Numerics | None = None  # of the output of a request that is resumed
+    needs: tuple[str, ...] = ()  # features of its workers
 
     @classmethod
     def of(cls, request: Request, context_tokens: int = 0) -> Lane:
         served = request.model, request.revision, request.block_size
-        return cls(*served, request.allowed_regions, context_tokens, request.numerics)
+        regions, numerics = request.allowed_regions, request.numerics
+        return cls(*served, regions, context_tokens, numerics, request.needs)
 
     @property
     def served(self) -> ModelKey:

@@ -53,8 +53,10 @@ class BlockedLanes:
         card, load = heartbeat.model, heartbeat.load
         if card is None or load is None:
             return
-        served = model_key(card)
+        served, features = model_key(card), frozenset(card.features)
         for lane, needs in self._smallest.items():
+            if lane.served != served or not frozenset(lane.needs) <= features:
+                continue
             has_room = needs.num_blocks(card.block_size) <= load.num_free_blocks
-            if lane.served == served and (has_room or "decode" not in heartbeat.roles):
+            if has_room or "decode" not in heartbeat.roles:
                 self._probing.add(lane)

@@ -9,7 +9,7 @@ from services.scheduler.backlog import QueuedRequest
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import RequestSize
-from shared.errors import NoCapacity
+from shared.errors import NoCapableWorker, NoCapacity
 from shared.messages import Request
 from shared.packing import TOKEN_ID_BYTES
 
@@ -30,6 +30,7 @@ def size_of(ticket: QueuedRequest) -> RequestSize:
         num_context_tokens=num_context_tokens(request),
         affinity_key=ticket.submit.affinity_key,
         allowed_regions=request.allowed_regions,
+        features=request.needs,
     )
 
 
@@ -39,7 +40,9 @@ class Candidates:
         self._starts = starts
 
     def has_any(self, ticket: QueuedRequest, now: float) -> bool:
-        """Whether a worker in the allowed regions can decode; other regions are never tried."""
+        """Whether a worker in the allowed regions, with what the request needs, can decode. Others
+        are never tried.
+        """
         return self._has_worker(ticket, now, num_context_tokens(ticket.request))
 
     def is_too_long(self, ticket: QueuedRequest, now: float) -> bool:
@@ -49,7 +52,11 @@ class Candidates:
     def error(self, ticket: QueuedRequest, now: float) -> NoCapacity:
         """The error of a request without a worker."""
         if not self.is_too_long(ticket, now):
-            return _unserved(ticket.request)
+            lane = ticket.lane
+            has_capable = self._workers.has_worker(
+                lane.served, (), lane.regions, features=lane.needs
+            )
+            return _unserved(ticket.request, has_capable=has_capable)
         size = num_context_tokens(ticket.request)
         message = f"no live worker's context holds {size} tokens"
         return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
@@ -57,12 +64,19 @@ class Candidates:
     def _has_worker(self, ticket: QueuedRequest, now: float, num_tokens: int) -> bool:
         lane, excluded = ticket.lane, self._starts.excluded(ticket, now)
         return self._workers.has_worker(
-            lane.served, excluded, lane.regions, num_context_tokens=num_tokens
+            lane.served,
+            excluded,
+            lane.regions,
+            num_context_tokens=num_tokens,
+            features=lane.needs,
         )
 
 
-def _unserved(request: Request) -> NoCapacity:
-    """The log is the audit record of data residency: it names the rejected request, no prompt."""
+def _unserved(request: Request, *, has_capable: bool) -> NoCapacity:
+    """`has_capable`: a live worker has what the request needs, but is excluded.
+
+    The log is the audit record of data residency: it names the rejected request, no prompt.
+    """
     where = ""
     if request.allowed_regions:
         where = f" in the allowed regions ({', '.join(request.allowed_regions)})"
@@ -73,5 +87,9 @@ def _unserved(request: Request) -> NoCapacity:
             model=request.model,
             regions=request.allowed_regions,
         )
+    if not has_capable and request.needs:
+        needs = ", ".join(request.needs)
+        message = f"no live worker{where} of {request.model!r} has {needs}"
+        return NoCapableWorker(message, retry_after_s=RETRY_AFTER_S)
     message = f"no worker{where} serves {request.model!r} now"
     return NoCapacity(message, retry_after_s=RETRY_AFTER_S)

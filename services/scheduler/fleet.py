@@ -102,22 +102,31 @@ class WorkerFleet:
         regions: Collection[str] = (),
         *,
         num_context_tokens: int = 0,
+        features: tuple[str, ...] = (),
     ) -> bool:
-        """Whether any worker with a context of so many tokens could decode if it had room."""
+        """Whether any worker with `features` and a context of so many tokens could decode if it had
+        room.
+        """
         workers = self._lanes.get(lane)
         if workers is None:
             return False
-        return workers.decodes.has_any(regions, but=excluded, num_context_tokens=num_context_tokens)
+        return workers.decodes.has_any(
+            regions, but=excluded, num_context_tokens=num_context_tokens, features=features
+        )
 
     def unlike(self, lane: Lane, needs: RequestSize, excluded: Collection[str]) -> list[str]:
         """Decode workers that must not resume the request: of other numerics than its output, while
-        a worker of equal ones, whose context holds the request, lives.
+        a worker of equal ones lives that has the features and the context for the request.
         """
         workers = self._lanes.get(lane.served)
         if workers is None or lane.numerics is None:
             return []
         return workers.decodes.unlike(
-            str(lane.numerics), needs.num_context_tokens, lane.regions, but=excluded
+            str(lane.numerics),
+            needs.num_context_tokens,
+            lane.regions,
+            but=excluded,
+            features=lane.needs,
         )
 
     def smallest_context(self, lane: ModelKey, num_tokens: int) -> int:
@@ -214,6 +223,7 @@ def _worker_of(
         speed=speed,
         max_context_tokens=card.max_context_tokens,
         numerics=str(card.numerics),
+        features=frozenset(card.features),
     )
 
 

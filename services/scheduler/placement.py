@@ -12,8 +12,9 @@ unless the link is slower. A prefill worker must compute a prefix that only deco
 side is credited with its own cache. The worker with the longest prefix, or the one that the
 affinity key names, is preferred unless it costs more than twice the best: affinity must not create
 a queue. A worker whose context does not hold the request to its end, with all tokens that it may
-generate, is no candidate. A worker with enough work gets no request: requests queued here can still
-go elsewhere, and in fair order.
+generate, is no candidate; neither is a worker, of either role, without a feature that the request
+needs. A worker with enough work gets no request: requests queued here can still go elsewhere, and
+in fair order.
 
 The search is a linear scan of all workers (`cost_kernel.py`).
 """
@@ -53,6 +54,7 @@ class RequestSize:
     affinity_key: str = ""
     allowed_regions: tuple[str, ...] = ()  # empty: all
     num_context_tokens: int = 0
+    features: tuple[str, ...] = ()  # of its workers
 
     def num_blocks(self, block_size: int) -> int:
         return -(-(self.num_tokens + 1) // block_size)
@@ -117,7 +119,8 @@ class Decision:
     ) -> None:
         self._needs, self._random_below = needs, random_below
         self._decodes, self._prefills = workers.decodes, workers.prefills
-        seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, needs.allowed_regions
+        limits = needs.allowed_regions, needs.features
+        seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, *limits
         self._decode_side = workers.decodes.side(*seen_by)
         self._prefill_side = workers.prefills.side(*seen_by)
         self._terms = RequestTerms(

@@ -2,8 +2,8 @@
 
 submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDecode ──ack──▶ Placed, forgotten
              ▲                         │  ▲          └─ busy, timeout, lost: next worker, new id
-             └── no room: until the ───┘  └─ no worker serves the model: parked for a short grace
-                 next heartbeat
+             └── no room: until the ───┘  └─ no worker serves the model, or none with what the
+                 next heartbeat              request needs: parked for a short grace
 
 This file decides which request is tried, and when; `placement.py` where; `decode_starts.py` sends
 one StartDecode and takes its reply, also a late one.
@@ -218,7 +218,9 @@ class SchedulerService:
             self._retry_parked(ticket, now)
         closed = self._starts.closed(now)
         for lane in self._blocked.all():
-            is_served = self._workers.has_worker(lane.served, closed, lane.regions)
+            is_served = self._workers.has_worker(
+                lane.served, closed, lane.regions, features=lane.needs
+            )
             if is_served and self._admission.has_any(lane):
                 self._probe(lane)  # workers also become free between heartbeats
             else:
@@ -321,7 +323,8 @@ class SchedulerService:
     def _block(self, ticket: QueuedRequest, needs: RequestSize) -> None:
         """Requeues the ticket until a worker opens or a heartbeat reports room."""
         lane, now = ticket.lane, self._clock.now()
-        opens_in_s = self._workers.lane(lane.served).decodes.opens_at - now
+        decodes = self._workers.lane(lane.served).decodes
+        opens_in_s = decodes.opens_at(lane.regions, lane.needs) - now
         # with workers that have long been open, the lane lacks room, not time
         if -MIN_CLOSED_S < opens_in_s < TICK_S and lane not in self._opening:
             self._opening.add(lane)
@@ -365,6 +368,7 @@ class SchedulerService:
             placement_id=placement_id,
             worker_id=worker_id,
             has_unlike_prefill=target.has_unlike_prefill,
+            needs=request.needs,
         )
         await self._send(subjects.placement(request.gateway_id), placed)
 

@@ -39,9 +39,10 @@ KV_READ_SHARE = 0.05  # cost of reading one token's KV, relative to computing a 
 WAITING_TOKENS = 256  # cost of a request that has not been started, in tokens
 STALL_SHARE = 0.1  # share of a local prefill's time that counts as delay of each running request
 MAX_AHEAD_S = 0.1  # maximum work queued at a worker; other requests wait in the fair queue
+MAX_MASKS = 64  # one for each combination of features that requests need
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
-_EVERYONE = np.zeros(0, dtype=np.bool_)
+_EVERYONE = np.zeros(0, dtype=np.bool_)  # in place of a mask
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class WorkerRow:
     max_context_tokens: int = MAX_CONTEXT_TOKENS  # the longest sequence that it computes
     is_avoided: bool = False  # rejected or timed out since its last heartbeat
     numerics: str = ""
+    features: frozenset[str] = frozenset()
 
     @property
     def closed_until(self) -> float:
@@ -94,6 +96,8 @@ class WorkerTable:
     def __init__(self, workers: Iterable[WorkerRow] = ()) -> None:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
+        self._features: list[frozenset[str]] = []  # by row
+        self._with_features: dict[tuple[str, ...], NDArray[np.bool_]] = {}  # masks, until a change
         self._floats = np.zeros((NUM_FLOATS, FIRST_ROWS))
         self._codes = np.zeros((NUM_CODES, FIRST_ROWS), dtype=np.uint64)
         self._use(0)
@@ -121,9 +125,10 @@ class WorkerTable:
         num_cached_blocks: Mapping[str, int],
         max_cached_tokens: int,
         allowed_regions: Collection[str],
+        features: tuple[str, ...] = (),
     ) -> RoleWorkers:
         """The table with the cached tokens of each holder, at most `max_cached_tokens`."""
-        is_allowed = self.in_regions(allowed_regions) if allowed_regions else _EVERYONE
+        is_allowed = self.allowed(allowed_regions, features)
         row_of = self._row_of
         held = {row_of[name]: num for name, num in num_cached_blocks.items() if name in row_of}
         if not held:
@@ -138,6 +143,9 @@ class WorkerTable:
         row = self._row_of.get(worker.worker_id)
         if row is None:
             row = self._add(worker.worker_id)
+        if self._features[row] != worker.features:
+            self._features[row] = worker.features
+            self._with_features.clear()
         self._codes[FORMAT, row] = code_of(worker.kv_format)
         self._codes[REGION, row] = code_of(worker.region)
         self._codes[NUMERICS, row] = code_of(worker.numerics)
@@ -156,35 +164,63 @@ class WorkerTable:
             min(worker.max_context_tokens, worker.num_total_blocks * block_size),
         )
 
-    @property
-    def opens_at(self) -> float:
-        """When the first worker accepts requests again, by estimated work; inf for no workers."""
-        return float(self.columns.floats[CLOSED_UNTIL, : len(self)].min(initial=inf))
+    def opens_at(self, regions: Collection[str] = (), features: tuple[str, ...] = ()) -> float:
+        """When the first worker in `regions` with `features` accepts requests again, by estimated
+        work; inf for no workers.
+        """
+        closed_until = self.columns.floats[CLOSED_UNTIL, : len(self)]
+        is_allowed = self.allowed(regions, features)
+        if len(is_allowed):
+            closed_until = closed_until[is_allowed]
+        return float(closed_until.min(initial=inf))
 
     def remove(self, worker_id: str) -> None:
         row = self._row_of.pop(worker_id, None)
         if row is None:
             return
-        last_id = self.ids.pop()
+        self._with_features.clear()
+        last_id, last_features = self.ids.pop(), self._features.pop()
         last = len(self.ids)
         if row != last:
-            self.ids[row] = last_id
+            self.ids[row], self._features[row] = last_id, last_features
             self._row_of[last_id] = row
             for columns in (self._floats, self._codes):
                 columns[:, row] = columns[:, last]
         self._use(last)
+
+    def allowed(self, regions: Collection[str], features: tuple[str, ...]) -> NDArray[np.bool_]:
+        """Mask of the rows in `regions` with all `features`; empty if neither limits the rows."""
+        if not features:
+            return self.in_regions(regions) if regions else _EVERYONE
+        is_capable = self._having(features)
+        return is_capable & self.in_regions(regions) if regions else is_capable
+
+    def _having(self, features: tuple[str, ...]) -> NDArray[np.bool_]:
+        mask = self._with_features.get(features)
+        if mask is None:
+            if len(self._with_features) >= MAX_MASKS:
+                self._with_features.clear()
+            needed = frozenset(features)
+            mask = np.array([needed <= each for each in self._features], dtype=np.bool_)
+            self._with_features[features] = mask
+        return mask
 
     def in_regions(self, regions: Collection[str]) -> NDArray[np.bool_]:
         """Mask of the rows in `regions`; a worker without a region never matches."""
         return np.isin(self.region_codes, [code_of(each) for each in regions if each])
 
     def has_any(
-        self, regions: Collection[str], *, but: Collection[str], num_context_tokens: int = 0
+        self,
+        regions: Collection[str],
+        *,
+        but: Collection[str],
+        num_context_tokens: int = 0,
+        features: tuple[str, ...] = (),
     ) -> bool:
-        """Whether a worker in `regions`, other than `but`, has a context of so many tokens."""
-        usable = self.context_tokens >= num_context_tokens
-        if regions:
-            usable &= self.in_regions(regions)
+        """Whether a worker in `regions`, other than `but`, has a context of so many tokens and all
+        `features`.
+        """
+        usable = self._allowed_with_context(num_context_tokens, regions, features)
         usable[self.rows_of(set(but))] = False
         return bool(usable.any())
 
@@ -200,16 +236,22 @@ class WorkerTable:
         regions: Collection[str],
         *,
         but: Collection[str],
+        features: tuple[str, ...] = (),
     ) -> list[str]:
-        """Workers of other numerics, if one of these has a context of so many tokens; else none.
-        `but`: workers that do not count.
+        """Workers of other numerics, if one of these has a context of so many tokens and all
+        `features`; else none. `but`: workers that do not count.
         """
         is_equal = self.columns.codes[NUMERICS, : len(self)] == code_of(numerics)
-        could = is_equal & (self.context_tokens >= num_context_tokens)
-        if regions:
-            could &= self.in_regions(regions)
+        could = is_equal & self._allowed_with_context(num_context_tokens, regions, features)
         could[self.rows_of(set(but))] = False
         return [self.ids[row] for row in np.flatnonzero(~is_equal)] if could.any() else []
+
+    def _allowed_with_context(
+        self, num_tokens: int, regions: Collection[str], features: tuple[str, ...]
+    ) -> NDArray[np.bool_]:
+        has_context = self.context_tokens >= num_tokens
+        is_allowed = self.allowed(regions, features)
+        return has_context & is_allowed if len(is_allowed) else has_context
 
     def _add(self, worker_id: str) -> int:
         row = len(self.ids)
@@ -217,6 +259,8 @@ class WorkerTable:
             self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
             self._codes = np.concatenate([self._codes, np.zeros_like(self._codes)], axis=1)
         self.ids.append(worker_id)
+        self._features.append(frozenset())
+        self._with_features.clear()
         self._row_of[worker_id] = row
         self._codes[NAME, row] = code_of(worker_id)
         self._use(row + 1)

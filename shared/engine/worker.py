@@ -6,7 +6,7 @@ Owns the health monitor, the engine loop and the outbox, and sends cache events 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
 
@@ -125,6 +125,14 @@ class EngineWorker:
         own = self.served.card.block_size
         if block_size != own:
             raise WorkerUnfit(f"block size {block_size} differs from this worker's {own}")
+
+    def check_needs(self, needs: Collection[str]) -> None:
+        """Raises WorkerUnfit for a feature that this worker lacks: schedulers know its last
+        heartbeat, which may be of an earlier process.
+        """
+        missing = sorted(set(needs).difference(self.served.card.features))
+        if missing:
+            raise WorkerUnfit(f"{self.worker_id} does not have {', '.join(missing)}")
 
     def check_kv(self, kv_format: str, numerics: Numerics) -> None:
         """Raises WorkerUnfit if a worker with these may not hold KV of this one."""

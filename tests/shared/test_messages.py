@@ -12,6 +12,7 @@ from shared.messages import (
     MAX_DURATION_S,
     AbortRequest,
     BlockPage,
+    Choice,
     DataPlaneAddress,
     Failure,
     Heartbeat,
@@ -20,7 +21,10 @@ from shared.messages import (
     ModelCard,
     Placed,
     RenewLease,
+    Request,
     ResendTokens,
+    RunPrefill,
+    SamplingParams,
     Served,
     TokenBatch,
     TokenEntry,
@@ -50,6 +54,36 @@ CARD = ModelCard(
 )
 LEASE = RenewLease(decode_worker_id="decode-1", placement_ids=(PLACEMENT_ID,), lease_s=3)
 PLACED = Placed(request_id="r", placement_id=PLACEMENT_ID, worker_id="decode-1")
+REQUEST = Request(
+    request_id="r",
+    tenant_id="t",
+    gateway_id="gateway-1",
+    model="m",
+    revision="r",
+    cache_root=bytes(16),
+    prompt_token_ids=bytes(4),
+    block_hashes=b"",
+    sampling=SamplingParams(seed=1, max_tokens=1),
+    choices=(Choice(choice_index=0),),
+    deadline_s=60.0,
+)
+RUN_PREFILL = RunPrefill(
+    placement_id=PLACEMENT_ID,
+    tenant_id="t",
+    decode_worker_id="decode-1",
+    model="m",
+    revision="r",
+    kv_format="k",
+    cache_root=bytes(16),
+    token_ids=bytes(4),
+    block_hashes=b"",
+    first_token=0,
+    target=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+    lease_s=3.0,
+    deadline_s=60.0,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
+    request_id="r",
+)
 
 
 def round_trip(message: Message) -> Any:
@@ -88,6 +122,7 @@ def test_placement_id_must_have_128_bits(placement_id: bytes) -> None:
         (msgspec.structs.replace(HEARTBEAT, sequence_number=-1), "sequence_number"),
         (msgspec.structs.replace(CARD, block_size=0), "block_size"),
         (msgspec.structs.replace(CARD, vocab_size=-5), "vocab_size"),
+        (msgspec.structs.replace(CARD, features=("x" * 257,)), "features"),
         (WorkerLoad(step=1, step_budget_s=math.nan), "step_budget_s"),
         (WorkerLoad(step=1, step_budget_s=1, num_free_blocks=-1), "num_free_blocks"),
         (msgspec.structs.replace(SERVED, num_cached_tokens=-1), "num_cached_tokens"),
@@ -135,3 +170,35 @@ def test_top_tokens_and_logprobs_must_match_in_length() -> None:
 @pytest.mark.parametrize("message", [HEARTBEAT, CARD, LEASE, PLACED])
 def test_valid_message_round_trips(message: Message) -> None:
     assert round_trip(message) == message
+
+
+def test_heartbeat_with_ever_more_features_is_rejected() -> None:
+    names = [f"demo/{number}" for number in range(10_000)]
+    for count, is_valid in ((0, True), (64, True), (65, False), (10_000, False)):
+        card = msgspec.structs.replace(CARD, features=tuple(names[:count]))
+        heartbeat = msgspec.structs.replace(HEARTBEAT, model=card)
+        if is_valid:
+            assert round_trip(heartbeat) == heartbeat
+            continue
+        with pytest.raises(msgspec.ValidationError, match=r"length <= 64 - at `\$.model.features`"):
+            round_trip(heartbeat)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [(CARD, "features"), (REQUEST, "needs"), (PLACED, "needs"), (RUN_PREFILL, "needs")],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
+def test_message_of_a_peer_that_knows_no_features_has_none(message: Message, field: str) -> None:
+    """And that peer ignores the field."""
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    assert sent.pop(field) == []
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=type(message))
+    assert received == message
+
+    with_names = {**sent, field: ["demo/1"]}
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(with_names), type=type(message))
+    assert getattr(received, field) == ("demo/1",)
+    too_many = {**sent, field: ["demo/1"] * 65}
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(too_many), type=type(message))

@@ -13,6 +13,7 @@ from shared.messages import SamplingParams
 from tests.simulation.checks.expected import expected_choice, states_of
 from tests.simulation.plan import (
     BLOCK_SIZE,
+    DEMO,
     PATIENT_S,
     POISON,
     TENANTS,
@@ -33,12 +34,9 @@ def plan_of(seed: int) -> Plan:
     fleet = _fleet(random)
     requests = _requests(random, fleet)
     faults = _faults(random, fleet)
-    return Plan(
-        seed=seed,
-        fleet=_uneven(random, fleet),
-        requests=_poisoned(random, requests),
-        faults=faults,
-    )
+    fleet, requests = _uneven(random, fleet), _poisoned(random, requests)
+    fleet, requests = _mixed(random, fleet, requests)
+    return Plan(seed=seed, fleet=fleet, requests=requests, faults=faults)
 
 
 def _fleet(random: Random) -> FleetPlan:
@@ -101,6 +99,23 @@ def _poisoned(random: Random, requests: tuple[RequestPlan, ...]) -> tuple[Reques
     at = random.randrange(len(plan.prompt))
     prompt = (*plan.prompt[:at], POISON, *plan.prompt[at + 1 :])
     return (*requests[:number], replace(plan, prompt=prompt), *requests[number + 1 :])
+
+
+def _mixed(
+    random: Random, fleet: FleetPlan, requests: tuple[RequestPlan, ...]
+) -> tuple[FleetPlan, tuple[RequestPlan, ...]]:
+    """Sometimes workers of several releases, some of them without what some requests need."""
+    if random.random() >= 1 / 6:
+        return fleet, requests
+    workers = fleet.worker_ids
+    fleet = replace(
+        fleet,
+        capable=tuple(each for each in workers if random.random() < 0.6),
+        changing=tuple(each for each in workers if random.random() < 0.3),
+    )
+    return fleet, tuple(
+        replace(each, needs=DEMO) if random.random() < 0.6 else each for each in requests
+    )
 
 
 def _requests(random: Random, fleet: FleetPlan) -> tuple[RequestPlan, ...]:

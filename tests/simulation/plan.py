@@ -16,6 +16,7 @@ FaultKind = Literal[
 ]  # fmt: skip
 
 BLOCK_SIZE = 16
+DEMO = ("demo/1",)  # what some workers have and some requests need
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
 POISON = 7  # a token for which every step raises; random prompts and outputs do not contain it
 PATIENT_S = 120.0  # a deadline that is missed only by a fleet without capacity
@@ -38,12 +39,23 @@ class FleetPlan:
     pool_sizes: Mapping[str, int] | None = None  # in blocks, by worker; None: `num_blocks` each
     block_sizes: Mapping[str, int] | None = None  # in tokens, by worker; None: BLOCK_SIZE each
     unlike: tuple[str, ...] = ()  # workers whose device computes other bits
+    capable: tuple[str, ...] = ()  # workers that start with the features DEMO
+    changing: tuple[str, ...] = ()  # workers that gain or lose them with each restart
 
     def num_blocks_of(self, worker_id: str) -> int:
         return self.num_blocks if self.pool_sizes is None else self.pool_sizes[worker_id]
 
     def block_size_of(self, worker_id: str) -> int:
         return BLOCK_SIZE if self.block_sizes is None else self.block_sizes[worker_id]
+
+    def features_of(self, worker_id: str, num_restarts: int) -> tuple[str, ...]:
+        is_changed = worker_id in self.changing and num_restarts % 2 == 1
+        return DEMO if (worker_id in self.capable) != is_changed else ()
+
+    def is_older(self, worker_id: str, num_restarts: int) -> bool:
+        """Whether its code has never known features: it does not check what a request needs."""
+        was_capable = worker_id in self.changing and num_restarts > 0
+        return not (was_capable or self.features_of(worker_id, num_restarts))
 
     def decodes_for(self, *, num_tokens: int, block_size: int) -> list[str]:
         """The workers that can decode a sequence of `num_tokens` with hashes of `block_size`."""
@@ -97,6 +109,7 @@ class RequestPlan:
     pooling: Pooling | None  # an embedding is requested
     stop_modulus: int  # token ids divisible by it are stop strings; 0: none
     leaves_after_s: float | None  # the client leaves
+    needs: tuple[str, ...] = ()  # features
 
     @property
     def num_context_tokens(self) -> int:

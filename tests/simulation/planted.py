@@ -19,11 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
 from services.gateway.streams import streams
 from services.gateway.streams.actions import Actions
 from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.stream import Stream
 from services.gateway.streams.streams import Streams
 from services.kv_index.index import PrefixIndex
 from services.kv_index.registry import PrefixRegistry
@@ -219,9 +222,31 @@ def _always_equal(right: Any) -> Any:
     return lambda self, other: isinstance(other, Numerics)
 
 
+def needs_forgotten(right: Any) -> Any:
+    def remaining_request(self: Stream, now: float) -> Any:
+        request = right(self, now)
+        needs = () if self.is_recovering else request.needs
+        return msgspec.structs.replace(request, needs=needs)
+
+    return remaining_request
+
+
+def candidates_unfiltered(right: Any) -> Any:
+    """Prefill workers are chosen whatever they lack."""
+
+    def decide(self: Decision, needs: Any, *args: Any) -> None:
+        right(self, needs, *args)
+        unfiltered = self._prefills.side(
+            args[1], needs.num_prompt_tokens - 1, needs.allowed_regions
+        )
+        self._prefill_side = unfiltered
+
+    return decide
+
+
 BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 44),
-    Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
+    Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 344),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 70),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
@@ -229,7 +254,7 @@ BUGS = (
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
     Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 20),
-    Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 55),
+    Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 70),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
@@ -249,6 +274,8 @@ BUGS = (
     Bug("timeouts ignore distance", RoundTrips, "wait_s", _fixed_timeout, 44),
     Bug("unlike workers share KV", Numerics, "kv_key", _any_kv, 23),
     Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal, 552),
+    Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten, 46),
+    Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered, 37),
 )
 
 

@@ -66,7 +66,7 @@ def test_hanging_scheduler_only_delays_a_new_request() -> None:
         fleet = replace(fleet, pool_sizes=None, block_sizes=None, delays_s={})
         prompt = tuple(each for each in plan.requests[0].prompt if each != POISON)
         request = replace(plan.requests[0], at_s=0.1, deadline_s=PATIENT_S, leaves_after_s=None)
-        request = replace(request, prompt=prompt or (FIRST_TOKEN_ID,))
+        request = replace(request, prompt=prompt or (FIRST_TOKEN_ID,), needs=())
         outcome = run_plan(replace(plan, fleet=fleet, requests=(request,), faults=(hangs,)))
         assert (outcome.wrongs, outcome.endings) == ([], {"finished": 1}), seed
 

@@ -39,6 +39,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     has_echo: bool = False
     shows_output: bool = True  # False: sampled tokens are not returned
     priority: int | None = None  # None: the tenant's priority
+    needs: tuple[str, ...] = ()  # features that its workers must have, such as `grammar/1`
 
     @property
     def continues_text(self) -> bool:
@@ -177,4 +178,5 @@ def build_request(
         pooling=generation.pooling,
         block_size=card.block_size,
         public_root=chain.public_root,
+        needs=generation.needs,
     )

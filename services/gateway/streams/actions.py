@@ -51,6 +51,7 @@ ResubmissionCause = Literal[
     "worker_excluded",  # a late placement on a worker that this request avoids
     "placement_unknown",  # the worker does not have it any more
     "placement_retired",  # aborted here before its scheduler named it
+    "needs_dropped",  # by a scheduler that does not know what requests need
     "resends_failed",
     "scheduler_lost",
     "scheduler_silent",

@@ -10,6 +10,8 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
 - A resubmission names the numerics of the tokens received: other ones are counted.
+- A placement that does not repeat what the request needs is aborted: an older scheduler has sent
+  the request without it, and the worker would serve it wrongly.
 - A request for which steps raised twice, alone, ends: on two workers where there are two.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Every stream ends once, through `_end`.
@@ -178,6 +180,10 @@ class Streams:
             self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             if stream is not None:
                 self._resubmit(stream, "worker_excluded", now)
+            return
+        if placed.needs != stream.request.needs:
+            self._abort(placed.worker_id, placed.placement_id, "superseded", now)
+            self._resubmit(stream, "needs_dropped", now)
             return
         # the placement was aborted already, or it belongs to another request
         if placed.placement_id in self._retired or placed.placement_id in self._by_placement:

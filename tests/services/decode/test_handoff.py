@@ -514,7 +514,7 @@ def test_32_concurrent_streams_equal_their_solo_runs():
     run(together())
 
 
-def run_prefill_of(it, *, first_token):
+def run_prefill_of(it, *, first_token=0):
     """The command for a prompt of 40 tokens."""
     return RunPrefill(
         request_id="r",

@@ -143,6 +143,31 @@ def test_card_has_the_block_size_of_most_workers() -> None:
     assert (card.block_size, card.max_context_tokens) == (16, 4096)
 
 
+def test_features_do_not_split_a_version() -> None:
+    """Two of three workers have one block size, each with other features."""
+    rig = Rig()
+    rig.beat("d1")
+    rig.beat("d2", block_size=32, features=("demo/1",))
+    rig.beat("d3", block_size=32)
+    assert rig.catalog.card("m").block_size == 32
+
+
+def test_card_has_the_features_of_any_live_worker_of_its_version() -> None:
+    rig = Rig()
+    rig.beat("d1", features=("demo/2", "demo/1"))
+    rig.beat("d2", 8192)
+    rig.beat("d3", features=("demo/2",))
+    rig.beat("d4", block_size=32, features=("other/1",))
+    card = rig.catalog.card("m")
+    assert (card.max_context_tokens, card.features) == (8192, ("demo/1", "demo/2"))
+    rig.beat("d1", state="draining")
+    assert rig.catalog.card("m").features == ("demo/2",)
+    for worker_id in ("d2", "d3", "d4"):
+        rig.catalog.lost(worker_id)
+    card = rig.catalog.card("m")
+    assert (card.max_context_tokens, card.features) == (8192, ())
+
+
 def test_other_models_and_starting_workers_do_not_count() -> None:
     rig = Rig()
     rig.beat("d1", name="other")

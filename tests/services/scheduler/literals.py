@@ -24,6 +24,7 @@ def submit_of(
     affinity_key: str = "",
     allowed_regions: tuple[str, ...] = (),
     numerics: Numerics | None = None,
+    needs: tuple[str, ...] = (),
 ) -> SubmitRequest:
     token_ids = range(num_prompt_tokens)
     root = root_hash(tenant_id, "r1")
@@ -42,6 +43,7 @@ def submit_of(
         priority=priority,
         numerics=numerics,
         allowed_regions=allowed_regions,
+        needs=needs,
     )
     return SubmitRequest(
         request=request, excluded_workers=excluded_workers, affinity_key=affinity_key

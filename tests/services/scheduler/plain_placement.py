@@ -42,7 +42,8 @@ class PlainScan:
 
     def is_allowed(self, worker: WorkerRow) -> bool:
         regions = self.needs.allowed_regions
-        return not regions or (worker.region != "" and worker.region in regions)
+        is_in_regions = not regions or (worker.region != "" and worker.region in regions)
+        return is_in_regions and set(self.needs.features) <= worker.features
 
     def handoffs(self, decode: WorkerRow) -> list[tuple[bool, float, str]]:
         """(has no time, seconds, worker id), best first."""

@@ -56,6 +56,7 @@ class Worker:
     max_context_tokens: int = 100_000
     region: str = ""
     numerics: Numerics = NUMERICS
+    features: tuple[str, ...] = ()
     reply: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
         placement_id=start.placement_id, num_cached_tokens=0
     )
@@ -76,6 +77,7 @@ class Worker:
             max_context_tokens=self.max_context_tokens,
             vocab_size=1000,
             numerics=self.numerics,
+            features=self.features,
         )
         clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))
         self.health_monitor = HealthMonitor(

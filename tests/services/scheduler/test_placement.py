@@ -302,6 +302,7 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
             speed=draw(speeds),
             max_context_tokens=draw(st.sampled_from([320, 500, 100_000])),
             is_avoided=draw(st.integers(0, 9)) == 0,
+            features=draw(st.sampled_from([frozenset(), frozenset("a"), frozenset("ab")])),
         )
         for name in chosen
     ]
@@ -315,6 +316,7 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
     st.integers(0, 400),
     st.dictionaries(st.sampled_from([*names, "unknown"]), st.integers(0, 50)),
     st.sampled_from([(), ("eu",), ("eu", "us"), ("asia",)]),
+    st.sampled_from([(), ("a",), ("b", "a"), ("c",)]),
     st.frozensets(st.sampled_from(names), max_size=2),
     st.sampled_from([BY_COST, LocalPrefill(0, 0), LocalPrefill(100, 300)]),
 )
@@ -326,6 +328,7 @@ def test_placement_equals_the_plain_scan(
     num_remaining_tokens: int,
     cached: dict[str, int],
     regions: tuple[str, ...],
+    features: tuple[str, ...],
     excluded: frozenset[str],
     local_prefill: LocalPrefill,
 ) -> None:
@@ -335,6 +338,7 @@ def test_placement_equals_the_plain_scan(
         num_tokens,
         num_context_tokens=num_tokens + num_remaining_tokens,
         allowed_regions=regions,
+        features=features,
     )
     scan = PlainScan(
         needs, decodes, prefills, cached, HANDOFF_OVERHEAD_S, local_prefill, NOW, excluded

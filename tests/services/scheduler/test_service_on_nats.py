@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,36 @@ async def test_request_is_placed_over_nats(nats_server: NatsServer) -> None:
         await asyncio.wait_for(scheduler.drain(), timeout=5)
         with pytest.raises(NoResponders):
             await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
+
+
+async def test_heartbeats_with_too_many_features_are_refused(nats_server: NatsServer) -> None:
+    async with AsyncExitStack() as stack:
+
+        async def connect(process_id: str) -> NatsBus:
+            bus = await NatsBus.connect(nats_server.url(process_id), process_id=process_id)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        async def join(process_id: str, num_features: int) -> Worker:
+            features = tuple(f"demo/{number}" for number in range(num_features))
+            bus: Any = await connect(process_id)
+            worker = Worker(bus, "decode", features=features)
+            await worker.join()
+            stack.push_async_callback(worker.health_monitor.stop)
+            return worker
+
+        config = SchedulerConfig(nats_url=nats_server.url("scheduler-1"), process_id="scheduler-1")
+        scheduler = await build_scheduler(config)
+        stack.push_async_callback(scheduler.stop)
+        await scheduler.start()
+        gateway = await connect("gateway-1")
+        refused, accepted = await join("decode-2", 10_000), await join("decode-1", 64)
+        for number in range(4):
+            submit = submit_of(f"r{number}", gateway_id="gateway-1", needs=("demo/7", "demo/63"))
+            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
+        await eventually(lambda: len(accepted.started) == 4, within_s=5)
+        assert refused.started == []
+        assert scheduler.health_monitor.fleet.heartbeat_of("decode-2") is None
 
 
 async def test_configuration_error_names_every_problem() -> None:

@@ -16,6 +16,8 @@ REJOIN_S. It may fail with
                          (a hanging scheduler may swallow all tries until NATS drops it, and
                          messages may be lost until all workers are closed as silent);
                          at once if healthy workers, but none that fits, were there
+    no_capable_worker    if it needs features, and likewise: a worker that has not got them is not
+                         healthy for this request
     on admission: context_length_exceeded if no worker that fits it was healthy,
                          dependency_unavailable if Redis was down or hung, no_capacity if the
                          gateway drained
@@ -39,6 +41,7 @@ from services.scheduler.silent_workers import MAX_CLOSED_S
 from shared.errors import (
     DeadlineExceeded,
     HearthError,
+    NoCapableWorker,
     NoCapacity,
     Overloaded,
     RequestBreaksWorkers,
@@ -186,6 +189,8 @@ def _no_capacity(
     client: Client, plan: Plan, troubles: list[Trouble], error: NoCapacity
 ) -> str | None:
     assert client.opened_at is not None and client.end is not None
+    if isinstance(error, NoCapableWorker) and not client.plan.needs:
+        return f"it needs nothing: {error}"
     spans = lacks(plan, client, troubles)
     if "no scheduler" in error.message:
         spans += _swallowing(plan, troubles)
@@ -211,7 +216,8 @@ def _patience_s(num_resubmissions: int, error: NoCapacity) -> float:
         return RECOVERY_WINDOW_S
     if "nobody serves" in error.message:
         return NO_SCHEDULER_WINDOW_S
-    return NO_WORKER_GRACE_S if "no worker serves" in error.message else SUBMIT_WINDOW_S
+    is_parked = isinstance(error, NoCapableWorker) or "no worker serves" in error.message
+    return NO_WORKER_GRACE_S if is_parked else SUBMIT_WINDOW_S
 
 
 def _span(trouble: Trouble) -> tuple[float, float]:

@@ -65,7 +65,7 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
     if events["numerics_changed"] != num_changes:
         found.append(f"{num_changes} changes of numerics, {events['numerics_changed']} reported")
     for client in fleet.clients:
-        reason = unexplained(client, fleet.plan, fleet.troubles)
+        reason = unexplained(client, fleet.plan, fleet.troubles_of(client))
         if reason is not None:
             found.append(f"{client.plan.request_id}: {reason}")
         is_disturbed = POISON in client.plan.prompt or not kinds <= UNDISTURBING

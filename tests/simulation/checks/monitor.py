@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,14 +12,16 @@ from services.gateway.streams.early_entries import MAX_EARLY_ENTRIES
 from services.prefill.service import MAX_QUEUED_PREFILLS
 from services.scheduler.service import MAX_PLACING
 from shared.engine.batching.sequence import Sequence
-from shared.messages import TokenEntry
+from shared.messages import RunPrefill, TokenEntry
 from tests.simulation.checks.expected import states_of
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.members import AnyHost, SimulatedScheduler
 from tests.simulation.world.workers import SimulatedWorker
 
 if TYPE_CHECKING:
+    from services.decode.running_request import RunningRequest
     from services.gateway.streams.stream import Stream
+    from services.prefill.kv_sender import KvSender
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
 
@@ -56,20 +59,23 @@ CLIENT_TASK = "SimulatedGateway.serve"  # the simulation's own
 
 
 class Monitor:
-    def __init__(self) -> None:
+    def __init__(self, needs: Mapping[str, tuple[str, ...]]) -> None:
+        """`needs`: the features that each request needs, by its id."""
+        self._needs = needs
         self.wrongs: dict[str, None] = {}
 
     def record(self, wrong: str) -> None:
         self.wrongs[wrong] = None
 
     def watch(self, host: AnyHost) -> None:
-        """Checks all KV from other workers, the sender of accepted tokens, and placements."""
+        """Checks KV from other workers, who sends accepted tokens, placements, and what runs."""
         if isinstance(host, SimulatedWorker):
             self._watch_kv(host)
+            self._watch_runs(host)
         elif isinstance(host, SimulatedGateway):
             self._watch_fence(host)
         elif isinstance(host, SimulatedScheduler):
-            self._watch_exclusions(host)
+            self._watch_placements(host)
 
     def check_bounds(self, hosts: list[AnyHost]) -> None:
         for host in hosts:
@@ -119,12 +125,47 @@ class Monitor:
         if worker.runner._kv[slots].tobytes() != expected:
             self.record(f"{worker.worker_id}: wrong KV from {source}")
 
-    def _watch_exclusions(self, scheduler: SimulatedScheduler) -> None:
-        start = scheduler.service._start
+    def _watch_runs(self, worker: SimulatedWorker) -> None:
+        """No worker computes any part of a request that needs what the worker lacks."""
+        decode, prefill = worker.decode, worker.prefill
+        if decode is not None:
+            admit = decode._admit
+
+            def watched_admit(placement: RunningRequest, candidates: tuple[str, ...]) -> None:
+                self._check_run(worker, placement.request.request_id)
+                admit(placement, candidates)
+
+            decode._admit = watched_admit  # type: ignore[method-assign]
+        if prefill is not None:
+            deliver = prefill._deliver
+
+            def watched_deliver(
+                command: RunPrefill, sequence: Sequence, push: KvSender
+            ) -> Coroutine[Any, Any, None]:
+                self._check_run(worker, command.request_id)
+                return deliver(command, sequence, push)
+
+            prefill._deliver = watched_deliver  # type: ignore[method-assign, assignment]
+
+    def _check_run(self, worker: SimulatedWorker, request_id: str) -> None:
+        if not set(self._needs[request_id]) <= set(worker.worker.served.card.features):
+            self.record(f"{worker.worker_id}: runs {request_id}, but lacks what it needs")
+
+    def _watch_placements(self, scheduler: SimulatedScheduler) -> None:
+        start, peers = scheduler.service._start, scheduler.service.health_monitor.fleet
+
+        def has_features(worker_id: str, needs: tuple[str, ...]) -> bool:
+            heartbeat = peers.heartbeat_of(worker_id)
+            card = None if heartbeat is None else heartbeat.model
+            return card is not None and set(needs) <= set(card.features)
 
         async def watched(ticket: QueuedRequest, target: Target) -> None:
             if target.decode_id in ticket.submit.excluded_workers:
                 self.record("a request went to a worker that it excludes")
+            needs = self._needs[ticket.request.request_id]
+            for worker_id in (target.decode_id, *target.prefill_candidates):
+                if not has_features(worker_id, needs):
+                    self.record("a request was offered to a worker that lacks what it needs")
             await start(ticket, target)
 
         scheduler.service._start = watched  # type: ignore[method-assign]

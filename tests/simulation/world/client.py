@@ -121,6 +121,7 @@ class Client:
             deadline_s=plan.deadline_s,
             pooling=plan.pooling,
             block_size=self.block_size,
+            needs=plan.needs,
         )
 
     def _record_variant(self, variant: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
+from itertools import chain
 from math import inf
 from random import Random
 
@@ -66,11 +68,13 @@ class Fleet:
         self.store = MemoryStore()
         self.members: dict[str, Member] = {}
         self.clients = [Client(request) for request in plan.requests]
-        self.monitor = Monitor()
+        self.monitor = Monitor({each.request_id: each.needs for each in plan.requests})
         self.troubles: list[Trouble] = []
+        self.incapable: dict[str, list[Trouble]] = defaultdict(list)  # by worker
         self.reports: list[Report] = []  # of all gateways
         self._random = Random(plan.seed + 1)
         self._num_lives = 0
+        self._num_restarts: Counter[str] = Counter()  # by worker
         self._twins: dict[str, Member] = {}  # the second process of an id
         self._replacing: set[asyncio.Task[None]] = set()
         self._noises: list[Fault] = []
@@ -139,6 +143,9 @@ class Fleet:
                 index.is_only_writer = not self._is_doubled(process_id)
                 return index
             case _:
+                num_restarts = self._num_restarts[process_id]
+                features = fleet.features_of(process_id, num_restarts)
+                self._record_features(process_id, features)
                 worker = SimulatedWorker(
                     self.network,
                     self.plane,
@@ -152,9 +159,25 @@ class Fleet:
                     copy_s=fleet.copy_s,
                     seed=seed,
                     variant=int(process_id in fleet.unlike),
+                    features=features,
+                    is_older=fleet.is_older(process_id, num_restarts),
                 )
                 worker.runner.poison = frozenset({POISON})
                 return worker
+
+    def _record_features(self, worker_id: str, features: tuple[str, ...]) -> None:
+        """A worker without the features is in trouble, for requests that need them."""
+        spans, now = self.incapable[worker_id], asyncio.get_running_loop().time()
+        is_open = bool(spans) and spans[-1].ended == inf
+        if features and is_open:
+            spans[-1].ended = now
+        elif not features and not is_open:
+            spans.append(Trouble(Fault(at_s=now, kind="kill", target=worker_id), now))
+
+    def troubles_of(self, client: Client) -> list[Trouble]:
+        """All that may explain a failure of this client's request."""
+        lacking = chain(*self.incapable.values()) if client.plan.needs else ()
+        return [*self.troubles, *lacking]
 
     def _is_doubled(self, process_id: str) -> bool:
         return any(each.kind == "twin" and each.target == process_id for each in self.plan.faults)
@@ -252,6 +275,7 @@ class Fleet:
     async def _restart(self, member: Member) -> None:
         await self._until_connectable()
         if not member.is_up:
+            self._num_restarts[member.process_id] += 1
             member.host = self._host(member.process_id.split("-")[0], member.process_id)
             await member.start()
 

@@ -113,9 +113,11 @@ class SimulatedWorker:
         runner_type: type[CopyingRunner] = CopyingRunner,
         mode: Mode = "exact",
         variant: int = 0,
+        features: tuple[str, ...] = (),
+        is_older: bool = False,
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
-        `TimingRunner`.
+        `TimingRunner`. `is_older`: the worker does not check what a request needs.
         """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
@@ -150,6 +152,7 @@ class SimulatedWorker:
             vocab_size=self.runner.vocab_size,
             model_context_tokens=self.engine.model_context_tokens,
             numerics=self.runner.numerics,
+            features=features,
         )
         self.worker = EngineWorker(
             bus=self.bus,
@@ -161,6 +164,8 @@ class SimulatedWorker:
             data_plane=self.receiver.address,
             on_device_lost=self._exit,
         )
+        if is_older:
+            self.worker.check_needs = lambda needs: None  # type: ignore[method-assign]
         self.prefill = PrefillService(self.worker, self.dialer) if "prefill" in roles else None
         self.decode = DecodeService(self.worker, self.receiver) if "decode" in roles else None
 

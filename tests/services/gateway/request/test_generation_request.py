@@ -67,6 +67,23 @@ def test_request_overrides_model_defaults(tmp_path: Path) -> None:
     assert params(tmp_path, {}, top_k=-1).top_k == 0
 
 
+@pytest.mark.parametrize("needs", [(), ("demo/1",)])
+def test_request_needs_what_its_generation_needs(
+    gateway_config: GatewayConfig, model_files: ModelFiles, needs: tuple[str, ...]
+) -> None:
+    generation = GenerationRequest(
+        model="tiny", prompt=TextPrompt("a", "prompt"), sampling=SamplingFields(), needs=needs
+    )
+    prepared = Preparation(gateway_config, model_files, SystemRandomness()).prepare(
+        generation,
+        CARD,
+        tenant=TenantRecord(tenant_id="t"),
+        request_id="r",
+        max_payload_bytes=2**20,
+    )
+    assert prepared.request.needs == needs
+
+
 @pytest.mark.parametrize(
     ("defaults", "given", "max_tokens"),
     [({}, None, 33), ({"max_new_tokens": 9}, None, 9), ({"max_new_tokens": 9}, 20, 20)],

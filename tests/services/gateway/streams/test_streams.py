@@ -79,7 +79,7 @@ QUEUED = Queued(scheduler_id="s1", num_ahead=0)
 RESEND = ResendTokens(placement_id=P1, choice_index=0, from_position=0)
 
 
-def request(request_id: str = "r1", max_tokens: int = 100) -> Request:
+def request(request_id: str = "r1", max_tokens: int = 100, needs: tuple[str, ...] = ()) -> Request:
     return Request(
         request_id=request_id,
         tenant_id="t",
@@ -92,6 +92,7 @@ def request(request_id: str = "r1", max_tokens: int = 100) -> Request:
         sampling=SamplingParams(seed=1, max_tokens=max_tokens),
         choices=(Choice(choice_index=0),),
         deadline_s=60.0,
+        needs=needs,
     )
 
 
