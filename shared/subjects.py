@@ -2,6 +2,7 @@
 
     hearth.v1.{role}.{credential}.{instance}.{verb}      one process
     hearth.v1.{role}.any.{verb}                          any process of a role, by its queue group
+    hearth.v1.api.{endpoint}.{client}                    requests of API clients to any gateway
 
 A process id is `{credential}.{instance}`, or `{credential}` for the only process of a credential;
 its instance on the wire is then `-`. On the wire every subject ends with the sender's credential
@@ -25,9 +26,10 @@ PREFIX = "hearth.v1"
 ANY = "any"
 
 # A credential's role: a `worker` has prefill and decode handlers over one engine; an `observer`
-# receives heartbeats and cannot publish to any other process.
+# receives heartbeats and cannot publish to any other process; a `client` sends API requests of one
+# tenant and is no process of the cluster.
 CredentialRole = Literal[
-    "gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "observer"
+    "gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "observer", "client"
 ]
 
 NO_INSTANCE = "-"
@@ -103,6 +105,31 @@ def placement(gateway_id: str) -> str:
     return command("gateway", gateway_id, "placement")
 
 
+# API clients. Their subjects end with the client alone: it has no instance.
+API = f"{PREFIX}.api"
+API_REQUESTS = f"{API}.*.*"
+API_GROUP = "gateway"
+SERVICES = "$SRV"  # NATS's subjects for PING, INFO and STATS of services
+# The server lets gateways send to a request's reply subject for this long. It remembers the subject
+# meanwhile, so a longer time costs it memory.
+REPLY_S = 660.0
+
+
+def api_request(endpoint: str, client_id: str) -> str:
+    return f"{API}.{endpoint}.{client_id}"
+
+
+def endpoint_and_client(wire_subject: str) -> tuple[str, str]:
+    """Of a subject of API_REQUESTS."""
+    endpoint, client_id = wire_subject.rsplit(".", 2)[1:]
+    return endpoint, client_id
+
+
+def client_inbox(client_id: str) -> str:
+    """The prefix of the client's reply subjects, which no other client can subscribe to."""
+    return f"_INBOX.{client_id}."
+
+
 # workers
 def start_decode(worker_id: str) -> str:
     return command("decode", worker_id, "start")
@@ -162,10 +189,14 @@ def _roles_of(role: str) -> tuple[str, ...]:
 
 
 class Permissions(msgspec.Struct, frozen=True):
-    """Subjects that a credential may publish to and subscribe to. Replies are always allowed."""
+    """Subjects that a credential may publish to and subscribe to. Besides, it may send
+    `max_replies` (-1: any number) to each reply subject that it receives, for `reply_s` seconds.
+    """
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
+    max_replies: int = 4
+    reply_s: float = 60.0
 
 
 _PUBLISH: dict[str, tuple[str, ...]] = {
@@ -206,6 +237,11 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer":
         return Permissions(publish=(own_inbox,), subscribe=(own_inbox, from_anyone(HEARTBEATS)))
+    if role == "client":
+        return Permissions(
+            publish=(api_request("*", credential), f"{SERVICES}.>"),
+            subscribe=(f"{client_inbox(credential)}>",),
+        )
     any_instance = f"{credential}.*"
     roles: tuple[Role, ...] = _PREFILL_AND_DECODE if role == "worker" else (role,)
     publish = [f"{PREFIX}.*.*.*.alive"]
@@ -216,9 +252,17 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
         publish += [heartbeat((each,), any_instance, region), kv_events(each, any_instance)]
         publish += _PUBLISH[each]
         shared += [command(each, any_instance, "*"), *_SHARED_SUBSCRIBE[each]]
-    return Permissions(
+    allowed = Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),
+    )
+    if role != "gateway":
+        return allowed
+    return msgspec.structs.replace(
+        allowed,
+        subscribe=(*allowed.subscribe, API_REQUESTS, f"{SERVICES}.>"),
+        max_replies=-1,  # a streamed response is many replies
+        reply_s=REPLY_S,
     )
 
 
@@ -266,5 +310,6 @@ def _user_entry(user: NatsUser) -> str:
         f'    {{user: "{user.credential}", password: "{user.password}", permissions: {{\n'
         f"      publish: {{allow: [{quote(allowed.publish)}]}},\n"
         f"      subscribe: {{allow: [{quote(allowed.subscribe)}]}},\n"
-        '      allow_responses: {max: 4, expires: "1m"}}}'
+        f"      allow_responses: {{max: {allowed.max_replies}, "
+        f'expires: "{allowed.reply_s:g}s"}}}}}}'
     )

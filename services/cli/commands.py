@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,10 @@ from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from services.local.join import NewCredential
+    from shared.tenancy.tenant_admin import TenantAdmin
 
 START = "Start and use"
 OPERATE = "Operate"
@@ -289,15 +293,20 @@ def status(
 
 @app.command(
     rich_help_panel=OPERATE,
-    epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5",
+    epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5  ·  "
+    "hearth credential client --tenant default",
 )
 def credential(
     role: Annotated[
         str,
-        typer.Argument(help="gateway, scheduler, prefill, decode, kv_index, worker or observer."),
+        typer.Argument(
+            help="gateway, scheduler, prefill, decode, kv_index, worker, observer, or client: an "
+            "application that sends requests over NATS."
+        ),
     ],
     process_id: Annotated[
-        str | None, typer.Option(help="Its name (default: ROLE-<6 hex digits>).")
+        str | None,
+        typer.Option("--process-id", "--name", help="Its name (default: ROLE-<6 hex digits>)."),
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of this machine for the other host.")
@@ -305,18 +314,50 @@ def credential(
     region: Annotated[
         str, typer.Option(help="The region that the process may announce; empty: none.")
     ] = "",
+    tenant: Annotated[str, typer.Option(help="The tenant of a client.")] = "",
 ) -> None:
-    """Create a credential for other processes of the local cluster: prints its NATS URL."""
+    """Create a credential for other processes of the local cluster, or for a client of its API:
+    prints its NATS URL.
+    """
     from services.local.join import add_credential
 
-    added = add_credential(role, process_id, host, region)
+    if role == "client":
+        added = _add_client(tenant, process_id, host)
+    elif tenant:
+        raise ConfigError("--tenant is for the role client: processes belong to no tenant")
+    else:
+        added = add_credential(role, process_id, host, region)
     print(added.nats_url)
     if not added.is_reachable:
         note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
         print(note, file=sys.stderr)
-    role_command = added.credential.role.replace("_", "-")
-    command = "status" if role_command == "observer" else f"{role_command} --help"
-    print(f"on the other host: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
+    print(_usage_of(added.credential.role), file=sys.stderr)
+
+
+def _add_client(tenant: str, name: str | None, host: str | None) -> NewCredential:
+    """Checks, adds the credential, then its tenant: until then gateways reject the client."""
+    from services.cli.tenant_tables import with_tenant_admin
+    from services.local.credentials import random_process_id
+    from services.local.join import add_credential
+
+    if not tenant:
+        raise ConfigError("a client needs --tenant: `hearth tenant list` shows the tenants")
+    client_id = random_process_id("client") if name is None else name
+
+    async def add(admin: TenantAdmin) -> NewCredential:
+        await admin.check_client(tenant, client_id)
+        added = add_credential("client", client_id, host)
+        await admin.add_client(tenant, client_id)
+        return added
+
+    return with_tenant_admin(None, add)
+
+
+def _usage_of(role: str) -> str:
+    if role == "client":
+        return "in the application: services/client/hearth_nats.py connects to this URL"
+    command = "status" if role == "observer" else f"{role.replace('_', '-')} --help"
+    return f"on the other host: HEARTH_NATS_URL=… hearth {command}"
 
 
 @app.command(

@@ -110,6 +110,22 @@ def revoke(
     print("\n".join(revoked))
 
 
+@tenant_app.command(epilog="Example:  hearth tenant client team-a billing")
+def client(
+    tenant: Tenant,
+    name: Annotated[str, typer.Argument(help="The client's NATS user.")],
+    redis_url: RedisUrl = None,
+) -> None:
+    """Let a NATS client send requests as this tenant, where `hearth nats-config client=NAME` has
+    made its credential. `revoke --key NAME` ends that.
+    """
+    from services.cli.tenant_tables import with_tenant_admin
+    from services.local.credentials import check_name
+
+    check_name(name)
+    with_tenant_admin(redis_url, lambda admin: admin.add_client(tenant, name))
+
+
 @tenant_app.command(epilog="Example:  hearth tenant limits team-a --requests-per-min unlimited")
 @with_limits
 def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:

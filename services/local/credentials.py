@@ -20,6 +20,7 @@ ROLES: tuple[CredentialRole, ...] = (
     "kv_index",
     "worker",
     "observer",
+    "client",
 )
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 

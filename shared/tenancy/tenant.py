@@ -3,7 +3,8 @@
     hearth:generation            random, written with the first tenant: Redis has its records
     hearth:tenants               hash: tenant id → its TenantRecord as JSON
     hearth:api_key:{digest}      hash: an ApiKeyRecord, under the SHA-256 of the key
-    hearth:{tenant}:keys         hash: key id → digest
+    hearth:api_key:client:{id}   the same of a NATS client, which the NATS server authenticates
+    hearth:{tenant}:keys         hash: key id → digest; client id → client:{id}
     hearth:{tenant}:meter        hash: the used part of the limits per minute
     hearth:{tenant}:open         sorted set: open requests, scored by the end of their lease
     hearth:{tenant}:usage:{day}  hash: {kind}:{model} → count; days are UTC, YYYY-MM-DD
@@ -40,6 +41,8 @@ LIMITS = (
 
 # Part of Redis keys: no colon, and no character that a shell or a log would garble.
 _TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+
+_CLIENT = "client:"
 
 Listed = Annotated[tuple[Name, ...], Meta(max_length=MAX_LISTED)]
 
@@ -96,6 +99,15 @@ def check_tenant_id(tenant_id: str) -> str:
 
 def digest_of(api_key: str) -> str:
     return sha256(api_key.encode()).hexdigest()
+
+
+def client_digest(client_id: str) -> str:
+    """What stands for the digest of a key in the records of a NATS client, which has no key."""
+    return f"{_CLIENT}{client_id}"
+
+
+def is_client(digest: str) -> bool:
+    return digest.startswith(_CLIENT)
 
 
 def api_key_record(digest: str) -> str:

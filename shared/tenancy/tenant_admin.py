@@ -33,7 +33,9 @@ from shared.tenancy.tenant import (
     UsageRow,
     api_key_record,
     check_tenant_id,
+    client_digest,
     digest_of,
+    is_client,
     keys_of,
     meter_of,
     open_requests_of,
@@ -87,7 +89,10 @@ async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
 
 
 def _key_commands(api_key: str, tenant_id: str, created_at: float) -> list[Command]:
-    digest, key_id = digest_of(api_key), key_id_of(api_key)
+    return _record_commands(key_id_of(api_key), digest_of(api_key), tenant_id, created_at)
+
+
+def _record_commands(key_id: str, digest: str, tenant_id: str, created_at: float) -> list[Command]:
     fields = ("tenant_id", tenant_id, "key_id", key_id, "created_at", created_at)
     return [
         ("HSET", api_key_record(digest), *fields),
@@ -154,15 +159,39 @@ class TenantAdmin:
         await store_api_key(self._store, api_key, tenant_id, created_at=self._now())
         return key_id_of(api_key)
 
+    async def check_client(self, tenant_id: str, client_id: str) -> None:
+        """Raises ConfigError if `add_client` would."""
+        await self.one(tenant_id)
+        known = await self._key(client_id, client_digest(client_id))
+        if known is not None and known.tenant_id != tenant_id:
+            raise ConfigError(f"the client {client_id!r} belongs to another tenant")
+        if known is not None and not self._is_valid(known):
+            raise ConfigError(f"the client {client_id!r} was revoked: choose another name")
+
+    async def add_client(self, tenant_id: str, client_id: str) -> None:
+        """Makes the NATS credential `client_id` one of this tenant. `revoke` with the client's id
+        ends that.
+        """
+        await self.one(tenant_id)
+        digest = client_digest(client_id)
+        claim = ["tenant_id", "", tenant_id]
+        if not await self._store.evaluate(SWAP, [api_key_record(digest)], claim):
+            await self.check_client(tenant_id, client_id)
+        await self._store.write(_record_commands(client_id, digest, tenant_id, self._now()))
+
     async def rotate(
         self, tenant_id: str, api_key: str, *, keep_s: float, key_id: str | None
     ) -> list[str]:
-        """Adds `api_key`. The other keys, or only `key_id`, stay valid for `keep_s` seconds.
+        """Adds `api_key`. The other keys, or only `key_id`, stay valid for `keep_s` seconds. NATS
+        clients stay valid: no key replaces them.
 
         Returns the ids of the replaced keys.
         """
         await self.one(tenant_id)
-        replaced = await self._valid(tenant_id, key_id)
+        valid = await self._valid(tenant_id, key_id)
+        replaced = [(key, digest) for key, digest in valid if not is_client(digest)]
+        if key_id is not None and len(replaced) < len(valid):
+            raise ConfigError(f"{key_id!r} is a NATS client, which no API key can replace")
         await self._store.write(_key_commands(api_key, tenant_id, self._now()))
         ends_at = self._now() + keep_s
         for key, digest in replaced:

@@ -35,6 +35,7 @@ from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.tls import TlsFiles
 from shared.transport.nats_client import DirectClient
 from shared.transport.sender_check import SenderCheck
+from shared.transport.untyped_messages import UntypedMessages
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
@@ -292,6 +293,11 @@ class NatsBus:
         raise DependencyUnavailable(f"cannot reach NATS at {without_password(url)}: {reason}")
 
     @property
+    def untyped(self) -> UntypedMessages:
+        """Messages of other formats over this connection."""
+        return UntypedMessages(self._client, inbox_prefix(self.process_id))
+
+    @property
     def max_payload_bytes(self) -> int:
         return self._client.max_payload
 
@@ -397,21 +403,13 @@ class NatsBus:
     async def _stop_serving(self, subscription: Subscription) -> None:
         """Unsubscribes, and still replies to requests that the server sends until then."""
         try:
-            # nats-py's drain removes the subscription here before the server does (see `flush`)
-            await self._client.unsubscribe_at_server(subscription)
-            await self.flush()
-            await subscription.drain()
+            await self._client.stop_listening(subscription)
         except (nats.errors.Error, OSError) as error:
             log.warning("unsubscribe_failed", subject=subscription.subject, error=repr(error))
 
     async def flush(self) -> None:
-        """Returns when the server has processed all publications and subscriptions so far.
-
-        nats-py writes a flush's PING before its buffered data, but sends that buffer before the
-        PONG returns: the second PING follows the buffer.
-        """
-        for _ in range(2):
-            await self._client.flush(timeout=2)
+        """Returns when the server has processed all publications and subscriptions so far."""
+        await self._client.flush_all()
 
     async def close(self) -> None:
         if self._client.is_connected:

@@ -23,6 +23,8 @@ from nats.js.api import Header
 
 LATE_REPLY_S = 2.0  # how long after its timeout a reply is still taken, if the caller wants it
 Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or "", data
+# subject, reply subject or "", data, the encoded headers or b""
+TakeWithHeaders = Callable[[str, str, bytes, bytes], Awaitable[None]]
 
 TESTED_RELEASE = "2.16"
 # Methods of nats-py's Client that are overridden or called here, with their parameters.
@@ -47,6 +49,7 @@ class DirectClient(Client):
         super().__init__()
         self._requires_tls = requires_tls
         self._takers: dict[int, Take] = {}  # by subscription
+        self._header_takers: dict[int, TakeWithHeaders] = {}  # by subscription
         self._replies: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
         self._num_requests = 0
         self._reply_prefix = ""
@@ -62,6 +65,36 @@ class DirectClient(Client):
         subscription = await self.subscribe(subject, queue=queue, cb=on_message)
         self._takers[subscription._id] = take
         return subscription
+
+    async def listen_with_headers(
+        self, subject: str, take: TakeWithHeaders, *, queue: str = ""
+    ) -> Subscription:
+        """Like `listen`; also for messages with headers, which are not decoded here: their sender
+        decides on their size.
+        """
+
+        async def on_message(message: Msg) -> None:
+            await take(message.subject, message.reply, message.data, _encoded(message.headers))
+
+        subscription = await self.subscribe(subject, queue=queue, cb=on_message)
+        self._header_takers[subscription._id] = take
+        return subscription
+
+    async def flush_all(self) -> None:
+        """Returns when the server has processed all publications and subscriptions so far.
+
+        nats-py writes a flush's PING before its buffered data, but sends that buffer before the
+        PONG returns: the second PING follows the buffer.
+        """
+        for _ in range(2):
+            await self.flush(timeout=2)
+
+    async def stop_listening(self, subscription: Subscription) -> None:
+        """Unsubscribes, and still handles the messages that the server sends until then."""
+        # nats-py's drain removes the subscription here before the server does (see `flush_all`)
+        await self.unsubscribe_at_server(subscription)
+        await self.flush_all()
+        await subscription.drain()
 
     async def unsubscribe_at_server(self, subscription: Subscription) -> None:
         """Stops delivery at the server; messages already sent are still handled here."""
@@ -133,12 +166,16 @@ class DirectClient(Client):
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
-        take, subscription = self._takers.get(sid), self._subs.get(sid)
-        if take is None or subscription is None or headers or subscription.pending_msgs:
-            await super()._process_msg(sid, subject, reply, data, headers)
-            return
+        subscription = self._subs.get(sid)
+        take, take_all = self._takers.get(sid), self._header_takers.get(sid)
+        is_queued = subscription is None or subscription.pending_msgs
         try:
-            await take(subject.decode(), reply.decode(), data)
+            if take_all is not None and not is_queued:
+                await take_all(subject.decode(), reply.decode(), data, headers or b"")
+            elif take is not None and not is_queued and not headers:
+                await take(subject.decode(), reply.decode(), data)
+            else:
+                await super()._process_msg(sid, subject, reply, data, headers)
         except Exception as error:  # like nats-py for any callback: later messages must be handled
             await self._error_cb(error)
 
@@ -160,12 +197,21 @@ class DirectClient(Client):
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._takers.pop(sid, None)
+        self._header_takers.pop(sid, None)
         super()._remove_sub(sid, max_msgs)
 
 
 def _is_encrypted(transport: Any) -> bool:
     """After a handshake that has verified the server."""
     return transport._io_writer.get_extra_info("ssl_object") is not None
+
+
+def _encoded(headers: dict[str, str] | None) -> bytes:
+    """The headers as the server sends them, with a status in the first line."""
+    fields = dict(headers or {})
+    status = fields.pop(Header.STATUS, "")
+    lines = [f"NATS/1.0 {status}".rstrip(), *(f"{name}: {text}" for name, text in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode() if headers else b""
 
 
 def _give_up(future: asyncio.Future[bytes]) -> None:

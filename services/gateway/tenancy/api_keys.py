@@ -1,4 +1,7 @@
-"""API keys and their tenants.
+"""API keys and NATS clients, and their tenants.
+
+A NATS client has a record like a key. The NATS server has authenticated it: its id is in the
+subject of each of its requests.
 
 A cached key is looked up again after `REFRESH_S`, so a revoked key and a changed limit take effect
 within that time. A request waits for that at most `KNOWN_KEY_WAIT_S`, however far Redis is, and
@@ -31,7 +34,9 @@ from shared.tenancy.tenant import (
     ApiKeyRecord,
     TenantRecord,
     api_key_record,
+    client_digest,
     digest_of,
+    is_client,
 )
 from shared.transport.wire_errors import UNREADABLE
 
@@ -95,7 +100,13 @@ class ApiKeys:
         """Raises AuthenticationFailed, UnknownTenant, or DependencyUnavailable for a new key
         without Redis and for records that cannot be read.
         """
-        digest = digest_of(bearer_of(authorization))
+        return await self._tenant_of(digest_of(bearer_of(authorization)))
+
+    async def tenant_of_client(self, client_id: str) -> TenantRecord:
+        """Raises the errors of `tenant_of`."""
+        return await self._tenant_of(client_digest(client_id))
+
+    async def _tenant_of(self, digest: str) -> TenantRecord:
         known = self._known.get(digest)
         if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
             return self._unexpired(known)
@@ -125,7 +136,7 @@ class ApiKeys:
                 return self._unexpired(self._known[digest])
             reply = await self._second_try(digest)
         self._known.pop(digest, None)
-        known = self._judge(reply)
+        known = self._judge(reply, _name_of(digest))
         self._known[digest] = known
         return known.tenant
 
@@ -167,18 +178,18 @@ class ApiKeys:
                 "API keys cannot be checked at the moment", retry_after_s=1.0
             ) from None
 
-    def _judge(self, reply: list[Any]) -> _CachedTenant:
+    def _judge(self, reply: list[Any], name: str) -> _CachedTenant:
         fields, tenant, redis_time = reply
         if not fields:
-            raise AuthenticationFailed("the API key is not valid")
+            raise AuthenticationFailed(f"the {name} is not valid")
         try:
             pairs = zip(fields[::2], fields[1::2], strict=True)
             texts = {name.decode(): value.decode() for name, value in pairs}
             key = msgspec.convert(texts, ApiKeyRecord, strict=False)
             if key.revoked_at is not None:
-                raise AuthenticationFailed("the API key has been revoked")
+                raise AuthenticationFailed(f"the {name} has been revoked")
             if tenant is None:
-                raise UnknownTenant(f"the API key's tenant {key.tenant_id!r} does not exist")
+                raise UnknownTenant(f"the {name}'s tenant {key.tenant_id!r} does not exist")
             record = msgspec.json.decode(tenant, type=TenantRecord)
         except UNREADABLE as error:
             raise _unreadable(error) from error
@@ -194,6 +205,10 @@ class ApiKeys:
         if self._clock.now() >= known.expires_at:
             raise AuthenticationFailed("the API key has expired: it was replaced by a newer one")
         return known.tenant
+
+
+def _name_of(digest: str) -> str:
+    return "NATS client" if is_client(digest) else "API key"
 
 
 def _is_complete(reply: list[Any]) -> bool:

@@ -4,24 +4,38 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import msgspec
 import nats
 import nats.errors
 import pytest
 
 from services.client.health_check import receives_heartbeat
+from services.gateway.tenancy.api_keys import ApiKeys
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
 from services.local.servers import find_server, free_port
-from services.local.state import ClusterState, StateDir, clusters_dir
+from services.local.state import (
+    ClusterState,
+    StateDir,
+    changing,
+    clusters_dir,
+    running_cluster,
+    save,
+)
 from services.local.supervisor import Supervisor
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import SystemRandomness
+from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
+from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
+from tests.servers import RedisServer
+from tests.services.cli.in_process import call_hearth
 
 OWNER = Credential("decode", "decode-1")
 
@@ -95,6 +109,45 @@ def test_names_are_validated_or_generated(environ: dict[str, str]) -> None:
     added = add_credential("kv-index", None, "10.0.0.5", environ=environ)
     assert added.nats_url.startswith("nats://kv_index-")
     assert "@10.0.0.5:" in added.nats_url
+
+
+async def test_client_credential_belongs_to_its_tenant(
+    environ: dict[str, str], redis_server: RedisServer
+) -> None:
+    directory, _ = running_cluster(clusters_dir(environ))
+    with changing(directory) as state:
+        save(directory, msgspec.structs.replace(state, redis_url=redis_server.url))
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await store.write([("FLUSHALL",)])
+    await TenantAdmin(store, lambda: 0.0).add("acme", {}, "key")
+
+    async def add(*arguments: str) -> CompletedProcess[str]:
+        return await asyncio.to_thread(call_hearth, ("credential", *arguments), environ)
+
+    for arguments, words in (
+        (("client",), "--tenant"),
+        (("client", "--tenant", "nobody"), "tenant 'nobody' does not exist"),
+        (("client", "--tenant", "acme", "--name", "a.b"), "letters, digits"),
+        (("client", "--tenant", "acme", "--name", "decode-1"), "taken"),
+        (("decode", "--tenant", "acme"), "--tenant is for the role client"),
+    ):
+        refused = await add(*arguments)
+        assert (refused.returncode, refused.stdout) == (2, ""), arguments
+        assert words in refused.stderr
+    assert len(await TenantAdmin(store, lambda: 0.0).keys("acme")) == 1
+    url = (await add("client", "--tenant", "acme", "--name", "billing")).stdout.strip()
+    assert url.startswith("nats://billing:")
+    other = (await add("client", "--tenant", "acme")).stdout.strip()
+    assert other.startswith("nats://client-")
+    async with asyncio.timeout(10.0):
+        while not (await connects(url) and await connects(other)):
+            pass
+    keys = ApiKeys(store, MonotonicClock())
+    assert (await keys.tenant_of_client("billing")).tenant_id == "acme"
+    assert {each.key_id for each in await TenantAdmin(store, lambda: 0.0).keys("acme")} >= {
+        "billing"
+    }
+    await store.close()
 
 
 async def test_concurrently_added_credentials_all_work(environ: dict[str, str]) -> None:

@@ -260,8 +260,10 @@ async def raw_client(
         errors.put_nowait(str(error).lower())
 
     client = await nats.connect(server.url(process_id), error_cb=on_error)
-    yield client, errors
-    await client.close()
+    try:
+        yield client, errors
+    finally:
+        await client.close()
 
 
 def subscribed_subject(subject: str) -> str:

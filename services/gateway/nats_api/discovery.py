@@ -1,0 +1,153 @@
+"""Discovery of the API as a NATS service: responses to PING, INFO and STATS.
+
+    $SRV.{PING,INFO,STATS}                 every service
+    $SRV.{PING,INFO,STATS}.hearth          every gateway
+    $SRV.{PING,INFO,STATS}.hearth.{id}     one gateway
+
+The format is that of NATS's services protocol (ADR-32), so `nats micro ls`, `info` and `stats` show
+the gateways.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+
+from services.gateway.nats_api.endpoint_counts import EndpointCounts
+from shared.errors import HearthError
+from shared.subjects import SERVICES
+from shared.transport.untyped_messages import UntypedMessages
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "hearth"
+DESCRIPTION = "Chat, completions, embeddings and tokens of one model, as over HTTP."
+UNKNOWN_VERSION = "0.0.0"
+_SEMANTIC_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
+_PREFIX = "io.nats.micro.v1"
+_INBOX = "_INBOX."
+_encode = msgspec.json.Encoder().encode
+
+
+class _Service(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    name: str
+    id: str
+    version: str
+    metadata: Mapping[str, str]
+
+
+class Ping(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.ping_response"):
+    pass
+
+
+class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`queue_group`: empty if every gateway receives each request."""
+
+    name: str
+    subject: str
+    queue_group: str
+    metadata: Mapping[str, str]
+
+
+class Info(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.info_response"):
+    description: str
+    endpoints: Sequence[EndpointInfo]
+
+
+class EndpointStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in nanoseconds."""
+
+    name: str
+    subject: str
+    queue_group: str
+    num_requests: int
+    num_errors: int
+    last_error: str
+    processing_time: int
+    average_processing_time: int
+
+
+class Stats(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.stats_response"):
+    started: datetime
+    endpoints: Sequence[EndpointStats]
+
+
+class Discovery:
+    """`counts`: of each endpoint, by its name."""
+
+    def __init__(
+        self,
+        messages: UntypedMessages,
+        endpoints: Sequence[EndpointInfo],
+        counts: Mapping[str, EndpointCounts],
+        *,
+        service_id: str,
+        version: str,
+        metadata: Mapping[str, str],
+        started_at: float,
+    ) -> None:
+        self._messages = messages
+        self._endpoints = endpoints
+        self._counts = counts
+        self._started = datetime.fromtimestamp(started_at, UTC)
+        self._identity: dict[str, Any] = {
+            "name": SERVICE,
+            "id": service_id,
+            "version": version if _SEMANTIC_VERSION.fullmatch(version) else UNKNOWN_VERSION,
+            "metadata": metadata,
+        }
+        ping = _encode(Ping(**self._identity))
+        info = _encode(Info(**self._identity, description=DESCRIPTION, endpoints=endpoints))
+        self._responses = {
+            f"{SERVICES}.{verb}{suffix}": response
+            for verb, response in (
+                ("PING", lambda: ping),
+                ("INFO", lambda: info),
+                ("STATS", lambda: _encode(self.stats())),
+            )
+            for suffix in ("", f".{SERVICE}", f".{SERVICE}.{service_id}")
+        }
+
+    async def start(self) -> Callable[[], Awaitable[None]]:
+        """Returns what ends it."""
+        return await self._messages.listen(f"{SERVICES}.>", self._respond)
+
+    def stats(self) -> Stats:
+        endpoints = [_stats_of(each, self._counts[each.name]) for each in self._endpoints]
+        return Stats(**self._identity, started=self._started, endpoints=endpoints)
+
+    async def _respond(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        response = self._responses.get(subject)
+        # The gateway may send to any subject that it receives as a reply subject, a client may not:
+        # a response must not become a command that the client had no permission for.
+        if response is None or not reply.startswith(_INBOX):
+            return
+        try:
+            await self._messages.send(reply, response())
+        except HearthError as error:
+            log.warning("discovery_failed", subject=subject, error=error.message)
+
+
+def _stats_of(endpoint: EndpointInfo, counts: EndpointCounts) -> EndpointStats:
+    return EndpointStats(
+        name=endpoint.name,
+        subject=endpoint.subject,
+        queue_group=endpoint.queue_group,
+        num_requests=counts.num_requests,
+        num_errors=counts.num_errors,
+        last_error=counts.last_error,
+        processing_time=counts.processing_ns,
+        average_processing_time=counts.average_ns,
+    )
+
+
+def schema_of(*types: type[Any]) -> str:
+    """The JSON Schema of a value of one of the types."""
+    schemas, definitions = msgspec.json.schema_components(types)
+    whole = {"anyOf": list(schemas)} if len(schemas) > 1 else dict(schemas[0])
+    return _encode({**whole, "$defs": definitions}).decode()

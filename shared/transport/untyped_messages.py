@@ -1,0 +1,76 @@
+"""Messages with headers and data of any format, for clients that do not speak `shared.messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import nats.errors
+import structlog
+from nats.aio.subscription import Subscription
+
+from shared.errors import DependencyUnavailable, PayloadTooLarge
+from shared.transport.nats_client import DirectClient, TakeWithHeaders
+
+log = structlog.get_logger(__name__)
+
+HEADER_LINE_BYTES = len(": \r\n")
+HEADER_BLOCK_BYTES = len("NATS/1.0\r\n\r\n")
+
+
+class UntypedMessages:
+    """`inbox`: the prefix of this process's reply subjects."""
+
+    def __init__(self, client: DirectClient, inbox: str) -> None:
+        self._client = client
+        self.inbox = inbox
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Of headers and data together."""
+        return self._client.max_payload
+
+    async def listen(
+        self, subject: str, take: TakeWithHeaders, *, queue: str = ""
+    ) -> Callable[[], Awaitable[None]]:
+        """`take` is called in the order of arrival and delays all later messages of the process, so
+        it may await only `send`. Returns what ends the subscription.
+        """
+        subscription = await self._client.listen_with_headers(subject, take, queue=queue)
+
+        async def stop() -> None:
+            await self._stop(subscription)
+
+        return stop
+
+    async def _stop(self, subscription: Subscription) -> None:
+        try:
+            await self._client.stop_listening(subscription)
+        except (nats.errors.Error, OSError) as error:
+            log.warning("unsubscribe_failed", subject=subscription.subject, error=repr(error))
+
+    async def send(
+        self,
+        subject: str,
+        data: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        reply: str = "",
+    ) -> None:
+        """Raises PayloadTooLarge before sending, and DependencyUnavailable without a connection."""
+        num_bytes = len(data) + (0 if headers is None else encoded_bytes(headers))
+        if num_bytes > self._client.max_payload:  # the server would close the connection
+            raise PayloadTooLarge(
+                f"the message has {num_bytes} bytes; NATS accepts at most "
+                f"{self._client.max_payload}"
+            )
+        fields = None if headers is None else dict(headers)
+        try:
+            await self._client.publish(subject, data, reply=reply, headers=fields)
+        except (nats.errors.Error, OSError) as error:
+            raise DependencyUnavailable(f"cannot publish on NATS: {error!r}") from error
+
+
+def encoded_bytes(headers: Mapping[str, str]) -> int:
+    """An upper bound of the headers' bytes in a message."""
+    fields = sum(len(name) + 4 * len(text) for name, text in headers.items())
+    return HEADER_BLOCK_BYTES + HEADER_LINE_BYTES * len(headers) + fields

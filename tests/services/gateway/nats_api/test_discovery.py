@@ -1,0 +1,175 @@
+"""PING, INFO and STATS, byte for byte from a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from services.gateway.nats_api.discovery import Discovery, EndpointInfo, schema_of
+from services.gateway.nats_api.endpoint_counts import EndpointCounts
+from services.gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from shared.errors import Overloaded
+from shared.subjects import NatsUser
+from shared.transport.bus import NatsBus
+from tests.servers import PASSWORD, NatsServer
+
+INBOX = "_INBOX.client-1.abc"
+METADATA = {"gateway": "gateway-1"}
+ENDPOINTS = [
+    EndpointInfo(name="chat", subject="a.chat.*", queue_group="g", metadata={"streams": "true"}),
+    EndpointInfo(name="cancel", subject="a.cancel.*", queue_group="", metadata={}),
+]
+IDENTITY = {"name": "hearth", "id": "id1", "version": "0.1.0", "metadata": METADATA}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    users = [NatsUser("gateway", "gateway-1", PASSWORD), NatsUser("client", "client-1", PASSWORD)]
+    server = NatsServer(tmp_path_factory.mktemp("nats"), users)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def bus(server: NatsServer) -> AsyncIterator[NatsBus]:
+    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
+    yield bus
+    await bus.close()
+
+
+def discovery_of(bus: NatsBus, *, version: str = "0.1.0") -> Discovery:
+    counts = {each.name: EndpointCounts() for each in ENDPOINTS}
+    for _ in range(3):
+        counts["chat"].received()
+    counts["chat"].ended(0.5)
+    counts["chat"].ended(0.000_000_5, Overloaded("the secret of another client"))
+    return Discovery(
+        bus.untyped,
+        ENDPOINTS,
+        counts,
+        service_id="id1",
+        version=version,
+        metadata=METADATA,
+        started_at=1_700_000_000.25,
+    )
+
+
+class RawClient:
+    """Speaks NATS's protocol by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, server: NatsServer) -> RawClient:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await reader.readline()  # INFO
+        login = {"user": "client-1", "pass": PASSWORD, "verbose": False, "headers": True}
+        writer.write(f"CONNECT {json.dumps(login)}\r\nSUB {INBOX} 1\r\n".encode())
+        return cls(reader, writer)
+
+    async def request(self, subject: str, reply: str = INBOX) -> bytes:
+        """Returns the next message's data."""
+        self._writer.write(f"PUB {subject} {reply} 0\r\n\r\n".encode())
+        return await self.next()
+
+    async def next(self) -> bytes:
+        async with asyncio.timeout(5):
+            while not (line := await self._reader.readline()).startswith((b"MSG ", b"HMSG ")):
+                assert line in (b"PING\r\n", b"PONG\r\n"), line
+                self._writer.write(b"PONG\r\n")
+            data = await self._reader.readexactly(int(line.split()[-1]) + 2)
+        return data[:-2]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture
+async def raw(server: NatsServer) -> AsyncIterator[RawClient]:
+    client = await RawClient.connect(server)
+    yield client
+    client.close()
+
+
+@pytest.mark.parametrize("suffix", ["", ".hearth", ".hearth.id1"])
+async def test_responses_have_exactly_the_fields_of_the_protocol(
+    bus: NatsBus, raw: RawClient, suffix: str
+) -> None:
+    stop = await discovery_of(bus).start()
+    await bus.flush()
+    prefix = "io.nats.micro.v1"
+    ping = json.loads(await raw.request(f"$SRV.PING{suffix}"))
+    assert ping == {"type": f"{prefix}.ping_response", **IDENTITY}
+    info = json.loads(await raw.request(f"$SRV.INFO{suffix}"))
+    description = info.pop("description")
+    assert isinstance(description, str) and description
+    chat = {"name": "chat", "subject": "a.chat.*", "queue_group": "g"}
+    cancel = {"name": "cancel", "subject": "a.cancel.*", "queue_group": ""}
+    endpoints: list[dict[str, Any]] = [
+        {**chat, "metadata": {"streams": "true"}},
+        {**cancel, "metadata": {}},
+    ]
+    assert info == {"type": f"{prefix}.info_response", **IDENTITY, "endpoints": endpoints}
+    stats = json.loads(await raw.request(f"$SRV.STATS{suffix}"))
+    names = ("num_requests", "num_errors", "last_error")
+    times = ("processing_time", "average_processing_time")
+    numbers = zip((*names, *times), (3, 1, "429 overloaded", 500_000_500, 166_666_833), strict=True)
+    nothing = zip((*names, *times), (0, 0, "", 0, 0), strict=True)
+    assert stats == {
+        "type": f"{prefix}.stats_response",
+        **IDENTITY,
+        "started": "2023-11-14T22:13:20.250000Z",
+        "endpoints": [{**chat, **dict(numbers)}, {**cancel, **dict(nothing)}],
+    }
+    await stop()
+
+
+async def test_other_services_and_other_reply_subjects_get_no_response(
+    bus: NatsBus, raw: RawClient
+) -> None:
+    """A gateway that sent to any reply subject would lend its permissions to the client."""
+    sent: list[str] = []
+    discovery = discovery_of(bus)
+    send = discovery._messages.send
+
+    async def recorded(subject: str, *arguments: Any) -> None:
+        sent.append(subject)
+        await send(subject, *arguments)
+
+    discovery._messages.send = recorded  # type: ignore[method-assign]
+    await discovery.start()
+    await bus.flush()
+    command = "hearth.v1.decode.decode-1.-.control.gateway-1.-"
+    for subject, reply in (
+        *(("$SRV.PING.other", INBOX), ("$SRV.PING.hearth.id2", INBOX), ("$SRV.PONG", INBOX)),
+        *(("$SRV.PING", command), ("$SRV.STATS.hearth", ""), ("$SRV.INFO", "$SRV.PING")),
+    ):
+        raw._writer.write(f"PUB {subject} {reply} 0\r\n\r\n".encode())
+    assert json.loads(await raw.request("$SRV.PING"))["id"] == "id1"
+    assert sent == [INBOX]
+
+
+@pytest.mark.parametrize(("version", "shown"), [("0", "0.0.0"), ("1.2.3-rc.1+a", "1.2.3-rc.1+a")])
+async def test_version_is_semantic(bus: NatsBus, version: str, shown: str) -> None:
+    assert discovery_of(bus, version=version).stats().version == shown
+
+
+def test_schemas_describe_requests_and_both_kinds_of_responses() -> None:
+    schema = json.loads(schema_of(ChatCompletionRequest))
+    request = schema["$defs"]["ChatCompletionRequest"]
+    assert request["required"] == ["messages"]
+    assert {"temperature", "seed", "stream"} <= set(request["properties"])
+    both = json.loads(schema_of(ChatCompletion, ChatCompletionChunk))
+    assert [each["$ref"].rpartition("/")[2] for each in both["anyOf"]] == [
+        "ChatCompletion",
+        "ChatCompletionChunk",
+    ]
+    for reference in json.dumps(both).split('"$ref": "')[1:]:
+        path = reference.partition('"')[0]
+        assert path.startswith("#/$defs/") and path.rpartition("/")[2] in both["$defs"], path

@@ -1,0 +1,174 @@
+"""What a client of the NATS API may do, on a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared import subjects
+from shared.subjects import NatsUser, api_request, sent_by
+from tests.servers import PASSWORD, USERS, NatsServer
+from tests.shared.transport.test_bus import raw_client
+
+CLIENTS = ("client-1", "client-2")
+OWN_INBOX = "_INBOX.client-1.abc"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    users = [NatsUser(*each, PASSWORD) for each in USERS]
+    users += [NatsUser("client", name, PASSWORD) for name in CLIENTS]
+    server = NatsServer(tmp_path_factory.mktemp("nats"), users)
+    yield server
+    server.stop()
+
+
+ALLOWED = [
+    *(api_request(endpoint, "client-1") for endpoint in ("chat", "cancel", "anything")),
+    *("$SRV.PING", "$SRV.INFO.hearth", "$SRV.STATS.hearth.id"),
+]
+FORBIDDEN = [
+    api_request("chat", "client-2"),
+    api_request("chat.more", "client-1"),
+    "hearth.v1.api.chat",
+    # the inboxes of other clients and of processes, and its own: only replies go there
+    *("_INBOX.client-2.abc", "_INBOX.gateway-1.-.abc", OWN_INBOX),
+    # commands and events of processes, in its own name and in others'
+    *(
+        sent_by(subject, sender)
+        for sender in ("client-1", "gateway-1")
+        for subject in (
+            subjects.SUBMIT,
+            subjects.submit_to("scheduler-1"),
+            subjects.cancel("scheduler-1"),
+            subjects.MATCH,
+            subjects.start_decode("decode-1"),
+            subjects.control("decode", "decode-1"),
+            subjects.control("prefill", "prefill-1"),
+            subjects.run_prefill("prefill-1"),
+            subjects.resend("decode-1"),
+            subjects.list_blocks("decode", "decode-1"),
+            subjects.pins("decode", "decode-1"),
+            subjects.tokens("gateway-1"),
+            subjects.placement("gateway-1"),
+            subjects.heartbeat(("decode",), "decode-1"),
+            subjects.kv_events("decode", "decode-1"),
+            subjects.alive("gateway", "gateway-1"),
+        )
+    ),
+    *("$SYS.REQ.USER.INFO", "anything"),
+]
+NOT_SUBSCRIBED = [
+    *("_INBOX.client-2.>", "_INBOX.>", "_INBOX.*.abc", "_INBOX.gateway-1.*.>", ">", "$SRV.>"),
+    *(subjects.API_REQUESTS, api_request("chat", "client-1"), api_request("chat", "client-2")),
+    *(subjects.from_anyone(each) for each in (subjects.HEARTBEATS, subjects.KV_EVENTS)),
+    *(subjects.from_anyone(each) for each in (subjects.SUBMIT, subjects.tokens("gateway-1"))),
+]
+
+
+async def rejections(client: Client, errors: asyncio.Queue[str]) -> list[str]:
+    """What the server has rejected until now, one line each."""
+    for _ in range(2):  # the first PING may overtake data that is still buffered
+        await client.flush()
+    return [errors.get_nowait() for _ in range(errors.qsize())]
+
+
+async def test_client_publishes_only_requests_in_its_name(server: NatsServer) -> None:
+    async with raw_client(server, "client-1") as (client, errors):
+        for subject in ALLOWED:
+            await client.publish(subject, b"{}", reply=OWN_INBOX)
+        assert await rejections(client, errors) == []
+        for subject in FORBIDDEN:
+            await client.publish(subject, b"{}", reply=OWN_INBOX)
+        found = await rejections(client, errors)
+    for subject, rejection in zip(FORBIDDEN, found, strict=True):
+        assert f'permissions violation for publish to "{subject}"'.lower() in rejection
+
+
+async def test_client_subscribes_only_to_its_inbox(server: NatsServer) -> None:
+    async with raw_client(server, "client-1") as (client, errors):
+        await client.subscribe("_INBOX.client-1.>")
+        await client.subscribe("_INBOX.client-1.abc.*")
+        assert await rejections(client, errors) == []
+        for subject in NOT_SUBSCRIBED:
+            await client.subscribe(subject)
+        found = await rejections(client, errors)
+    for subject, rejection in zip(NOT_SUBSCRIBED, found, strict=True):
+        assert f'permissions violation for subscription to "{subject}"'.lower() in rejection
+
+
+async def test_only_gateways_receive_requests(server: NatsServer) -> None:
+    async with raw_client(server, "gateway-1") as (gateway, errors):
+        await gateway.subscribe(subjects.API_REQUESTS, queue=subjects.API_GROUP)
+        await gateway.subscribe("$SRV.>")
+        assert await rejections(gateway, errors) == []
+    for name in ("scheduler-1", "decode-1", "prefill-1", "kv_index-1", "worker-1"):
+        async with raw_client(server, name) as (process, errors):
+            await process.subscribe(subjects.API_REQUESTS)
+            await process.subscribe("$SRV.>")
+            await process.publish(api_request("chat", "client-1"), b"{}")
+            assert len(await rejections(process, errors)) == 3, name
+
+
+async def test_gateway_sends_many_replies_but_nothing_else_to_a_client(server: NatsServer) -> None:
+    """And the client answers a message with a reply subject of the gateway, once it came."""
+    check = "_INBOX.gateway-1.-.check"
+    async with (
+        raw_client(server, "gateway-1") as (gateway, errors),
+        raw_client(server, "client-1") as (client, client_errors),
+    ):
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def stream(request: Msg) -> None:
+            for number in range(99):
+                await gateway.publish(request.reply, b"%d" % number)
+            await gateway.publish(request.reply, b"99", reply=check)
+
+        async def take_answer(message: Msg) -> None:
+            answers.put_nowait(message.data)
+
+        await gateway.subscribe(subjects.API_REQUESTS, cb=stream)
+        await gateway.subscribe("_INBOX.gateway-1.*.check", cb=take_answer)
+        inbox = await client.subscribe("_INBOX.client-1.>")
+        await gateway.flush()
+        await client.publish(check, b"too early")
+        assert len(await rejections(client, client_errors)) == 1
+        await client.publish(api_request("chat", "client-1"), b"{}", reply=OWN_INBOX)
+        received = [await inbox.next_msg(timeout=5) for _ in range(100)]
+        assert [message.data for message in received] == [b"%d" % number for number in range(100)]
+        await client.publish(check, b"here")
+        assert await asyncio.wait_for(answers.get(), timeout=5) == b"here"
+        assert await rejections(gateway, errors) == []
+        for subject in ("_INBOX.client-1.other", "_INBOX.client-2.abc"):
+            await gateway.publish(subject, b"x")
+        found = await rejections(gateway, errors)
+    assert ["permissions violation for publish" in each for each in found] == [True, True]
+
+
+async def test_other_processes_send_few_replies(server: NatsServer) -> None:
+    """As many as the bus needs: a stolen worker credential is no way into an inbox."""
+    subject = subjects.list_blocks("decode", "decode-1")
+    async with (
+        raw_client(server, "decode-1") as (worker, errors),
+        raw_client(server, "kv_index-1") as (index, _),
+    ):
+        requests = await worker.subscribe(subjects.from_anyone(subject))
+        await worker.flush()
+        reply = "_INBOX.kv_index-1.-.abc"
+        await index.publish(sent_by(subject, "kv_index-1"), b"", reply=reply)
+        await requests.next_msg(timeout=5)
+        for _ in range(5):
+            await worker.publish(reply, b"x")
+        assert len(await rejections(worker, errors)) == 1
+
+
+async def test_request_without_gateway_fails_at_once(server: NatsServer) -> None:
+    client = await nats.connect(server.url("client-2"), inbox_prefix="_INBOX.client-2")
+    with pytest.raises(nats.errors.NoRespondersError):
+        await client.request(api_request("chat", "client-2"), b"{}", timeout=20)
+    await client.close()
