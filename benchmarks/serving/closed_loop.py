@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from services.client.http_client import (
@@ -29,20 +30,30 @@ class ClientKind:
 
 @dataclass(frozen=True)
 class Target:
+    """`path`: of chat completions, or of another endpoint that takes the same body. `nats_url`: of
+    the same tenant's client.
+    """
+
     url: str
     api_key: str
     model: str
+    path: str = "/v1/chat/completions"
+    nats_url: str = ""
 
     def request(self, prompt: str, num_output_tokens: int) -> bytes:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "stream": True,
-            "max_tokens": num_output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        return http_request(self.url, self.api_key, "/v1/chat/completions", body)
+        body = body_of(self.model, prompt, num_output_tokens)
+        return http_request(self.url, self.api_key, self.path, body)
+
+
+def body_of(model: str, prompt: str, num_output_tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "stream": True,
+        "max_tokens": num_output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
 
 
 @dataclass

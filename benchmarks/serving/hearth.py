@@ -17,12 +17,15 @@ import psutil
 from benchmarks.serving.closed_loop import Target
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
+from shared.clock import MonotonicClock
+from shared.store import RedisStore
 from shared.subjects import CredentialRole
-from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from shared.tenancy.tenant_admin import TenantAdmin, new_api_key, save_api_key
 from tests.servers import NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
+TENANT, CLIENT = "benchmark", "benchmark-client"  # the client over NATS is one of the tenant
 Processes = dict[str, psutil.Process]
 
 _SERVICES: dict[str, CredentialRole] = {
@@ -43,12 +46,14 @@ async def hearth(
     redis: RedisServer | None = None,
 ) -> AsyncIterator[tuple[Target, Processes]]:
     """Stops `redis` in the end, also one that the caller started, to read and write its records."""
-    nats = NatsServer(folder, tuple((role, name) for name, role in services.items()))
+    roles: list[tuple[CredentialRole, str]] = [(role, name) for name, role in services.items()]
+    nats = NatsServer(folder, (*roles, ("client", CLIENT)))
     redis = RedisServer() if redis is None else redis
     url, api_key = f"http://127.0.0.1:{free_port()}", new_api_key()
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        await save_api_key(redis.url, api_key, "benchmark")
+        await save_api_key(redis.url, api_key, TENANT)
+        await _save_client(redis.url)
         for name, role in services.items():
             environ = {"HEARTH_NATS_URL": nats.url(name), "HEARTH_REDIS_URL": redis.url}
             command = [*_command(role, step_s), "--process-id", name, "--instance", "-"]
@@ -60,13 +65,19 @@ async def hearth(
         (template,) = found["gateway"].children()
         found |= {"chat template": template}
         found |= {"nats-server": psutil.Process(nats.pid), "redis": psutil.Process(redis.pid)}
-        yield Target(url, api_key, DEMO_MODEL_NAME), found
+        yield Target(url, api_key, DEMO_MODEL_NAME, nats_url=nats.url(CLIENT)), found
     finally:
         for process in started.values():
             process.kill()
             process.wait()
         nats.stop()
         redis.stop()
+
+
+async def _save_client(redis_url: str) -> None:
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    await TenantAdmin(store, time.time).add_client(TENANT, CLIENT)
+    await store.close()
 
 
 def _start(command: list[str], environ: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
