@@ -3,10 +3,10 @@
     python -m benchmarks.transports [--concurrency 16] [--duration-s 5] [--rounds 5]
 
 A full cluster of real processes whose workers' steps take no time, as of
-`benchmarks/control_plane.py`, with 500 tokens in and 32 out. Each round measures all by turns, each with prompts of its own; a
-ratio is the median over the rounds, since the speed of the machine changes between rounds. Clients
-count events without parsing them. A client over NATS has a connection of its own, as over HTTP, and
-its messages pass the nats-server that also carries the cluster's own.
+`benchmarks/control_plane.py`, with 500 tokens in and 32 out. Each round measures all by turns, with
+prompts of their own; a ratio is the median over the rounds, since the speed of the machine changes
+between rounds. Clients count events without parsing them. A client over NATS has a connection of
+its own, as over HTTP, and its messages pass the nats-server that also carries the cluster's own.
 """
 
 from __future__ import annotations

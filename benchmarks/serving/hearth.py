@@ -17,10 +17,8 @@ import psutil
 from benchmarks.serving.closed_loop import Target
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
-from shared.clock import MonotonicClock
-from shared.store import RedisStore
 from shared.subjects import CredentialRole
-from shared.tenancy.tenant_admin import TenantAdmin, new_api_key, save_api_key
+from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from tests.servers import NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +51,7 @@ async def hearth(
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         await save_api_key(redis.url, api_key, TENANT)
-        await _save_client(redis.url)
+        await save_client(redis.url, CLIENT, TENANT)
         for name, role in services.items():
             environ = {"HEARTH_NATS_URL": nats.url(name), "HEARTH_REDIS_URL": redis.url}
             command = [*_command(role, step_s), "--process-id", name, "--instance", "-"]
@@ -72,12 +70,6 @@ async def hearth(
             process.wait()
         nats.stop()
         redis.stop()
-
-
-async def _save_client(redis_url: str) -> None:
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
-    await TenantAdmin(store, time.time).add_client(TENANT, CLIENT)
-    await store.close()
 
 
 def _start(command: list[str], environ: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:

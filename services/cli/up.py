@@ -6,7 +6,10 @@ import asyncio
 import os
 import shlex
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -133,17 +136,32 @@ class StartupDisplay:
 
 
 def _show_gateway(cluster: LocalCluster, console: Console) -> None:
-    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
-    curl = (
-        f"curl -N {cluster.url}/v1/chat/completions"
-        f" -H 'Authorization: Bearer {cluster.api_key}' -H 'Content-Type: application/json'"
-        f" -d {shlex.quote(msgspec.json.encode(body).decode())}"
-    )
     console.print(f"API key  {cluster.api_key}")
     console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
     console.print("chat     hearth chat")
-    console.print(curl, soft_wrap=True, markup=False)
+    for title, command in _examples(cluster):
+        console.print(title, style="dim")
+        console.print(command, soft_wrap=True, markup=False)
     console.print("Ctrl-C stops everything", style="dim")
+
+
+def _examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
+    """One request for each API, with its title."""
+    chat = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
+    yield "OpenAI's API:", _curl(cluster, "/v1/chat/completions", chat)
+    run = f"/client/v4/accounts/{cluster.tenant_id}/ai/run/{cluster.model_name}"
+    yield "Workers AI's:", _curl(cluster, run, {"prompt": QUESTIONS[0], "stream": True})
+    if cluster.client_url is not None:
+        example = f"{sys.executable} -m services.client.example_chat"
+        yield "over NATS:", f"{example} {cluster.client_url} {shlex.quote(QUESTIONS[1])}"
+
+
+def _curl(cluster: LocalCluster, path: str, body: dict[str, Any]) -> str:
+    return (
+        f"curl -N {cluster.url}{path}"
+        f" -H 'Authorization: Bearer {cluster.api_key}' -H 'Content-Type: application/json'"
+        f" -d {shlex.quote(msgspec.json.encode(body).decode())}"
+    )
 
 
 def _short(path: Path) -> str:

@@ -36,13 +36,14 @@ from services.local.supervisor import POLL_S, Report, Supervisor
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from shared.transport.wire_errors import UNREADABLE
 
 START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
 GRACE_S = 15.0
 START_GRACE_S = 0.3
 OBSERVER_ID = "observer-1"
+CLIENT_ID = "client-1"
 
 
 class LocalCluster:
@@ -69,6 +70,7 @@ class LocalCluster:
         self._endpoints = self._choose_endpoints()
         self._credentials = plan_credentials(options)
         self._observer = Credential("observer", OBSERVER_ID)  # for `hearth status`
+        self._client = Credential("client", CLIENT_ID)  # of the tenant, for requests over NATS
         self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
         self._warming: Child | None = None
@@ -88,6 +90,20 @@ class LocalCluster:
         if self._nats is None:
             return None
         return self._endpoints.nats_url_of(self._observer), self._observer.process_id
+
+    @property
+    def tenant_id(self) -> str:
+        return self._options.tenant_id
+
+    @property
+    def model_name(self) -> str:
+        """As clients name it."""
+        return self._options.model_name or self._options.model_dir.resolve().name
+
+    @property
+    def client_url(self) -> str | None:
+        """NATS URL of a client of the tenant; None with an external NATS."""
+        return None if self._nats is None else self._endpoints.nats_url_of(self._client)
 
     def pid_of(self, process_id: str) -> int:
         return self._supervisor.pid_of(process_id)
@@ -185,7 +201,10 @@ class LocalCluster:
                 self._report(each.process_id, "ready", "")
 
     async def _store_key(self) -> None:
-        await save_api_key(self._endpoints.redis_url, self.api_key, self._options.tenant_id)
+        tenant_id, redis_url = self._options.tenant_id, self._endpoints.redis_url
+        await save_api_key(redis_url, self.api_key, tenant_id)
+        if self._nats is not None:
+            await save_client(redis_url, self._client.process_id, tenant_id)
 
     def _choose_endpoints(self) -> Endpoints:
         options = self._options
@@ -202,8 +221,7 @@ class LocalCluster:
 
     def _nats_spec(self, binary: str) -> ProcessSpec:
         host, port = self._endpoints.nats_host, self._endpoints.nats_port
-        credentials = (*self._credentials, self._observer)
-        text = nats_config(credentials, host=host, port=port)
+        text = nats_config(self._all_credentials, host=host, port=port)
         path = self._state.write_secret("nats.conf", text)
         return ProcessSpec(
             process_id="nats",
@@ -211,6 +229,10 @@ class LocalCluster:
             environ=nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
             listens_on=(host, port),
         )
+
+    @property
+    def _all_credentials(self) -> tuple[Credential, ...]:
+        return (*self._credentials, self._observer, self._client)
 
     def _redis_spec(self, binary: str) -> ProcessSpec:
         port = self._redis_port
@@ -233,7 +255,7 @@ class LocalCluster:
             description,
             nats_host=self._endpoints.nats_host,
             nats_port=self._endpoints.nats_port,
-            credentials=(*self._credentials, self._observer),
+            credentials=self._all_credentials,
         )
 
 

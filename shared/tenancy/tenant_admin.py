@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -76,14 +78,22 @@ async def store_api_key(
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
     """Like `store_api_key`, over a new connection. Raises StoreUnavailable."""
-    store = RedisStore(
-        redis_url,
-        MonotonicClock(),
-        timeout_s=2.0,
-        tls=TlsFiles.of_environ("REDIS", os.environ),
-    )
-    try:
+    async with _connected(redis_url) as store:
         await store_api_key(store, api_key, tenant_id)
+
+
+async def save_client(redis_url: str, client_id: str, tenant_id: str) -> None:
+    """Like `TenantAdmin.add_client`, over a new connection."""
+    async with _connected(redis_url) as store:
+        await TenantAdmin(store, time.time).add_client(tenant_id, client_id)
+
+
+@asynccontextmanager
+async def _connected(redis_url: str) -> AsyncIterator[Store]:
+    tls = TlsFiles.of_environ("REDIS", os.environ)
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0, tls=tls)
+    try:
+        yield store
     finally:
         await store.close()
 

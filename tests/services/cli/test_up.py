@@ -253,6 +253,8 @@ def test_worker_is_restarted_and_sigterm_leaves_nothing(running: Up, temporary_d
     assert "decode-1 is started again" in output
     assert "What is Hearth?" in output
     assert f"curl -N {running.state.url}/v1/chat/completions" in output
+    assert f"curl -N {running.state.url}/client/v4/accounts/default/ai/run/" in output
+    assert "-m services.client.example_chat nats://client-1:" in output
     assert processes_of(running.state_home) == {}
     assert not running.directory.exists()
     assert list(temporary_dir.iterdir()) == []
