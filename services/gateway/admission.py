@@ -25,6 +25,7 @@ from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
+RAW = "raw"  # a body kind: the handler prepares large bodies itself
 IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes nothing
 
 
@@ -87,7 +88,10 @@ class Admission:
         self, scope: Scope, receive: Receive, body: BodyBytes, tenant: TenantRecord, kind: str
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
-        read = await self._opener.read(tenant, kind, await self._read(scope, receive, body))
+        data = await self._read(scope, receive, body)
+        if kind == RAW:
+            return _replayed(data, receive, body)
+        read = await self._opener.read(tenant, kind, data)
         scope["state"]["prompts"] = read.prompts
         return _replayed(read.data, receive, body)
 

@@ -18,7 +18,7 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.admission import BODY_KIND, IS_FREE, Admission
+from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.chat import ChatCompletion
@@ -47,6 +47,13 @@ from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.tenancy.permissions import check_model, may_use
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
+from services.gateway.tokenization.routes import (
+    DetokenizeBody,
+    TokenizationRoutes,
+    TokenizeBody,
+)
+from services.gateway.tokenization.tokenization import Tokenization
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
@@ -78,6 +85,10 @@ class Health(msgspec.Struct, frozen=True):
     status: str
 
 
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
 class Routes:
     """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
 
@@ -91,6 +102,7 @@ class Routes:
         new_request_id: Callable[[], str],
         wall_clock: Callable[[], float],
         metrics_token: str,
+        version: str,
     ) -> None:
         self._api_keys = api_keys
         self._catalog = catalog
@@ -99,6 +111,7 @@ class Routes:
         self._new_request_id = new_request_id
         self._metrics_token = metrics_token.encode()
         self._wall_clock = wall_clock
+        self._version = version
         self._started_at = int(wall_clock())
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
@@ -142,6 +155,9 @@ class Routes:
         await self._api_keys.poll_redis()
         readiness = self._readiness()
         return Response(readiness, status_code=200 if readiness.ready else 503)
+
+    async def version(self) -> Version:
+        return Version(self._version)
 
     async def metrics(self) -> Response[bytes]:
         return Response(self._metrics.render(), media_type=METRICS_TYPE)
@@ -195,6 +211,7 @@ def build_app(
         new_request_id=new_request_id,
         wall_clock=wall_clock,
         metrics_token=metrics_token,
+        version=version,
     )
     openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
     admission = Admission(
@@ -206,6 +223,7 @@ def build_app(
             *_openai_handlers(openai, known),
             *_model_handlers(routes, known),
             *_prefix_handlers(PrefixRoutes(submission, prefix_store, catalog, files), known),
+            *_tokenization_handlers(Tokenization(submission, catalog, files.tokenizer), known),
             *_state_handlers(routes),
         ],
         exception_handlers={
@@ -286,11 +304,30 @@ def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTP
     ]
 
 
+def _tokenization_handlers(
+    tokenization: Tokenization, known: dict[str, Any]
+) -> list[HTTPRouteHandler]:
+    routes = TokenizationRoutes(tokenization)
+    converts = partial(post, return_dto=None, status_code=200, opt={BODY_KIND: RAW}, **known)
+    tokenize = converts(
+        path=["/tokenize", "/v1/tokenize"],
+        dto=TokenizeBody,
+        responses=_responses(TokenizeResponse, *ERRORS),
+    )
+    detokenize = converts(
+        path=["/detokenize", "/v1/detokenize"],
+        dto=DetokenizeBody,
+        responses=_responses(DetokenizeResponse, *ERRORS),
+    )
+    return [tokenize(routes.tokenize), detokenize(routes.detokenize)]
+
+
 def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:
     """The routes of operators and load balancers, without an API key."""
     metrics = READS("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])
     return [
         READS("/health")(routes.health),
+        READS("/version")(routes.version),
         READS("/ready", responses=_responses(Readiness))(routes.ready),
         metrics(routes.metrics),
         READS("/openapi.json", include_in_schema=False)(routes.openapi),

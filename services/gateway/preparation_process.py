@@ -26,6 +26,7 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     from services.gateway.prefixes.large_bodies import PREFIX_KINDS, check_prefix_body
     from services.gateway.request.prepared_bodies import prepare_body
     from services.gateway.text.model_files import ModelFiles
+    from services.gateway.tokenization.large_bodies import TOKENIZATION_KINDS, answer
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -35,6 +36,8 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     def prepare(job: BodyJob) -> PreparedBody:
         if job.kind in PREFIX_KINDS:
             return check_prefix_body(job, files.tokenizer.longest_token_chars)
+        if job.kind in TOKENIZATION_KINDS:
+            return answer(job, files.tokenizer, template)
         return prepare_body(job, ENDPOINTS[job.kind], files, template)
 
     # A thread, since Linux has a niceness for each, and lets nobody lower it again.

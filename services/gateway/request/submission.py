@@ -154,7 +154,9 @@ class Submission:
         """Decodes, renders and tokenizes a large body in a preparation process."""
         self._check_admission()
         card = self._catalog.card(self._catalog.name)
-        job = BodyJob(kind, body, card.max_context_tokens, tenant.input_tokens_per_min)
+        job = BodyJob(
+            kind, body, card.max_context_tokens, tenant.input_tokens_per_min, card.vocab_size
+        )
         async with self._preparing(tenant.tenant_id):
             return await self._renderer.prepare_body(job, tenant_id=tenant.tenant_id)
 
@@ -197,10 +199,22 @@ class Submission:
         for output in outputs:
             self._driver.close(output.request_id, "client_gone", error)
 
-    async def tokenize(self, tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
+    async def tokenize(
+        self,
+        tenant_id: str,
+        messages: Messages,
+        tools: Messages,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
         async with self._preparing(tenant_id):
-            parts = await self._renderer.render(messages, tools, tenant_id=tenant_id)
+            parts = await self._renderer.render(
+                messages,
+                tools,
+                tenant_id=tenant_id,
+                add_generation_prompt=add_generation_prompt,
+            )
             return await asyncio.to_thread(self._preparation.encode, parts)
 
     def count_usage(self) -> None:

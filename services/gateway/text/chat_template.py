@@ -77,7 +77,11 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[str]:
         """Returns the prompt parts in order; a `LiteralText` is text without special tokens.
 
@@ -91,7 +95,7 @@ class ChatTemplate:
                 messages=guarded,
                 tools=[self._guard_tree(tool) for tool in tools] or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
         except jinja2.TemplateError as error:

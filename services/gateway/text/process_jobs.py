@@ -32,6 +32,7 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
 
 
 class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -45,6 +46,7 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     body: bytes
     max_context_tokens: int | None = None
     max_input_tokens: int | None = None
+    vocab_size: int | None = None
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +65,9 @@ class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class PreparedBody(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`body`: the same JSON with short prompts in place of its own, or as it was given."""
+    """`body`: the same JSON with short prompts in place of its own, or as it was given, or the
+    response.
+    """
 
     body: bytes
     prompts: list[TokenizedPrompt]

@@ -106,7 +106,9 @@ def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
     if template is None:
         return Rejected("this model has no chat template")
     try:
-        parts = template.render(job.messages, job.tools)
+        parts = template.render(
+            job.messages, job.tools, add_generation_prompt=job.add_generation_prompt
+        )
     except HearthError as error:
         return Rejected(error.message)
     if sum(map(len, parts)) > MAX_PROMPT_CHARS:

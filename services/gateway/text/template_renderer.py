@@ -27,14 +27,19 @@ class Renderer:
         self._has_template = has_template
 
     async def render(
-        self, messages: Messages, tools: Messages = (), *, tenant_id: str = ""
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        *,
+        tenant_id: str = "",
+        add_generation_prompt: bool = True,
     ) -> list[str]:
         """As ChatTemplate.render. Raises InvalidRequest, also for too much time or memory;
         Overloaded if the tenant's turn does not come; NoCapacity.
         """
         if not self._has_template:
             raise InvalidRequest("this model has no chat template", param="messages")
-        reply = await self._pool.run(tenant_id, RenderJob(messages, tools))
+        reply = await self._pool.run(tenant_id, RenderJob(messages, tools, add_generation_prompt))
         if isinstance(reply, Rejected):
             raise _error_of(reply)
         assert isinstance(reply, Rendered), "the reply to a RenderJob"

@@ -37,6 +37,7 @@ class PromptTokenizer:
             each.model._resize_cache(0)
         self._literal.encode_special_tokens = True
         self._encode, self._encode_literal = encoders(text, self.tokenizer, self._literal)
+        self._added = _added_around(self.tokenizer)
         self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 
     @property
@@ -71,6 +72,22 @@ class PromptTokenizer:
             end = max(end, next_end)
         return encoding.ids, offsets
 
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the same ids as `encode_with_offsets`, several times faster for most models."""
+        token_ids = self._encode(text)
+        if not add_special_tokens:
+            return token_ids
+        before, after = self._added
+        return [*before, *token_ids, *after]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decodes all tokens at once, including special tokens; what has no token has no text."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def spelled(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it, for example `Ġhello`."""
+        return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def decode_with_offsets(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """Decodes a token prompt, including special tokens. Returns the text and the offsets."""
         detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
@@ -87,3 +104,11 @@ class PromptTokenizer:
         bare = word.lstrip()
         spelled = (tuple(self.encode([LiteralText(each)])) for each in (bare, f" {bare}"))
         return list(dict.fromkeys(spelled))
+
+
+def _added_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that the post-processor writes before and after any text."""
+    full = tokenizer.encode("a", add_special_tokens=True)
+    own = [index for index, special in enumerate(full.special_tokens_mask) if not special]
+    first, last = (own[0], own[-1]) if own else (len(full.ids), len(full.ids))
+    return full.ids[:first], full.ids[last + 1 :]

@@ -31,6 +31,8 @@ REJECTED: list[tuple[str, str, bytes, int]] = [
     ("POST", EMBEDDINGS, b'{"input": "a", "dimensions": 3}', 400),
     ("POST", "/v1/prefixes/dry_run", b'{"request": {}}', 400),
     ("PUT", "/v1/prefixes/short", b"{}", 400),
+    ("POST", "/tokenize", b"{", 400),
+    ("POST", "/v1/detokenize", b" " * (64 * 1024 + 1), 413),
     ("GET", "/v1/prefixes/none", b"", 404),
     ("DELETE", "/v1/prefixes/none", b"", 404),
 ]

@@ -1,0 +1,124 @@
+"""Request and response bodies of `/tokenize` and `/detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.openai.chat import ChatMessage, turns_of
+from services.gateway.prefixes.bodies import MAX_TOOLS, check_tools
+from services.gateway.request.conversation import Conversation, chat_prompt
+from services.gateway.request.supported_fields import SupportedFields
+from shared.errors import InvalidRequest
+from shared.messages import TokenId
+
+# Fields that would change the tokens and are not supported, with the values that change nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "mm_processor_kwargs": (None, {}),
+}
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Either `prompt` or `messages`. `add_special_tokens`: those that the tokenizer puts around a
+    prompt, by default true; a chat template writes its own. `add_generation_prompt`: the start of
+    an answer after the messages, by default true; without effect on a prompt.
+    """
+
+    model: str | None = None  # the gateway's only model
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_model_len`: the model's context, in tokens; the prompt may be longer. `token_strs`: the
+    tokens as the vocabulary spells them.
+    """
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class _TextFields(SupportedFields):
+    """Names the field also for text that is not valid Unicode, which no JSON decoder places."""
+
+    def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
+        super().__init__(struct, neutral_values)
+        self._names = {*struct.__struct_fields__, *neutral_values}
+
+    def decode(self, data: bytes | msgspec.Raw) -> Any:
+        try:
+            return super().decode(data)
+        except InvalidRequest as error:
+            field = None if error.param else self._field_of_invalid_text(bytes(data))
+            if field is None:
+                raise
+            message = f"{field}: the text has a lone surrogate, or a byte that is not UTF-8"
+            raise InvalidRequest(message, param=field) from error
+
+    def _field_of_invalid_text(self, data: bytes) -> str | None:
+        """Python's decoder accepts such text, unlike msgspec, and is slower."""
+        try:
+            body = json.loads(data.decode("utf-8", "surrogateescape"))
+        except (ValueError, RecursionError):
+            return None
+        fields = body if isinstance(body, dict) else {}
+        return next(
+            (name for name in self._names & fields.keys() if _is_invalid(fields[name])), None
+        )
+
+
+def _is_invalid(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+TOKENIZE_FIELDS = _TextFields(TokenizeRequest, NEUTRAL_VALUES)
+DETOKENIZE_FIELDS = _TextFields(DetokenizeRequest, {})
+
+
+def check_tokenize(body: TokenizeRequest) -> None:
+    """Raises InvalidRequest if fields contradict each other."""
+    if body.prompt is None and body.messages is None:
+        raise InvalidRequest("prompt: send a `prompt` or `messages`", param="prompt")
+    if body.messages is None:
+        if body.tools:
+            raise InvalidRequest("tools is only allowed with `messages`", param="tools")
+    elif body.prompt is not None:
+        raise InvalidRequest("messages: send either `prompt` or `messages`", param="messages")
+    elif body.add_special_tokens:
+        raise InvalidRequest(
+            "add_special_tokens is only allowed with `prompt`: a chat template writes its own",
+            param="add_special_tokens",
+        )
+
+
+def conversation_of(body: TokenizeRequest) -> list[dict[str, Any]]:
+    """The messages as dicts for the chat template. Raises InvalidRequest, PayloadTooLarge."""
+    check_tools(body.tools or [])
+    turns = turns_of(body.messages or [])
+    return [dict(each) for each in chat_prompt(Conversation(turns=turns)).messages]

@@ -1,0 +1,74 @@
+"""Text to tokens and back: pure, for requests that are decoded."""
+
+from __future__ import annotations
+
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.tokenizer import PromptTokenizer
+from services.gateway.tokenization.bodies import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    check_tokenize,
+    conversation_of,
+)
+from shared.errors import InvalidRequest
+
+
+def tokenize(
+    body: TokenizeRequest,
+    tokenizer: PromptTokenizer,
+    *,
+    max_model_len: int,
+    chat_token_ids: list[int] | None = None,
+) -> TokenizeResponse:
+    """`chat_token_ids`: of the rendered messages, for a body with messages. Raises InvalidRequest
+    if fields contradict each other.
+    """
+    check_tokenize(body)
+    if body.messages is None:
+        add = body.add_special_tokens is not False
+        token_ids = tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
+    else:
+        assert chat_token_ids is not None, "the messages are rendered before"
+        token_ids = chat_token_ids
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=max_model_len,
+        tokens=token_ids,
+        token_strs=tokenizer.spelled(token_ids) if body.return_token_strs else None,
+    )
+
+
+def detokenize(
+    body: DetokenizeRequest, tokenizer: PromptTokenizer, *, vocab_size: int
+) -> DetokenizeResponse:
+    """Special tokens become their texts. `vocab_size`: of the model, which may pad that of its
+    tokenizer. Raises InvalidRequest for a token outside both vocabularies.
+    """
+    limit = max(vocab_size, tokenizer.vocab_size)
+    highest = max(body.tokens, default=0)
+    if highest >= limit:
+        raise InvalidRequest(
+            f"tokens: {highest} is not in this model's vocabulary of {limit}", param="tokens"
+        )
+    return DetokenizeResponse(prompt=tokenizer.decode(body.tokens))
+
+
+def chat_tokens(
+    body: TokenizeRequest, template: ChatTemplate | None, tokenizer: PromptTokenizer
+) -> list[int] | None:
+    """The tokens of the rendered messages; None for a body with a prompt. Takes the template's
+    time. Raises InvalidRequest, PayloadTooLarge.
+    """
+    if body.messages is None:
+        return None
+    check_tokenize(body)
+    if template is None:
+        raise InvalidRequest("this model has no chat template", param="messages")
+    parts = template.render(
+        conversation_of(body),
+        body.tools or (),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    return tokenizer.encode(parts)

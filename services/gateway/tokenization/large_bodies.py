@@ -1,0 +1,30 @@
+"""Answers a large body in a preparation process, so that no running stream waits for it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.process_jobs import BodyJob, PreparedBody
+from services.gateway.text.tokenizer import PromptTokenizer
+from services.gateway.tokenization.bodies import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from services.gateway.tokenization.conversion import chat_tokens, detokenize, tokenize
+
+TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
+TOKENIZATION_KINDS = (TOKENIZE, DETOKENIZE)
+
+
+def answer(job: BodyJob, tokenizer: PromptTokenizer, template: ChatTemplate | None) -> PreparedBody:
+    """Returns the body of the response. Raises InvalidRequest and its subclasses."""
+    if job.kind == DETOKENIZE:
+        tokens = DETOKENIZE_FIELDS.decode(job.body)
+        response = detokenize(tokens, tokenizer, vocab_size=job.vocab_size or 0)
+        return PreparedBody(msgspec.json.encode(response), [])
+    body = TOKENIZE_FIELDS.decode(job.body)
+    tokenized = tokenize(
+        body,
+        tokenizer,
+        max_model_len=job.max_context_tokens or 0,
+        chat_token_ids=chat_tokens(body, template, tokenizer),
+    )
+    return PreparedBody(msgspec.json.encode(tokenized), [])
