@@ -126,3 +126,26 @@ def test_cache_is_valid_for_the_same_source_whatever_the_time_of_its_file(tmp_pa
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert done.stdout.split() == ["True", "False"]
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+USE = """
+import asyncio
+from services.scheduler.compiled_loops import use_compiled_loops
+asyncio.run(use_compiled_loops())
+print("goes on")
+"""
+
+
+def test_scheduler_goes_on_where_numba_fails(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise RuntimeError('no such CPU')")
+    done = subprocess.run(
+        [sys.executable, "-c", USE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
+    assert done.stdout.splitlines()[-1:] == ["goes on"]
+    assert "cost_kernel_not_compiled" in done.stdout

@@ -1,6 +1,6 @@
 """Requests/s of one gateway by dialect and transport: chat, Workers AI, and chat over NATS.
 
-    python -m benchmarks.transports [--concurrency 16] [--duration-s 5] [--rounds 5]
+    python -m benchmarks.serving.transports [--concurrency 16] [--duration-s 5] [--rounds 5]
 
 A full cluster of real processes whose workers' steps take no time, as of
 `benchmarks/control_plane.py`, with 500 tokens in and 32 out. Each round measures all by turns, with
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     add("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     rows = uvloop.run(run(options))
-    write_result("transports", rows, bars_of(rows), ["-m", "benchmarks.transports", *argv])
+    write_result("transports", rows, bars_of(rows), ["-m", "benchmarks.serving.transports", *argv])
     return 1 if any(row["num_errors"] for row in rows) else 0
 
 
