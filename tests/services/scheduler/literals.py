@@ -24,6 +24,7 @@ def submit_of(
     affinity_key: str = "",
     allowed_regions: tuple[str, ...] = (),
     numerics: Numerics | None = None,
+    is_queueable: bool = True,
 ) -> SubmitRequest:
     token_ids = range(num_prompt_tokens)
     root = root_hash(tenant_id, "r1")
@@ -44,5 +45,8 @@ def submit_of(
         allowed_regions=allowed_regions,
     )
     return SubmitRequest(
-        request=request, excluded_workers=excluded_workers, affinity_key=affinity_key
+        request=request,
+        excluded_workers=excluded_workers,
+        affinity_key=affinity_key,
+        is_queueable=is_queueable,
     )
