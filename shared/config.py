@@ -108,6 +108,7 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_unsent_bytes: int = 8 * 1024 * 1024  # of one stream: text and packed logprobs
     max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required
+    padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
 
     @property
     def http_tls(self) -> TlsFiles:

@@ -152,6 +152,7 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     attempt: Count = 0
     excluded_workers: Annotated[tuple[ProcessId, ...], Meta(max_length=1024)] = ()
     affinity_key: Name = ""
+    is_queueable: bool = True  # False: rejected instead of waiting for room on a worker
 
     @property
     def sender_id(self) -> str:

@@ -1,7 +1,7 @@
-"""The table of errors in the gateway's README, generated from the error classes.
+"""The tables of errors in the gateway's README, generated from the error classes.
 
-python -m tests.error_table            print the table
-python -m tests.error_table --write    put it into services/gateway/README.md
+python -m tests.error_table            print the tables
+python -m tests.error_table --write    put them into services/gateway/README.md
 """
 
 from __future__ import annotations
@@ -10,27 +10,37 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import services.gateway.openai.errors
+import services.gateway.http.errors
 import services.gateway.prefixes.errors
 import services.gateway.tenancy.errors
+import services.gateway.workers_ai.errors
+import services.gateway.workers_ai.model_id
 import shared.errors
 import shared.store
 import shared.tenancy.pinned_prefix
 from benchmarks.readme_table import replaced
+from services.gateway.workers_ai.errors import number_of
 from shared.errors import HearthError
 
 README = Path(__file__).resolve().parent.parent / "services" / "gateway" / "README.md"
 MARKER = "errors (tests/error_table.py)"
+WORKERS_AI_MARKER = "errors of Workers AI (tests/error_table.py)"
 MODULES = (
     shared.errors,
     shared.store,
-    services.gateway.openai.errors,
+    services.gateway.http.errors,
     services.gateway.prefixes.errors,
     services.gateway.tenancy.errors,
+    services.gateway.workers_ai.errors,
+    services.gateway.workers_ai.model_id,
     shared.tenancy.pinned_prefix,
 )
 MEANING = {
     "invalid_request": "the body is wrong; `param` names the field",
+    "missing_body": "the request has no body (Workers AI)",
+    "malformed_model_id": "the path ends with no possible model id (Workers AI)",
+    "lora_not_supported": "LoRA adapters are not supported (Workers AI)",
+    "foreign_account": "the path names another account than that of the key (Workers AI)",
     "exceeds_limit": "this request alone is more than a limit of the tenant allows",
     "prefix_too_short": "the prefix does not fill one block",
     "invalid_api_key": "no API key, or an unknown one",
@@ -101,9 +111,22 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def workers_ai_table() -> str:
+    """The codes of the first table by their number and status in Cloudflare's envelope."""
+    lines = ["| number | status | `code` of OpenAI's envelope |", "| --- | --- | --- |"]
+    codes: dict[tuple[int, int], list[str]] = {}
+    for each in error_classes():
+        number = number_of(each)
+        codes.setdefault((number.code, number.status), []).append(f"`{each.code}`")
+    for (number, status), names in sorted(codes.items()):
+        lines.append(f"| {number} | {status} | {', '.join(dict.fromkeys(sorted(names)))} |")
+    return "\n".join(lines) + "\n"
+
+
 def written() -> str:
-    """The README with the current table."""
-    return replaced(README.read_text(), MARKER, table())
+    """The README with the current tables."""
+    text = replaced(README.read_text(), MARKER, table())
+    return replaced(text, WORKERS_AI_MARKER, workers_ai_table())
 
 
 def main() -> None:
@@ -111,6 +134,7 @@ def main() -> None:
         README.write_text(written())
     else:
         print(table())
+        print(workers_ai_table())
 
 
 if __name__ == "__main__":

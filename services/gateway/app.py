@@ -20,11 +20,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
 from services.gateway.catalog import Catalog, Readiness
+from services.gateway.http.errors import error_of_http
+from services.gateway.http.response import error_headers
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.chat import ChatCompletion
 from services.gateway.openai.completions import Completion
 from services.gateway.openai.embeddings import EmbeddingList
-from services.gateway.openai.errors import ErrorEnvelope, error_of_http, error_response
+from services.gateway.openai.errors import ErrorEnvelope, envelope
 from services.gateway.openai.routes import (
     ChatBody,
     CompletionBody,
@@ -45,6 +47,7 @@ from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
+from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.permissions import check_model, may_use
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
@@ -54,6 +57,11 @@ from services.gateway.tokenization.routes import (
     TokenizeBody,
 )
 from services.gateway.tokenization.tokenization import Tokenization
+from services.gateway.workers_ai.errors import envelope as workers_ai_envelope
+from services.gateway.workers_ai.errors import number_of
+from services.gateway.workers_ai.paths import OPENAI_ROOTS, has_own_envelope
+from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
+from services.gateway.workers_ai_handlers import workers_ai_handlers
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
@@ -169,7 +177,7 @@ class Routes:
         if request.method == "POST":
             self._metrics.count_request(error.code)
         request_id = request.state.get("request_id") or self._new_request_id()
-        response = error_response(error, request_id)
+        response = _error_response(request.scope["path"], error, request_id)
         reservation: Reservation | None = request.state.get("reservation")
         if reservation is not None:
             response.headers = {**reservation.headers, **response.headers}
@@ -201,8 +209,11 @@ def build_app(
     keep_alive_s: float,
     max_body_bytes: int,
     version: str,
+    aliases: ModelAliases,
     metrics_token: str = "",
+    padding: Callable[[int], bytes] | None = None,
 ) -> Litestar:
+    """`padding`: random bytes for the streams of Workers AI; None: they have none."""
     routes = Routes(
         api_keys=api_keys,
         catalog=catalog,
@@ -214,6 +225,9 @@ def build_app(
         version=version,
     )
     openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
+    workers_ai = WorkersAIRoutes(
+        opener, catalog, aliases, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
+    )
     admission = Admission(
         submission, opener, api_keys, new_request_id=new_request_id, max_body_bytes=max_body_bytes
     )
@@ -224,6 +238,7 @@ def build_app(
             *_model_handlers(routes, known),
             *_prefix_handlers(PrefixRoutes(submission, prefix_store, catalog, files), known),
             *_tokenization_handlers(Tokenization(submission, catalog, files.tokenizer), known),
+            *workers_ai_handlers(workers_ai, known),
             *_state_handlers(routes),
         ],
         exception_handlers={
@@ -237,22 +252,37 @@ def build_app(
     )
 
 
+def _error_response(path: str, error: HearthError, request_id: str) -> Response[Any]:
+    """The path decides the dialect."""
+    is_workers_ai = has_own_envelope(path)
+    return Response(
+        workers_ai_envelope(error) if is_workers_ai else envelope(error),
+        status_code=number_of(type(error)).status if is_workers_ai else error.http_status,
+        headers={"x-request-id": request_id, **error_headers(error)},
+        media_type="application/json",
+    )
+
+
+def _openai_paths(path: str) -> list[str]:
+    return [f"{root}{path}" for root in OPENAI_ROOTS]
+
+
 def _openai_handlers(openai: OpenAIRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-    submits = partial(post, return_dto=None, status_code=200, **known)
+    submits = partial(post, return_dto=None, status_code=200, guards=[check_account], **known)
     chat = submits(
-        path="/v1/chat/completions",
+        path=_openai_paths("/chat/completions"),
         dto=ChatBody,
         opt={BODY_KIND: "chat"},
         responses=_responses(ChatCompletion, *ERRORS),
     )
     texts = submits(
-        path="/v1/completions",
+        path=_openai_paths("/completions"),
         dto=CompletionBody,
         opt={BODY_KIND: "completions"},
         responses=_responses(Completion, *ERRORS),
     )
     embeddings = submits(
-        path="/v1/embeddings",
+        path=_openai_paths("/embeddings"),
         dto=EmbeddingBody,
         opt={BODY_KIND: "embeddings"},
         responses=_responses(EmbeddingList, *ERRORS),
@@ -265,10 +295,12 @@ def _openai_handlers(openai: OpenAIRoutes, known: dict[str, Any]) -> list[HTTPRo
 
 
 def _model_handlers(routes: Routes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-    free = {"opt": {IS_FREE: True}, **known}
-    models = READS("/v1/models", responses=_responses(ModelList, 401, 403, 503), **free)
+    free = {"opt": {IS_FREE: True}, "guards": [check_account], **known}
+    models = READS(_openai_paths("/models"), responses=_responses(ModelList, 401, 403, 503), **free)
     model = READS(
-        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **free
+        _openai_paths("/models/{model_id:path}"),
+        responses=_responses(ModelEntry, 401, 403, 404, 503),
+        **free,
     )
     return [models(routes.models), model(routes.model)]
 

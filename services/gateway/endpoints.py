@@ -2,5 +2,7 @@
 
 from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
 from services.gateway.request.endpoint import Endpoint
+from services.gateway.workers_ai.endpoint import run_endpoint
 
-ENDPOINTS: dict[str, Endpoint] = {each.name: each for each in (CHAT, COMPLETIONS, EMBEDDINGS)}
+_ALL = (CHAT, COMPLETIONS, EMBEDDINGS, run_endpoint())
+ENDPOINTS: dict[str, Endpoint] = {each.name: each for each in _ALL}

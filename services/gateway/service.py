@@ -158,6 +158,7 @@ class GatewayService:
         return build_app(
             submission=self.submission,
             opener=self._opener(wall_clock),
+            aliases=self.model_aliases,
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
             catalog=self.catalog,
@@ -171,6 +172,7 @@ class GatewayService:
             max_body_bytes=self._config.max_body_bytes,
             version=_installed_version(),
             metrics_token=self._config.metrics_token,
+            padding=self._randomness.bytes if self._config.padding else None,
         )
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:

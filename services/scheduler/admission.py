@@ -49,6 +49,7 @@ class Admission:
         self._lanes: dict[Lane, Backlog] = {}
         self._held: dict[str, QueuedRequest] = {}
         self._of_gateway: dict[str, dict[str, QueuedRequest]] = {}
+        self._unqueueable: dict[str, QueuedRequest] = {}
         self._usage = QueuedTokens()
         self._usage_of_tenant: dict[str, QueuedTokens] = {}
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
@@ -97,6 +98,7 @@ class Admission:
             lane.advance(now)
             ticket = lane.queue.pop(now)
             if ticket is not None:
+                ticket.is_placing = True
                 self._lanes[name] = self._lanes.pop(name)  # to the end
                 return ticket
         return None
@@ -104,6 +106,7 @@ class Admission:
     def requeue(self, ticket: QueuedRequest, now: float) -> None:
         """Returns the request to its old position, unless the request was removed meanwhile."""
         if not ticket.is_removed:
+            ticket.is_placing = False
             lane = self._lanes[ticket.lane]
             lane.advance(now)
             lane.queue.push_back(ticket, now)
@@ -148,6 +151,17 @@ class Admission:
             self._forget(ticket)
         return tickets
 
+    def must_not_wait(self, lane: Lane) -> list[QueuedRequest]:
+        """The requests that wait in this lane, and are rejected instead."""
+        held = self._unqueueable.values()
+        return [each for each in held if each.lane == lane and not each.is_placing]
+
+    def busy(self, lane: Lane) -> Overloaded:
+        """The error of a request that must not wait, and for which no worker has room."""
+        backlog = self._lanes[lane]
+        message = "no worker has room for this request now"
+        return Overloaded(message, retry_after_s=backlog.retry_after_s())
+
     def has_any(self, lane: Lane) -> bool:
         """Whether a request of this lane is held, waiting or being placed."""
         backlog = self._lanes.get(lane)
@@ -172,6 +186,8 @@ class Admission:
     def _hold(self, ticket: QueuedRequest, lane: Backlog) -> None:
         request = ticket.request
         self._held[request.request_id] = ticket
+        if not ticket.is_queueable:
+            self._unqueueable[request.request_id] = ticket
         self._of_gateway.setdefault(request.gateway_id, {})[request.request_id] = ticket
         self._usage.add(ticket)
         self._usage_of_tenant.setdefault(request.tenant_id, QueuedTokens()).add(ticket)
@@ -182,6 +198,7 @@ class Admission:
         ticket.is_removed = True
         request = ticket.request
         del self._held[request.request_id]
+        self._unqueueable.pop(request.request_id, None)
         of_gateway = self._of_gateway[request.gateway_id]
         del of_gateway[request.request_id]
         if not of_gateway:

@@ -60,6 +60,7 @@ class QueuedRequest:
     queued_at: float
     deadline_at: float
     is_removed: bool = False  # removed: tasks that still process it must stop
+    is_placing: bool = False  # popped from the queue
     unservable_since: float | None = None  # since when no live worker serves it
     unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
     silent_since: float | None = None  # when the first start without a reply was sent
@@ -71,6 +72,10 @@ class QueuedRequest:
     @property
     def excluded_workers(self) -> set[str]:
         return self.unfit_workers.union(self.submit.excluded_workers)
+
+    @property
+    def is_queueable(self) -> bool:
+        return self.submit.is_queueable
 
     @property
     def tenant_id(self) -> str:

@@ -153,7 +153,11 @@ class SchedulerService:
         context_tokens = self._workers.smallest_context(
             Lane.of(request).served, num_context_tokens(request)
         )
-        self._admission.enqueue(message, self._clock.now(), context_tokens=context_tokens)
+        ticket = self._admission.enqueue(message, self._clock.now(), context_tokens=context_tokens)
+        if not ticket.is_queueable and ticket.lane in self._blocked:
+            error = self._admission.busy(ticket.lane)
+            self._admission.remove(request.request_id)
+            raise error
         if not self._wake.is_set():  # sends the index query together with this reply
             self._place_next()
         self._wake.set()  # the queue, not arrival, orders concurrent requests
@@ -295,13 +299,14 @@ class SchedulerService:
         self, ticket: QueuedRequest, num_cached_blocks: Mapping[str, int], tried: set[str]
     ) -> Target | None:
         """None after requeueing or parking the ticket. Raises NoCapacity if live workers could
-        decode, but have too small a context: waiting rarely brings a larger one.
+        decode, but have too small a context: waiting rarely brings a larger one. A ticket that must
+        not wait raises NoCapacity or Overloaded instead.
         """
         now = self._clock.now()
         needs = size_of(ticket)
         if not self._candidates.has_any(ticket, now):
             knows_all = self.health_monitor.fleet.can_judge(now)  # all live workers
-            if knows_all and self._candidates.is_too_long(ticket, now):
+            if not ticket.is_queueable or (knows_all and self._candidates.is_too_long(ticket, now)):
                 raise self._candidates.error(ticket, now)
             ticket.unservable_since = now
             self._parked[ticket] = None
@@ -321,8 +326,12 @@ class SchedulerService:
         return target
 
     def _block(self, ticket: QueuedRequest, needs: RequestSize) -> None:
-        """Requeues the ticket until a worker opens or a heartbeat reports room."""
+        """Requeues the ticket until a worker opens or a heartbeat reports room. Raises Overloaded
+        for a ticket that must not wait.
+        """
         lane, now = ticket.lane, self._clock.now()
+        if not ticket.is_queueable:
+            raise self._admission.busy(lane)
         decodes = self._workers.lane(lane.served).decodes
         opens_in_s = decodes.opens_at(lane.regions, lane.needs) - now
         # with workers that have long been open, the lane lacks room, not time
@@ -331,6 +340,8 @@ class SchedulerService:
             self._background.start(self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S)))
         self._blocked.block(lane, needs)
         self._admission.requeue(ticket, now)
+        for other in self._admission.must_not_wait(lane):
+            self._fail(other, self._admission.busy(lane))
 
     async def _probe_after(self, lane: Lane, delay_s: float) -> None:
         """Retries the lane once the first worker has done enough of its assigned work."""

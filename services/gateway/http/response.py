@@ -185,7 +185,7 @@ class GenerationResponse:
         body = _encode(self.encoder.error_body(error))
         headers = [JSON]
         headers += [(key.encode(), text.encode()) for key, text in error_headers(error).items()]
-        await self._start(send, error.http_status, headers, len(body))
+        await self._start(send, self.encoder.error_status(error), headers, len(body))
         await self._send(send, body, more_body=False)
 
     async def _start_events(self, send: Send) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from array import array
 from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +17,9 @@ from services.gateway.openai.embeddings import (
 )
 from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.openai.usage import hearth_info_of
+from services.gateway.output.embedding_vector import check_embeddings, little_endian, unpack_vector
 from services.gateway.output.results import Results
 from services.gateway.request.endpoint import ResponseContext
-from shared.errors import HearthError
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,10 +39,7 @@ class EmbeddingEncoder(OpenAIEncoder):
 
     def body(self, results: Results) -> Iterator[bytes]:
         """Raises HearthError if a worker ended a request without its embedding."""
-        outputs = self.context.merger.outputs
-        for each in outputs:
-            if not each.embedding or len(each.embedding) % 4:
-                raise HearthError("the worker sent no embedding")
+        packed = check_embeddings(each.embedding for each in self.context.merger.outputs)
         num_tokens = results.usage.prompt
         embeddings = EmbeddingList(
             data=[],
@@ -54,26 +48,11 @@ class EmbeddingEncoder(OpenAIEncoder):
             hearth=hearth_info_of(self.context),
         )
         encoded = (
-            (_encode(Embedding(index=index, embedding=self._vector(output.embedding or b""))),)
-            for index, output in enumerate(outputs)
+            (_encode(Embedding(index=index, embedding=self._vector(each))),)
+            for index, each in enumerate(packed)
         )
         return with_list(_encode(embeddings), b"data", encoded)
 
     def _vector(self, packed: bytes) -> list[float] | str:
-        vector = _little_endian(array("f", packed))
-        if self.is_normalized:
-            vector = normalized(vector)
-        return b64encode(_little_endian(vector)).decode() if self.is_base64 else vector.tolist()
-
-
-def normalized(vector: array[float]) -> array[float]:
-    """Scales the vector to length one; returns a zero vector unchanged."""
-    length = math.hypot(*vector)
-    return array("f", [value / length for value in vector]) if length else vector
-
-
-def _little_endian(vector: array[float]) -> array[float]:
-    """Converts to or from the wire's byte order."""
-    if sys.byteorder == "big":
-        vector.byteswap()
-    return vector
+        vector = unpack_vector(packed, is_normalized=self.is_normalized)
+        return b64encode(little_endian(vector)).decode() if self.is_base64 else vector.tolist()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import msgspec
+
 from services.gateway.openai import chat, completions, embeddings
 from services.gateway.openai.chat_response import ChatEncoder
 from services.gateway.openai.completion_response import CompletionEncoder
@@ -11,8 +16,9 @@ from services.gateway.request.endpoint import Endpoint
 NO_MESSAGES = [chat.ChatMessage(role="user", content="")]
 
 
-def _texts(count: int) -> str | list[str]:
-    return "" if count == 1 else [""] * count
+def _without_prompts(body: Any, count: int, *, field: str) -> Any:
+    empty = "" if count == 1 else [""] * count
+    return msgspec.structs.replace(body, **{field: empty})
 
 
 CHAT = Endpoint(
@@ -21,8 +27,7 @@ CHAT = Endpoint(
     generations=lambda body, model, _: [chat.to_generation_request(body, model)],
     is_streamed=lambda body: bool(body.stream),
     encoder=ChatEncoder.of,
-    prompt_field="messages",
-    empty=lambda _: NO_MESSAGES,
+    without_prompts=lambda body, _: msgspec.structs.replace(body, messages=NO_MESSAGES),
 )
 COMPLETIONS = Endpoint(
     name="completions",
@@ -30,8 +35,7 @@ COMPLETIONS = Endpoint(
     generations=lambda body, model, _: completions.to_generation_requests(body, model),
     is_streamed=lambda body: bool(body.stream),
     encoder=CompletionEncoder.of,
-    prompt_field="prompt",
-    empty=_texts,
+    without_prompts=partial(_without_prompts, field="prompt"),
 )
 EMBEDDINGS = Endpoint(
     name="embeddings",
@@ -39,6 +43,5 @@ EMBEDDINGS = Endpoint(
     generations=embeddings.to_generation_requests,
     is_streamed=lambda _: False,
     encoder=EmbeddingEncoder.of,
-    prompt_field="input",
-    empty=_texts,
+    without_prompts=partial(_without_prompts, field="input"),
 )

@@ -32,6 +32,10 @@ class Encoder(Protocol):
         """
         ...
 
+    def error_status(self, error: HearthError) -> int:
+        """Returns the HTTP status of the error response."""
+        ...
+
     def error_body(self, error: HearthError) -> Any:
         """Returns the error response for the JSON encoder."""
         ...

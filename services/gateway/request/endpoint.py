@@ -30,8 +30,8 @@ class ResponseContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """`name`: by which a preparation process finds it. `prompt_field`: the body's field that holds
-    the prompts; `empty`: its value for N empty prompts.
+    """`name`: by which a preparation process finds it. `without_prompts`: the body with a number of
+    empty prompts.
     """
 
     name: str
@@ -40,5 +40,4 @@ class Endpoint:
     generations: Callable[[Any, str, int | None], Sequence[GenerationRequest]]
     is_streamed: Callable[[Any], bool]
     encoder: Callable[[Any, ResponseContext], Encoder]
-    prompt_field: str
-    empty: Callable[[int], Any]
+    without_prompts: Callable[[Any, int], Any]

@@ -28,7 +28,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompt: Prompt
     sampling: SamplingFields
-    max_tokens: int | None = None  # None: the model's default
+    max_tokens: int | None = None  # None: `default_max_tokens`, less where the context ends
+    default_max_tokens: int | None = None  # None: the model's default
     num_logprobs: int | None = None  # None: none; k: of the sampled token and of the top k
     num_prompt_logprobs: int | None = None
     logprobs_param: str = "logprobs"  # the request field that holds the number
@@ -40,6 +41,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     shows_output: bool = True  # False: sampled tokens are not returned
     priority: int | None = None  # None: the tenant's priority
     needs: tuple[str, ...] = ()  # features that its workers must have, such as `grammar/1`
+    is_queueable: bool = True  # False: rejected if it would wait for a worker
 
     @property
     def continues_text(self) -> bool:

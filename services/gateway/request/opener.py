@@ -84,22 +84,26 @@ class Opener:
         body: Any,
         reservation: Reservation,
         *,
+        model: str | None = None,
         prompts: Sequence[TokenizedPrompt] | None = None,
         framing: Framing = SSE,
         affinity_key: str | None = None,
     ) -> OpenResponse:
-        """`affinity_key` overrides the body's. Raises the HearthError that rejects the request."""
+        """`model`: of a body that names none (default: the gateway's). `affinity_key` overrides the
+        body's. Raises the HearthError that rejects the request.
+        """
         hidden_size = self._files.limits.hidden_size
-        generations = endpoint.generations(body, self._catalog.name, hidden_size)
+        default_model = self._catalog.name if model is None else model
+        generations = endpoint.generations(body, default_model, hidden_size)
         if prompts is not None:
             generations = with_prompts(generations, prompts)
         if affinity_key:
             changes = {"affinity_key": affinity_key}
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
         named = generations[0].model
-        model = await self._model(reservation.tenant.tenant_id, named)
-        if model != named:
-            generations = [msgspec.structs.replace(each, model=model) for each in generations]
+        resolved = await self._model(reservation.tenant.tenant_id, named)
+        if resolved != named:
+            generations = [msgspec.structs.replace(each, model=resolved) for each in generations]
         merger = await self._submission.submit(reservation, generations)
         context = ResponseContext(
             merger,
@@ -118,7 +122,6 @@ class Opener:
         )
 
     async def _model(self, tenant_id: str, name: str) -> str:
-        """The model that the tenant means. An unknown name is rejected when it is prepared."""
-        if name == self._catalog.name:
-            return name
-        return await self._aliases.resolve(tenant_id, name) or name
+        """The gateway's model for an alias of it. Another name is rejected when it is prepared."""
+        own = self._catalog.name
+        return own if await self._aliases.resolve(tenant_id, name) == own else name

@@ -141,8 +141,10 @@ class Preparation:
 
     def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
         """Capped at the tenant's limit, so that the default alone never rejects a request."""
-        of_model = self._files.defaults.max_new_tokens
-        default = self._config.default_max_tokens if of_model is None else of_model
+        default = generation.default_max_tokens
+        if default is None:
+            of_model = self._files.defaults.max_new_tokens
+            default = self._config.default_max_tokens if of_model is None else of_model
         if tenant.output_tokens_per_min is None:
             return default
         return max(1, min(default, tenant.output_tokens_per_min // generation.num_choices))

@@ -34,8 +34,7 @@ def prepare_body(
     body = endpoint.fields.decode(job.body)
     generations = endpoint.generations(body, "", files.limits.hidden_size)
     prompts = [_tokenized(each, job, files, template) for each in generations]
-    changed = {endpoint.prompt_field: endpoint.empty(len(prompts))}
-    short = msgspec.structs.replace(body, **changed)
+    short = endpoint.without_prompts(body, len(prompts))
     return PreparedBody(msgspec.json.encode(short), prompts)
 
 

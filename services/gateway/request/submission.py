@@ -188,7 +188,12 @@ class Submission:
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key
         )
-        self._driver.open(prepared.request, output, affinity_key=affinity_key)
+        self._driver.open(
+            prepared.request,
+            output,
+            affinity_key=affinity_key,
+            is_queueable=prepared.generation.is_queueable,
+        )
         reservation.opened(output)  # last: it waits for the end of what was opened
         return output
 

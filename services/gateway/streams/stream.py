@@ -90,10 +90,17 @@ class Stream:
     """The state of one request. Times are seconds of the gateway's monotonic clock."""
 
     def __init__(
-        self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
+        self,
+        request: Request,
+        receiver: Receiver,
+        now: float,
+        *,
+        affinity_key: str = "",
+        is_queueable: bool = True,
     ) -> None:
         self.request = request
         self.affinity_key = affinity_key
+        self.is_queueable = is_queueable
         self.receiver = receiver
         self.deadline_at = now + request.deadline_s
         self.choices = {

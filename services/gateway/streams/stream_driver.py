@@ -92,9 +92,18 @@ class StreamDriver:
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    def open(self, request: Request, receiver: Receiver, *, affinity_key: str = "") -> None:
+    def open(
+        self,
+        request: Request,
+        receiver: Receiver,
+        *,
+        affinity_key: str = "",
+        is_queueable: bool = True,
+    ) -> None:
         now = self._clock.now()
-        self._streams.open(request, receiver, now, affinity_key=affinity_key)
+        self._streams.open(
+            request, receiver, now, affinity_key=affinity_key, is_queueable=is_queueable
+        )
         self._perform()
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:

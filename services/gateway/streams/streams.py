@@ -117,9 +117,18 @@ class Streams:
     # ── calls of the gateway ─────────────────────────────────────────────────────────────────────
 
     def open(
-        self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
+        self,
+        request: Request,
+        receiver: Receiver,
+        now: float,
+        *,
+        affinity_key: str = "",
+        is_queueable: bool = True,
     ) -> None:
-        stream = Stream(request, receiver, now, affinity_key=affinity_key)
+        """`is_queueable`: whether the request may wait for a worker; once it has run, it may."""
+        stream = Stream(
+            request, receiver, now, affinity_key=affinity_key, is_queueable=is_queueable
+        )
         self._open_window(stream, now)
         self._by_request[request.request_id] = stream
         self._submit(stream, now)
@@ -320,6 +329,7 @@ class Streams:
             attempt=stream.attempt,
             excluded_workers=tuple(sorted(stream.excluded_workers)),
             affinity_key=stream.affinity_key,
+            is_queueable=stream.is_queueable or stream.last_worker_id is not None,
         )
         self._actions.submit(message)
 

@@ -25,6 +25,7 @@ def submit_of(
     allowed_regions: tuple[str, ...] = (),
     numerics: Numerics | None = None,
     needs: tuple[str, ...] = (),
+    is_queueable: bool = True,
 ) -> SubmitRequest:
     token_ids = range(num_prompt_tokens)
     root = root_hash(tenant_id, "r1")
@@ -46,5 +47,8 @@ def submit_of(
         needs=needs,
     )
     return SubmitRequest(
-        request=request, excluded_workers=excluded_workers, affinity_key=affinity_key
+        request=request,
+        excluded_workers=excluded_workers,
+        affinity_key=affinity_key,
+        is_queueable=is_queueable,
     )

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from services.scheduler.service import MAX_PLACING
 from shared import subjects
 from shared.errors import ContextFull, InvalidRequest, NoResponders, Overloaded, WorkerBusy
 from shared.lifecycle.health import SILENCE_LIMIT_S
@@ -678,5 +679,84 @@ def test_each_request_gets_exactly_one_result() -> None:
         names = [each.request_id for each in rig.results()]
         assert sorted(names) == sorted(f"r{number}" for number in range(100))
         assert all(isinstance(each, Placed) for each in rig.results())
+
+    scenario(test)
+
+
+def failures(rig: Rig) -> list[tuple[str, str]]:
+    found = [each for each in rig.results() if isinstance(each, PlacementFailed)]
+    return [(each.request_id, each.failure.code) for each in found]
+
+
+def test_request_that_must_not_wait_is_placed_where_there_is_room() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0")
+        await rig.submit(submit_of("r0", is_queueable=False))
+        assert isinstance(await rig.result(within_s=0.1), Placed)
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_request_that_must_not_wait_is_rejected_at_once(has_room: bool) -> None:
+    async def test(rig: Rig) -> None:
+        if has_room:
+            await rig.worker("decode-0", reply=busy)
+        else:
+            await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.submit(submit_of("r0", is_queueable=False))
+        failed = await rig.result(within_s=0.1)
+        assert isinstance(failed, PlacementFailed)
+        assert (failed.request_id, failed.failure.code) == ("r0", "overloaded")
+        assert failed.failure.retry_after_s  # 0 would be retried at once
+        await rig.submit(submit_of("r1"))  # one that may wait does
+        await asyncio.sleep(0.3)
+        assert failures(rig) == [("r0", "overloaded")]
+        assert rig.service._admission.remove("r1") is not None
+
+    scenario(test)
+
+
+def test_rejected_request_that_must_not_wait_blocks_no_others() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=2)
+        await rig.submit(submit_of("long", num_prompt_tokens=100, is_queueable=False))
+        await eventually(lambda: failures(rig) == [("long", "overloaded")], within_s=0.05)
+        await rig.submit(submit_of("short", num_prompt_tokens=5, is_queueable=False))
+        placed = await rig.result(num=2, within_s=0.02)
+        assert isinstance(placed, Placed) and placed.request_id == "short"
+
+    scenario(test)
+
+
+def test_request_that_must_not_wait_is_rejected_where_others_wait() -> None:
+    """Its size fits no better than that of the requests before it: it never overtakes them."""
+
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=2)
+        await rig.submit(submit_of("long", num_prompt_tokens=100))
+        await eventually(lambda: len(rig.service._blocked.all()) == 1)
+        with pytest.raises(Overloaded):
+            await rig.submit(submit_of("short", num_prompt_tokens=5, is_queueable=False))
+        assert [each.request.request_id for each in rig.service._admission.held()] == ["long"]
+
+    scenario(test)
+
+
+def test_request_that_must_not_wait_is_rejected_once_its_lane_is_blocked() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        submits = [submit_of(f"r{number}") for number in range(MAX_PLACING)]
+        last = submit_of("last", is_queueable=False)  # waits for a turn to be placed
+        await asyncio.gather(*(rig.submit(each) for each in (*submits, last)))
+        await eventually(lambda: failures(rig) == [("last", "overloaded")], within_s=0.1)
+
+    scenario(test)
+
+
+def test_request_that_must_not_wait_is_rejected_without_a_worker() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.submit(submit_of("r0", is_queueable=False))
+        await eventually(lambda: failures(rig) == [("r0", "no_capacity")], within_s=0.1)
 
     scenario(test)

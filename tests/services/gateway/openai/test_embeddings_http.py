@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.openai.embedding_response import normalized
 from services.gateway.openai.embeddings import EmbeddingRequest, to_generation_requests
+from services.gateway.output.embedding_vector import normalized
 from shared.errors import InvalidRequest
 from shared.messages import Finish, Served
 from shared.packing import unpack_token_ids

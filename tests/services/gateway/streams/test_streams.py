@@ -132,12 +132,15 @@ class Recorder:
 class Rig:
     """Streams with one open request; `tick` advances the clock."""
 
-    def __init__(self, *, stops_at: int | None = None, max_tokens: int = 100) -> None:
+    def __init__(
+        self, *, stops_at: int | None = None, max_tokens: int = 100, is_queueable: bool = True
+    ) -> None:
         self.streams = Streams("g")
         self.now = 10.0
         self.client = Recorder(stops_at)
         self.reports: list[ReportResubmission | ReportBrokenSteps] = []
-        self.streams.open(request(max_tokens=max_tokens), self.client, self.now)
+        opened = request(max_tokens=max_tokens)
+        self.streams.open(opened, self.client, self.now, is_queueable=is_queueable)
 
     def actions(self) -> list[Any]:
         """The actions that send a message. The others are added to `reports`."""
@@ -352,6 +355,19 @@ def test_lost_worker_is_fenced_and_replaced() -> None:
     assert rig.client.tokens == [5, 6, 70]  # the old placement's buffered token 8 is dropped
     rig.tokens(3, 80, finish=STOP, placement_id=P2, worker_id="w2")
     assert rig.client.ends == [StreamEnd(None, "w2", 1)]
+
+
+def test_request_that_must_not_wait_may_wait_once_it_has_run() -> None:
+    rig = Rig(is_queueable=False)
+    assert not rig.submit().is_queueable
+    rig.queue()
+    rig.streams.on_scheduler_lost("s1", rig.now)
+    assert not rig.submit().is_queueable
+    rig.queue(attempt=2)
+    rig.place()
+    rig.actions()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    assert rig.submit().is_queueable
 
 
 def test_placement_on_excluded_worker_is_aborted() -> None:

@@ -1,0 +1,31 @@
+"""Errors of the web framework, as HearthErrors."""
+
+from __future__ import annotations
+
+from litestar.exceptions import HTTPException, ValidationException
+
+from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
+
+
+class RouteNotFound(InvalidRequest):
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowed(InvalidRequest):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+def error_of_http(error: HTTPException) -> HearthError:
+    if error.status_code == 404:
+        return RouteNotFound("there is no such route")
+    if error.status_code == 405:
+        return MethodNotAllowed("this route does not take this method")
+    if error.status_code == 413:
+        return PayloadTooLarge("the request body is too large")
+    if isinstance(error, ValidationException):  # raised for a body of zero bytes
+        return InvalidRequest("the body is empty: send a JSON object")
+    if error.status_code < 500:
+        return InvalidRequest(error.detail)
+    return HearthError("internal error")

@@ -1,0 +1,48 @@
+"""Events of a stream with padding, so that their sizes do not show how long the tokens are.
+
+    {"response": "Hel", "p": "abcdefghijk"}
+
+Whoever sees the sizes of encrypted records could guess the text from them. A text is padded to a
+multiple of WIDTH bytes, then by a random number of bytes below WIDTH, so texts of up to WIDTH
+encoded bytes, as almost all tokens are, have sizes of one distribution.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from services.gateway.output.framing import Framing
+
+_encode = msgspec.json.Encoder().encode
+
+WIDTH = 32  # a power of two, so that a random byte modulo WIDTH is uniform
+LETTERS = (string.ascii_lowercase + string.digits) * 2
+_TEXT, _PADDING = "\ufdd0text\ufdd1", "\ufdd0padding\ufdd1"
+
+
+class PaddedFrame(msgspec.Struct, frozen=True):
+    response: str
+    p: str
+
+
+class PaddedTextEvent:
+    """Encodes events that hold one text each. `random_bytes(n)`: n random bytes."""
+
+    def __init__(self, framing: Framing, random_bytes: Callable[[int], bytes]) -> None:
+        event = framing.event(PaddedFrame(_TEXT, _PADDING))
+        self._head, _, rest = event.partition(_encode(_TEXT))
+        between, _, end = rest.partition(_encode(_PADDING))
+        paddings = (LETTERS[:length].encode() for length in range(2 * WIDTH - 1))
+        self._tails = [b'%b"%b"%b' % (between, each, end) for each in paddings]
+        self._random_bytes = random_bytes
+
+    def of(self, texts: Sequence[str]) -> bytes:
+        """Returns one event per text."""
+        parts: list[bytes] = []
+        for text, draw in zip(texts, self._random_bytes(len(texts)), strict=True):
+            encoded = _encode(text)
+            parts += (self._head, encoded, self._tails[-len(encoded) % WIDTH + draw % WIDTH])
+        return b"".join(parts)

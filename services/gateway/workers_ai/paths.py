@@ -1,0 +1,27 @@
+"""The paths of this dialect: everything below an account, and below Cloudflare's prefix.
+
+Below `/ai/v1` the requests and errors are OpenAI's.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+# Cloudflare's, and the same without its prefix
+ROOTS = ("/client/v4/accounts/{account:str}/ai", "/accounts/{account:str}/ai")
+OPENAI_ROOTS = ("/v1", *(f"{root}/v1" for root in ROOTS))
+_OWN = re.compile(r"/client/v4(/.*)?|/accounts/.*", re.DOTALL)
+_OPENAI = re.compile(r"(/client/v4)?/accounts/[^/]+/ai/v1(/.*)?", re.DOTALL)
+
+
+def has_own_envelope(path: str) -> bool:
+    """Whether errors of this path are in the envelope of this dialect."""
+    return _OWN.fullmatch(path) is not None and _OPENAI.fullmatch(path) is None
+
+
+def model_part(raw_path: bytes) -> str:
+    """What follows `ai/run` in a path of that route, decoded: `%2F` is a slash. `raw_path`: as it
+    was sent, since the web framework joins slashes.
+    """
+    return unquote(raw_path.decode("latin-1")).partition("/ai/run")[2]

@@ -1,0 +1,138 @@
+"""The routes of Workers AI: runs, and searches of the models that a tenant may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from litestar import Request, Response
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+
+from services.gateway.catalog import Catalog
+from services.gateway.http.response import GenerationResponse
+from services.gateway.request.opener import Opener
+from services.gateway.tenancy.model_aliases import ModelAliases
+from services.gateway.tenancy.permissions import check_model, may_use
+from services.gateway.workers_ai.catalog_search import (
+    ModelRow,
+    SearchQuery,
+    model_rows,
+    search_authors,
+    search_models,
+    search_query,
+    search_tasks,
+)
+from services.gateway.workers_ai.endpoint import run_endpoint
+from services.gateway.workers_ai.envelope import Success
+from services.gateway.workers_ai.errors import ForeignAccount, MissingBody
+from services.gateway.workers_ai.model_id import parse_model_id
+from services.gateway.workers_ai.model_schema import model_schema
+from services.gateway.workers_ai.paths import model_part
+from shared.clock import Clock
+from shared.errors import InvalidRequest, UnknownModel
+from shared.tenancy.tenant import TenantRecord
+
+AFFINITY_HEADER = "x-session-affinity"
+Search = Callable[[list[ModelRow], SearchQuery], Success]
+
+
+async def check_account(
+    connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
+) -> None:
+    """A guard of paths with an account. Raises ForeignAccount for another one than the key's."""
+    account = connection.path_params.get("account")
+    if account is not None and account != connection.state.tenant.tenant_id:
+        raise ForeignAccount("the API key is not of this account")
+
+
+class WorkersAIRoutes:
+    """The handlers of one gateway. `keep_alive_s`: silence of a stream before a comment is sent.
+    `random_bytes`: for the padding of streams; None: no padding.
+    """
+
+    def __init__(
+        self,
+        opener: Opener,
+        catalog: Catalog,
+        aliases: ModelAliases,
+        *,
+        clock: Clock,
+        keep_alive_s: float,
+        random_bytes: Callable[[int], bytes] | None,
+    ) -> None:
+        self._opener = opener
+        self._catalog = catalog
+        self._aliases = aliases
+        self._clock = clock
+        self._keep_alive_s = keep_alive_s
+        self._endpoint = run_endpoint(random_bytes)
+
+    async def run(self, request: Request[Any, Any, Any]) -> GenerationResponse:
+        """Runs the model that the path names; with `stream`, server-sent events. The body is JSON,
+        whatever its content type says: Cloudflare's examples send none.
+        """
+        model = parse_model_id(model_part(request.scope["raw_path"]))
+        data = await request.body()
+        if not data:
+            raise MissingBody("the request has no body: send a JSON object")
+        opened = await self._opener.open(
+            self._endpoint,
+            self._endpoint.fields.decode(data),
+            request.state.reservation,
+            model=model,
+            prompts=request.state.prompts,
+            affinity_key=request.headers.get(AFFINITY_HEADER),
+        )
+        return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)
+
+    async def models(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        """Finds models by name, task and author: the gateway's, by its name and its aliases."""
+        return await self._searched(request, search_models)
+
+    async def tasks(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        return await self._searched(request, search_tasks)
+
+    async def authors(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        return await self._searched(request, search_authors)
+
+    async def schema(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        """Returns the JSON Schemas of a model's input and output."""
+        name = request.query_params.get("model")
+        if not name:
+            raise InvalidRequest("the query needs a model", param="model")
+        await self._check_model(request.state.tenant, parse_model_id(name))
+        return self._response(request, Success(result=model_schema()))
+
+    async def openai_responses(self, request: Request[Any, Any, Any]) -> Response[Any]:
+        raise InvalidRequest(
+            "the Responses API is not supported: send ai/v1/chat/completions", param="input"
+        )
+
+    async def _check_model(self, tenant: TenantRecord, name: str) -> None:
+        """Raises UnknownModel, ModelNotAllowed, or DependencyUnavailable if an alias cannot be
+        checked.
+        """
+        model = await self._aliases.resolve(tenant.tenant_id, name)
+        if model != self._catalog.name:
+            raise UnknownModel(f"the model {name!r} does not exist", param="model")
+        check_model(tenant, model)
+
+    async def _searched(self, request: Request[Any, Any, Any], search: Search) -> Response[Success]:
+        query = search_query(request.query_params)
+        return self._response(request, search(await self._rows(request.state.tenant), query))
+
+    async def _rows(self, tenant: TenantRecord) -> list[ModelRow]:
+        """The gateway's model by all its names; none if the tenant may not use it, or no worker
+        served it lately.
+        """
+        rows = []
+        for card in self._catalog.cards():
+            if may_use(tenant, card.name):
+                aliases = await self._aliases.of_tenant(tenant.tenant_id)
+                names = [name for name, model in aliases.items() if model == card.name]
+                rows += model_rows(card, [card.name, *names])
+        return rows
+
+    def _response(self, request: Request[Any, Any, Any], body: Success) -> Response[Success]:
+        return Response(body, headers={"x-request-id": request.state.request_id})

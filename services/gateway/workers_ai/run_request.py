@@ -1,0 +1,221 @@
+"""The body of `ai/run`, and its meaning in Hearth's terms: one of three keys holds the prompts.
+
+messages   a conversation
+prompt     the message of a user; with `raw` a text without chat template
+text       a text or texts to embed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.request.conversation import Conversation, TextPart, Turn, chat_prompt
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.prompt import ChatPrompt, TextPrompt
+from services.gateway.request.sampling import MAX_INT, SamplingFields
+from services.gateway.request.supported_fields import SupportedFields, check_count
+from services.gateway.workers_ai.errors import LoraNotSupported
+from shared.errors import InvalidRequest
+from shared.messages import Pooling
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_POOLING: Pooling = "mean"
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_TEXTS = 100
+MAX_NAME_CHARS = 64
+PROMPT_KEYS = ("messages", "prompt", "text")
+
+# Keys that would change the output and that are not supported, with the values that change nothing.
+# Any other unknown key is ignored, since clients send many.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "chat_template_kwargs": (None, {}),
+    "contexts": (None, []),
+    "echo": (None, False),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "image": (None,),
+    "image_b64": (None,),
+    "input": (None,),
+    "input_text": (None,),
+    "logprobs": (None, False),
+    "max_completion_tokens": (None,),
+    "max_length": (None,),
+    "n": (None, 1),
+    "query": (None,),
+    "reasoning": (None, {}),
+    "reasoning_effort": (None, "none"),
+    "request_id": (None,),
+    "requests": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "source_lang": (None,),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "target_lang": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+}
+
+
+class RunPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | RunPart | list[RunPart] | None = None
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    tool_calls: list[Any] | None = None  # only null or empty
+
+
+class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
+    reject_if_busy: bool | None = None
+
+
+EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
+class RunRequest(SamplingFields, frozen=True, kw_only=True):
+    """Cloudflare's options beside those of all dialects. Of `temperature` and `top_p`, its bounds
+    are wider; a `top_p` above 1 excludes no token, as 1.
+    """
+
+    messages: Annotated[list[RunMessage], Meta(min_length=1)] | None = None
+    prompt: str | None = None
+    raw: bool | None = None
+    text: EmbeddedText | None = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=2)] | None = None
+    lora: str | None = None
+    options: RunOptions | None = None
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.text is not None
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def is_queueable(self) -> bool:
+        return self.options is None or not self.options.reject_if_busy
+
+
+RUN_FIELDS = SupportedFields(RunRequest, NEUTRAL_VALUES)
+
+
+def to_generation_requests(body: RunRequest, model: str) -> list[GenerationRequest]:
+    """Returns one request per text, else one. Raises InvalidRequest if keys contradict each other,
+    LoraNotSupported, PayloadTooLarge.
+    """
+    if body.lora:
+        raise LoraNotSupported(f"the model {model!r} does not support LoRA", param="lora")
+    _check_keys(body)
+    if body.text is not None:
+        return _embeddings(body, model)
+    return [
+        GenerationRequest(
+            model=model,
+            prompt=_prompt(body),
+            sampling=_sampling(body),
+            max_tokens=body.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            is_queueable=body.is_queueable,
+        )
+    ]
+
+
+def without_prompts(body: RunRequest, count: int) -> RunRequest:
+    """The body with `count` empty prompts."""
+    if body.text is not None:
+        return msgspec.structs.replace(body, text="" if count == 1 else [""] * count)
+    if body.prompt is not None:
+        return msgspec.structs.replace(body, prompt="")
+    return msgspec.structs.replace(body, messages=[RunMessage(role="user", content="")])
+
+
+def _check_keys(body: RunRequest) -> None:
+    given = [key for key in PROMPT_KEYS if getattr(body, key) is not None]
+    if not given:
+        raise InvalidRequest("the body needs one of messages, prompt and text")
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
+    if body.raw and given != ["prompt"]:
+        raise InvalidRequest("raw is for a prompt", param="raw")
+    if body.stream and given == ["text"]:
+        raise InvalidRequest("embeddings are not streamed", param="stream")
+
+
+def _prompt(body: RunRequest) -> ChatPrompt | TextPrompt:
+    if body.messages is not None:
+        return chat_prompt(Conversation(turns=_turns(body.messages)))
+    assert body.prompt is not None
+    if body.raw:
+        return TextPrompt(body.prompt, "prompt")
+    return chat_prompt(Conversation(turns=(Turn("user", (TextPart(body.prompt),)),)))
+
+
+def _sampling(body: RunRequest) -> SamplingFields:
+    is_wide = body.top_p is not None and body.top_p > 1
+    return msgspec.structs.replace(body, top_p=1.0) if is_wide else body
+
+
+def _turns(messages: Sequence[RunMessage]) -> tuple[Turn, ...]:
+    check_count("messages", len(messages), MAX_MESSAGES)
+    return tuple(_turn(f"messages[{index}]", each) for index, each in enumerate(messages))
+
+
+def _turn(place: str, message: RunMessage) -> Turn:
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest("content must not be null", param=f"{place}.content")
+    if message.tool_calls:
+        raise InvalidRequest("tool calls are not supported", param=f"{place}.tool_calls")
+    role = "system" if message.role == "developer" else message.role
+    return Turn(role, _parts(place, message.content), message.name)
+
+
+def _parts(place: str, content: str | RunPart | list[RunPart] | None) -> tuple[TextPart, ...]:
+    match content:
+        case None:
+            return ()
+        case str():
+            return (TextPart(content),)
+        case RunPart():
+            return (TextPart(content.text),)
+    check_count(f"{place}.content", len(content), MAX_PARTS)
+    return tuple(TextPart(each.text) for each in content)
+
+
+def _embeddings(body: RunRequest, model: str) -> list[GenerationRequest]:
+    if isinstance(body.text, str):
+        prompts = [TextPrompt(body.text, "text")]
+    else:
+        texts = enumerate(body.text or ())
+        prompts = [TextPrompt(each, f"text[{index}]") for index, each in texts]
+    return [
+        GenerationRequest(
+            model=model,
+            prompt=prompt,
+            sampling=SamplingFields(),
+            max_tokens=1,
+            pooling=body.pooling or DEFAULT_POOLING,
+            shows_output=False,
+            is_queueable=body.is_queueable,
+        )
+        for prompt in prompts
+    ]

@@ -1,0 +1,43 @@
+"""The paths of Workers AI: each below Cloudflare's prefix, and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from litestar import HttpMethod, post, route
+from litestar.handlers import HTTPRouteHandler
+
+from services.gateway.admission import BODY_KIND, IS_FREE
+from services.gateway.workers_ai.endpoint import NAME
+from services.gateway.workers_ai.paths import ROOTS
+from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
+
+Handler = Callable[..., Any]
+
+
+def workers_ai_handlers(routes: WorkersAIRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+    """`known`: options of the handlers whose requests have an API key."""
+    options = {"guards": [check_account], "return_dto": None, **known}
+    posts = partial(post, status_code=200, **options)
+    reads = partial(
+        route, http_method=[HttpMethod.GET, HttpMethod.HEAD], opt={IS_FREE: True}, **options
+    )
+    # without a model the handler names what is missing
+    runs = posts(path=_paths("/run", "/run/{model:path}"), opt={BODY_KIND: NAME})
+    searches: dict[str, Handler] = {
+        "/models/search": routes.models,
+        "/models/schema": routes.schema,
+        "/tasks/search": routes.tasks,
+        "/authors/search": routes.authors,
+    }
+    return [
+        runs(routes.run),
+        posts(path=_paths("/v1/responses"), include_in_schema=False)(routes.openai_responses),
+        *(reads(path=_paths(path))(handler) for path, handler in searches.items()),
+    ]
+
+
+def _paths(*ends: str) -> list[str]:
+    return [f"{root}{end}" for root in ROOTS for end in ends]
