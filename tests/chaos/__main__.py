@@ -61,6 +61,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fault", action="append", choices=FAULTS)
     parser.add_argument("--phase", action="append", choices=PHASES)
     parser.add_argument("--demo-model", action="store_true", help="instead of the timing engine")
+    about = "clients over NATS: kill and freeze, without frames, clients that leave and restarts"
+    parser.add_argument("--nats", action="store_true", help=about)
     about = "only KV frames that are spoilt on their way"
     parser.add_argument("--frames", action="store_true", help=about)
     about = "no faults: a steady load, and whether anybody suspects anybody"
@@ -68,7 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help="the result of a part or a soak, too")
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
-    is_part = options.victim or options.fault or options.phase or options.frames
+    is_part = options.victim or options.fault or options.phase or options.frames or options.nats
     options.is_full_matrix = not is_part
     return options
 
@@ -81,7 +83,8 @@ async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
             continue
         async with chaos(options, FEW_RESERVATIONS if is_queued else WORKERS) as running:
             for victim in options.victim or VICTIMS:
-                faults = [each for each in options.fault or FAULTS if can_befall(each, victim)]
+                wanted_faults = options.fault or (FAULTS[:2] if options.nats else FAULTS)
+                faults = [each for each in wanted_faults if can_befall(each, victim)]
                 for fault in faults:
                     for phase in wanted:
                         row = await run_row(running, fault, victim, phase)
@@ -152,7 +155,9 @@ async def _frames(options: argparse.Namespace, outcome: Outcome) -> None:
 
 @contextlib.asynccontextmanager
 async def chaos(options: argparse.Namespace, workers: dict[str, str]) -> AsyncIterator[Chaos]:
-    async with running_chaos(_folder(options), workers, is_model=options.demo_model) as running:
+    async with running_chaos(
+        _folder(options), workers, is_model=options.demo_model, is_nats=options.nats
+    ) as running:
         for worker in LEARNED_WITHOUT:
             await running.learn_without(worker)
         yield running
@@ -162,6 +167,7 @@ def _save(
     name: str, options: argparse.Namespace, rows: list[dict[str, object]], bars: list[Bar]
 ) -> None:
     model = "_demo_model" if options.demo_model else ""
+    model += "_nats" if options.nats else ""
     write_result(name + model, rows, bars, ["-m", "tests.chaos", *sys.argv[1:]])
 
 

@@ -6,10 +6,12 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from services.client.hearth_nats import HearthClient
 from tests.chaos.checks.leftovers import left_behind
 from tests.chaos.checks.monitor import Monitor, is_empty
 from tests.chaos.world.clients import ChoiceOutput, Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.nats_clients import run_nats_exchange
 from tests.chaos.world.workload import Body, requests, with_stops
 
 MAX_TRIES = 8
@@ -40,11 +42,16 @@ class Undisturbed:
 
 
 class Chaos:
-    """A cluster with its reference responses; call `learn` first."""
+    """A cluster with its reference responses; call `learn` first. `nats`: sends all requests over
+    NATS, where the client does not choose the gateway.
+    """
 
-    def __init__(self, cluster: ChaosCluster, monitor: Monitor) -> None:
+    def __init__(
+        self, cluster: ChaosCluster, monitor: Monitor, nats: HearthClient | None = None
+    ) -> None:
         self.cluster = cluster
         self.monitor = monitor
+        self.nats = nats
         self.requests = requests()
         self.undisturbed: Undisturbed
         self.idle: dict[str, dict[str, int]]  # objects of each process after undisturbed runs
@@ -117,14 +124,20 @@ class Chaos:
             gateway = gateways[number % len(gateways)]
             exchange = Exchange(sent.body, gateway)
             sent.tries.append(exchange)
-            url = self.cluster.urls[gateway]
-            await run_exchange(exchange, url, self.cluster.api_key, sent.path)
+            await self._run(exchange, sent.path)
             if exchange.status in (429, 503) and exchange.has_retry_after:
                 await asyncio.sleep(REFUSED_PAUSE_S)
             elif exchange.is_broken:
                 await asyncio.sleep(BROKEN_PAUSE_S)
             else:
                 return
+
+    async def _run(self, exchange: Exchange, path: str) -> None:
+        if self.nats is not None:
+            await run_nats_exchange(exchange, self.nats, path)
+        else:
+            url = self.cluster.urls[exchange.gateway]
+            await run_exchange(exchange, url, self.cluster.api_key, path)
 
     def is_same(self, index: int, exchange: Exchange) -> bool:
         """Whether the output equals that of the undisturbed run of request `index`."""

@@ -86,6 +86,7 @@ class Strike:
     victim: str
     phase: Phase
     sent: list[Call]
+    is_nats: bool
     late: list[Call] = field(default_factory=list)
     at: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)  # the same moment in the logs' clock
@@ -105,11 +106,13 @@ class Strike:
 
     @property
     def broken(self) -> list[Exchange]:
-        """Exchanges cut off by the death of their gateway, as expected."""
-        is_dead_gateway = self.fault == "kill" and self.victim.startswith("gateway")
-        return [
-            e for e in self.tries if e.is_broken and is_dead_gateway and e.gateway == self.victim
-        ]
+        """Exchanges cut off by the death of their gateway, or of the server between it and the
+        client, as expected. Over NATS a client does not know its gateway.
+        """
+        ends = self.victim == "nats-server" and self.is_nats
+        ends = ends or (self.fault == "kill" and self.victim.startswith("gateway"))
+        broken = [each for each in self.tries if each.is_broken and ends]
+        return [each for each in broken if self.is_nats or each.gateway == self.victim]
 
     @property
     def lost(self) -> int:
@@ -123,7 +126,7 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     chaos.monitor.forget()
     sent, tasks = chaos.send_all()
     await reach(phase, chaos.monitor, sent, victim)
-    strike = Strike(fault, victim, phase, sent)
+    strike = Strike(fault, victim, phase, sent, chaos.nats is not None)
     _strike(cluster, fault, victim)
     repair = asyncio.create_task(_repair(cluster, fault, victim))
     strike.late, late_tasks = await _send_late(chaos, victim)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+from services.client.hearth_nats import HearthClient
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.monitor import Monitor
 from tests.chaos.frames import WORKERS_APART, relays
@@ -22,10 +24,22 @@ SHORT_CHUNKS = {"max-batch-tokens": "96"}  # so that a prompt takes several fram
 
 @contextlib.asynccontextmanager
 async def running_chaos(
-    folder: Path, workers: dict[str, str] = WORKERS, *, is_model: bool = False
+    folder: Path,
+    workers: dict[str, str] = WORKERS,
+    *,
+    is_model: bool = False,
+    is_nats: bool = False,
 ) -> AsyncIterator[Chaos]:
-    async with _started(folder, workers, is_model=is_model) as (cluster, monitor):
-        running = Chaos(cluster, monitor)
+    """`is_nats`: clients send their requests over NATS."""
+    async with AsyncExitStack() as stack:
+        cluster, monitor = await stack.enter_async_context(
+            _started(folder, workers, is_model=is_model)
+        )
+        nats = None
+        if is_nats:
+            nats = await HearthClient.connect(cluster.client_url)
+            stack.push_async_callback(nats.close)
+        running = Chaos(cluster, monitor, nats)
         await running.learn()
         yield running
 

@@ -22,7 +22,7 @@ import msgspec
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
 from shared.subjects import CredentialRole, NatsUser, nats_server_config
-from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from tests.chaos.world.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port
 
@@ -43,6 +43,7 @@ SERVICES: dict[str, CredentialRole] = {
 }
 SERVERS = ("nats-server", "redis-server")
 MONITOR = "monitor"
+CLIENT, TENANT = "client-1", "chaos"
 
 
 class ChaosCluster:
@@ -83,6 +84,11 @@ class ChaosCluster:
     @property
     def nats_url(self) -> str:
         return self._nats_url_of(MONITOR)
+
+    @property
+    def client_url(self) -> str:
+        """Of the tenant's client over NATS."""
+        return self._nats_url_of(CLIENT)
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
@@ -187,6 +193,7 @@ class ChaosCluster:
     def _nats(self) -> Server:
         port = free_port()
         users = [NatsUser(role, name, PASSWORD) for name, role in self.services.items()]
+        users.append(NatsUser("client", CLIENT, PASSWORD))
         text = nats_server_config(users, host="127.0.0.1", port=port)
         monitor = f'users: [\n    {{user: "{MONITOR}", password: "{PASSWORD}"}}\n'
         path = self.folder / "nats.conf"
@@ -194,7 +201,8 @@ class ChaosCluster:
         return Server([find_binary("nats-server"), "-c", str(path)], port)
 
     async def _store_key(self) -> None:
-        await save_api_key(self.redis_url, self.api_key, "chaos")
+        await save_api_key(self.redis_url, self.api_key, TENANT)
+        await save_client(self.redis_url, CLIENT, TENANT)
 
     @property
     def redis_url(self) -> str:
