@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import services.gateway.nats_api.errors
 import services.gateway.openai.errors
 import services.gateway.prefixes.errors
 import services.gateway.tenancy.errors
@@ -24,6 +25,7 @@ MARKER = "errors (tests/error_table.py)"
 MODULES = (
     shared.errors,
     shared.store,
+    services.gateway.nats_api.errors,
     services.gateway.openai.errors,
     services.gateway.prefixes.errors,
     services.gateway.tenancy.errors,
@@ -57,6 +59,7 @@ MEANING = {
     "input_tokens_per_min_exceeded": "the tenant's prompt tokens of this minute are used up",
     "output_tokens_per_min_exceeded": "the tenant's output tokens of this minute are used up",
     "concurrency_exceeded": "the tenant has as many requests open as allowed",
+    "request_cancelled": "the client has cancelled the request (over NATS)",
     "internal_error": "a defect of Hearth; the log has the request's id",
     "request_breaks_workers": "steps of two workers raised for this request alone",
     "no_capacity": "no worker can serve this now",

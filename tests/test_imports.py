@@ -127,8 +127,8 @@ def test_every_file_imports_only_allowed_modules() -> None:
 LAYERS = {
     "services": "__main__ | cli | local client worker | decode prefill gateway scheduler kv_index",
     "services/gateway": (
-        "service | app preparation_process | admission | tokenization | prefixes | openai | http |"
-        " request | streams tenancy | text | catalog | metrics"
+        "service | app nats_api preparation_process | admission model_list | tokenization | prefixes |"
+        " openai | http | request | streams tenancy | text | catalog | metrics"
     ),
     "shared": "engine | kv_wire | lifecycle tenancy | transport",
     "shared/engine": (

@@ -87,14 +87,19 @@ class Opener:
         prompts: Sequence[TokenizedPrompt] | None = None,
         framing: Framing = SSE,
         affinity_key: str | None = None,
+        timeout_s: float | None = None,
     ) -> OpenResponse:
-        """`affinity_key` overrides the body's. Raises the HearthError that rejects the request."""
+        """`affinity_key` overrides the body's; `timeout_s` shortens the gateway's. Raises the
+        HearthError that rejects the request.
+        """
         hidden_size = self._files.limits.hidden_size
         generations = endpoint.generations(body, self._catalog.name, hidden_size)
         if prompts is not None:
             generations = with_prompts(generations, prompts)
+        changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
         if affinity_key:
-            changes = {"affinity_key": affinity_key}
+            changes["affinity_key"] = affinity_key
+        if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
         named = generations[0].model
         model = await self._model(reservation.tenant.tenant_id, named)
