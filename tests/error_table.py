@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import services.gateway.http.errors
+import services.gateway.nats_api.errors
 import services.gateway.prefixes.errors
 import services.gateway.tenancy.errors
 import services.gateway.workers_ai.errors
@@ -29,6 +30,7 @@ MODULES = (
     shared.errors,
     shared.store,
     services.gateway.http.errors,
+    services.gateway.nats_api.errors,
     services.gateway.prefixes.errors,
     services.gateway.tenancy.errors,
     services.gateway.workers_ai.errors,
@@ -67,6 +69,7 @@ MEANING = {
     "input_tokens_per_min_exceeded": "the tenant's prompt tokens of this minute are used up",
     "output_tokens_per_min_exceeded": "the tenant's output tokens of this minute are used up",
     "concurrency_exceeded": "the tenant has as many requests open as allowed",
+    "request_cancelled": "the client has cancelled the request (over NATS)",
     "internal_error": "a defect of Hearth; the log has the request's id",
     "request_breaks_workers": "steps of two workers raised for this request alone",
     "no_capacity": "no worker can serve this now",

@@ -32,6 +32,8 @@ USERS: tuple[tuple[CredentialRole, str], ...] = (
     ("decode", "decode-3"),
     ("worker", "worker-1"),
     ("worker", "worker-2"),
+    ("client", "client-1"),
+    ("client", "client-2"),
 )
 
 

@@ -127,8 +127,8 @@ def test_every_file_imports_only_allowed_modules() -> None:
 LAYERS = {
     "services": "__main__ | cli | local client worker | decode prefill gateway scheduler kv_index",
     "services/gateway": (
-        "service | app preparation_process | workers_ai_handlers endpoints | admission |"
-        " tokenization | prefixes | openai workers_ai | http | request |"
+        "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
+        " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " streams tenancy output | text | catalog | metrics"
     ),
     "shared": "engine | kv_wire | lifecycle tenancy | transport",

@@ -43,14 +43,14 @@ class Admission:
         *,
         new_request_id: Callable[[], str],
         max_body_bytes: int,
-        budget: BodyBudget | None = None,
+        budget: BodyBudget,
     ) -> None:
         self._submission = submission
         self._opener = opener
         self._api_keys = api_keys
         self._new_request_id = new_request_id
         self._max_body_bytes = max_body_bytes
-        self._budget = BodyBudget() if budget is None else budget
+        self._budget = budget
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:

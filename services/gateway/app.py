@@ -20,9 +20,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
 from services.gateway.catalog import Catalog, Readiness
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import error_of_http
 from services.gateway.http.response import error_headers
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_list import ModelEntry, ModelList, entry_of, models_of
 from services.gateway.openai.chat import ChatCompletion
 from services.gateway.openai.completions import Completion
 from services.gateway.openai.embeddings import EmbeddingList
@@ -48,7 +50,7 @@ from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.permissions import check_model, may_use
+from services.gateway.tenancy.permissions import check_model
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
 from services.gateway.tokenization.routes import (
@@ -64,7 +66,6 @@ from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
 from services.gateway.workers_ai_handlers import workers_ai_handlers
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
-from shared.messages import ModelCard
 
 log = structlog.get_logger(__name__)
 
@@ -73,20 +74,6 @@ METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar a
 BEARER = "api_key"
 ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)
 READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
-
-
-class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "hearth"
-    max_context: int
-    revision: str
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
-    data: list[ModelEntry]
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -130,10 +117,8 @@ class Routes:
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
         """Lists the models that the tenant may use."""
-        cards = self._catalog.cards()
-        entries = [self._entry(card) for card in cards if may_use(request.state.tenant, card.name)]
-        headers = {"x-request-id": request.state.request_id}
-        return Response(ModelList(data=entries), headers=headers)
+        models = models_of(request.state.tenant, self._catalog, self._started_at)
+        return Response(models, headers={"x-request-id": request.state.request_id})
 
     async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
         """Returns 404 for a model that this gateway does not serve, 403 for a model that the tenant
@@ -144,15 +129,7 @@ class Routes:
             check_model(request.state.tenant, model_id)
         card = self._catalog.card(model_id)
         headers = {"x-request-id": request.state.request_id}
-        return Response(self._entry(card), headers=headers)
-
-    def _entry(self, card: ModelCard) -> ModelEntry:
-        return ModelEntry(
-            id=card.name,
-            created=self._started_at,
-            max_context=card.max_context_tokens,
-            revision=card.revision,
-        )
+        return Response(entry_of(card, self._started_at), headers=headers)
 
     async def health(self) -> Health:
         """Returns 200: the process is alive."""
@@ -208,6 +185,7 @@ def build_app(
     clock: Clock,
     keep_alive_s: float,
     max_body_bytes: int,
+    body_budget: BodyBudget,
     version: str,
     aliases: ModelAliases,
     metrics_token: str = "",
@@ -229,7 +207,12 @@ def build_app(
         opener, catalog, aliases, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
     )
     admission = Admission(
-        submission, opener, api_keys, new_request_id=new_request_id, max_body_bytes=max_body_bytes
+        submission,
+        opener,
+        api_keys,
+        new_request_id=new_request_id,
+        max_body_bytes=max_body_bytes,
+        budget=body_budget,
     )
     known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
     return Litestar(

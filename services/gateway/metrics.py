@@ -144,6 +144,11 @@ class GatewayMetrics:
             "Connections closed because the client did not read its response.",
             registry=self.registry,
         )
+        self._dropped_messages = Counter(
+            "hearth_gateway_dropped_messages",
+            "Requests over NATS without a valid reply subject: nobody can be answered.",
+            registry=self.registry,
+        )
         self._numerics_changes = Counter(
             "hearth_gateway_numerics_changed",
             "Times an output was continued by a worker with other numerics than before.",
@@ -178,6 +183,9 @@ class GatewayMetrics:
 
     def count_slow_client(self) -> None:
         self._slow_clients.inc()
+
+    def count_dropped_message(self) -> None:
+        self._dropped_messages.inc()
 
     def count_numerics_change(self) -> None:
         self._num_numerics_changes += 1

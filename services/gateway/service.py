@@ -6,14 +6,21 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 import structlog
 from litestar.types import ASGIApp
 
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_list import models_of
+from services.gateway.nats_api.api import NatsApi
+from services.gateway.nats_api.endpoints import MODELS
+from services.gateway.nats_api.listeners import Listeners
+from services.gateway.nats_api.served_request import GatewayParts
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.prefixes.store import PrefixStore
@@ -37,6 +44,8 @@ from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
+from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
+from services.gateway.tokenization.tokenization import Tokenization
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
@@ -46,7 +55,9 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
+from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
+from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 
@@ -69,10 +80,12 @@ class GatewayService:
         pool: PreparationPool | None = None,
         prefix_redis: Store | None = None,
         redis_replica: Store | None = None,
+        messages: UntypedMessages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`prefix_redis`: a Redis connection outside the request path (default: `store`);
-        `redis_replica`: a near one, for API keys.
+        `redis_replica`: a near one, for API keys; `messages`: those of the API over NATS (default:
+        there is none).
         """
         self._config = config
         self._bus = bus
@@ -109,7 +122,12 @@ class GatewayService:
         self._certificate: Certificate | None = None
         if config.http_cert:
             self._certificate = Certificate(config.http_cert, config.http_key)
-        self._web_server = self._http_server(self._app(wall_clock))
+        self._body_budget = BodyBudget()
+        opener = self._opener(wall_clock)
+        self._web_server = self._http_server(self._app(opener, wall_clock))
+        self._nats_api: NatsApi | None = None
+        if messages is not None:
+            self._nats_api = self._api_over(messages, opener, wall_clock)
 
     def _submission(self, public: PublicPrefixes) -> Submission:
         config = self._config
@@ -154,10 +172,10 @@ class GatewayService:
         )
         return store, watcher
 
-    def _app(self, wall_clock: Callable[[], float]) -> ASGIApp:
+    def _app(self, opener: Opener, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
             submission=self.submission,
-            opener=self._opener(wall_clock),
+            opener=opener,
             aliases=self.model_aliases,
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
@@ -170,6 +188,7 @@ class GatewayService:
             clock=self._clock,
             keep_alive_s=self._config.keep_alive_s,
             max_body_bytes=self._config.max_body_bytes,
+            body_budget=self._body_budget,
             version=_installed_version(),
             metrics_token=self._config.metrics_token,
             padding=self._randomness.bytes if self._config.padding else None,
@@ -177,6 +196,42 @@ class GatewayService:
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
         return Opener(self.submission, self.catalog, self.files, wall_clock, self.model_aliases)
+
+    def _api_over(
+        self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]
+    ) -> NatsApi:
+        tokenization = Tokenization(self.submission, self.catalog, self.files.tokenizer)
+        started_at = wall_clock()
+
+        async def models(tenant: TenantRecord, _: bytes) -> bytes:
+            return msgspec.json.encode(models_of(tenant, self.catalog, int(started_at)))
+
+        parts = GatewayParts(
+            api_keys=self.api_keys,
+            submission=self.submission,
+            opener=opener,
+            answers={
+                TOKENIZE: tokenization.tokenize,
+                DETOKENIZE: tokenization.detokenize,
+                MODELS: models,
+            },
+            listeners=Listeners(messages, self._clock),
+            metrics=self.metrics,
+            budget=self._body_budget,
+            clock=self._clock,
+            max_body_bytes=self._config.max_body_bytes,
+            max_reply_bytes=lambda: messages.max_payload_bytes,
+        )
+        return NatsApi(
+            messages,
+            parts,
+            new_request_id=self.new_request_id,
+            max_requests=self._config.max_requests,
+            process_id=self._config.process_id,
+            service_id=self._randomness.bytes(11).hex(),
+            version=_installed_version(),
+            started_at=started_at,
+        )
 
     def _http_server(self, app: ASGIApp) -> WebServer:
         return WebServer(
@@ -208,6 +263,8 @@ class GatewayService:
         if self._certificate is not None:
             self._background.start(self._certificate.watch(self._clock))
         await self._web_server.start()
+        if self._nats_api is not None:
+            await self._nats_api.start(lambda: self.readiness().ready)
         await self._health_monitor.transition_to("ready")
         log.info("listening", http_address=self.http_address)
 
@@ -217,16 +274,22 @@ class GatewayService:
         """
         self._is_leaving = True
         self._web_server.close_after_responses()
+        if self._nats_api is not None:
+            await self._nats_api.leave()  # NATS sends to other gateways from now on
         await self._health_monitor.transition_to("draining")
         await self._clock.sleep(self._config.lame_duck_s)
         self.submission.is_draining = True
         await self._driver.idle()
+        if self._nats_api is not None:
+            await self._nats_api.idle()
         await self._usage.flush()
 
     async def stop(self) -> None:
         self.submission.is_draining = True
         self._driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self._web_server.stop()
+        if self._nats_api is not None:
+            await self._nats_api.stop()
         await self._background.stop()
         await self._driver.stop()
         await self._usage.stop()  # waits for a Redis that is away
@@ -286,6 +349,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         pool=pool,
         prefix_redis=prefix_redis,
         redis_replica=replica,
+        messages=bus.untyped,
     )
 
 

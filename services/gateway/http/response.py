@@ -104,7 +104,7 @@ class GenerationResponse:
 
     async def _send_body(self, send: Send, connection: ClientConnection) -> None:
         try:
-            parts = _joined(self.encoder.body(await self._results()))
+            parts = joined(self.encoder.body(await self._results()))
         except HearthError as error:
             await self._send_error(send, error)
             return
@@ -137,7 +137,7 @@ class GenerationResponse:
         ending = b""
         try:
             while events and not connection.is_lost:
-                *parts, last = _joined(self.encoder.events(events))
+                *parts, last = joined(self.encoder.events(events))
                 for part in parts:
                     await self._send(send, part, more_body=True)
                 if self.merger.is_complete:  # sent with what closes the stream
@@ -221,7 +221,7 @@ def _client_error(connection: ClientConnection) -> ClientDisconnected:
     return ClientDisconnected("the client closed the connection")
 
 
-def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
+def joined(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Joins parts to at least MIN_PART_BYTES, except the last. Returns at least one."""
     joined: list[bytes] = []
     num_bytes = 0

@@ -18,9 +18,6 @@ class EndpointCounts:
     def average_ns(self) -> int:
         return self.processing_ns // self.num_requests if self.num_requests else 0
 
-    def received(self) -> None:
-        self.num_requests += 1
-
     def ended(self, duration_s: float, error: HearthError | None = None) -> None:
         """`duration_s`: from the arrival of the request to the last reply."""
         self.processing_ns += round(duration_s * 1e9)

@@ -40,6 +40,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     has_echo: bool = False
     shows_output: bool = True  # False: sampled tokens are not returned
     priority: int | None = None  # None: the tenant's priority
+    timeout_s: float | None = None  # shortens that of the gateway
     needs: tuple[str, ...] = ()  # features that its workers must have, such as `grammar/1`
     is_queueable: bool = True  # False: rejected if it would wait for a worker
 

@@ -88,17 +88,20 @@ class Opener:
         prompts: Sequence[TokenizedPrompt] | None = None,
         framing: Framing = SSE,
         affinity_key: str | None = None,
+        timeout_s: float | None = None,
     ) -> OpenResponse:
         """`model`: of a body that names none (default: the gateway's). `affinity_key` overrides the
-        body's. Raises the HearthError that rejects the request.
+        body's; `timeout_s` shortens the gateway's. Raises the HearthError that rejects the request.
         """
         hidden_size = self._files.limits.hidden_size
         default_model = self._catalog.name if model is None else model
         generations = endpoint.generations(body, default_model, hidden_size)
         if prompts is not None:
             generations = with_prompts(generations, prompts)
+        changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
         if affinity_key:
-            changes = {"affinity_key": affinity_key}
+            changes["affinity_key"] = affinity_key
+        if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
         named = generations[0].model
         resolved = await self._model(reservation.tenant.tenant_id, named)

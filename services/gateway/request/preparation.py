@@ -95,7 +95,7 @@ class Preparation:
             request_id=request_id,
             tenant=tenant,
             gateway_id=self._config.process_id,
-            timeout_s=self._config.request_timeout_s,
+            timeout_s=self._timeout_s(generation),
             root_key=self._root_key,
         )
         seed = int.from_bytes(self._randomness.bytes(8), "little")
@@ -138,6 +138,10 @@ class Preparation:
         )
         min_tokens = prepared.request.sampling.min_tokens
         return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+
+    def _timeout_s(self, generation: GenerationRequest) -> float:
+        longest = self._config.request_timeout_s
+        return longest if generation.timeout_s is None else min(generation.timeout_s, longest)
 
     def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
         """Capped at the tenant's limit, so that the default alone never rejects a request."""

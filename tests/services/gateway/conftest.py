@@ -16,7 +16,7 @@ from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.store import RedisStore
-from shared.tenancy.tenant_admin import store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.model_dir import write_model_dir
@@ -160,6 +160,7 @@ async def store_key(config: GatewayConfig) -> None:
     """Stores the API key again: other tests empty Redis."""
     store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
     await store_api_key(store, API_KEY, "tenant-1")
+    await TenantAdmin(store, lambda: 0.0).add_client("tenant-1", "client-1")
     await store.close()
 
 

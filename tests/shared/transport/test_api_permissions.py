@@ -11,19 +11,17 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import subjects
-from shared.subjects import NatsUser, api_request, sent_by
-from tests.servers import PASSWORD, USERS, NatsServer
+from shared.subjects import api_request, sent_by
+from tests.servers import NatsServer
 from tests.shared.transport.test_bus import raw_client
 
-CLIENTS = ("client-1", "client-2")
 OWN_INBOX = "_INBOX.client-1.abc"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    users = [NatsUser(*each, PASSWORD) for each in USERS]
-    users += [NatsUser("client", name, PASSWORD) for name in CLIENTS]
-    server = NatsServer(tmp_path_factory.mktemp("nats"), users)
+    """Another one than that of the run, where a gateway may serve."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
     yield server
     server.stop()
 

@@ -43,8 +43,7 @@ async def bus(server: NatsServer) -> AsyncIterator[NatsBus]:
 
 def discovery_of(bus: NatsBus, *, version: str = "0.1.0") -> Discovery:
     counts = {each.name: EndpointCounts() for each in ENDPOINTS}
-    for _ in range(3):
-        counts["chat"].received()
+    counts["chat"].num_requests = 3
     counts["chat"].ended(0.5)
     counts["chat"].ended(0.000_000_5, Overloaded("the secret of another client"))
     return Discovery(

@@ -1,0 +1,219 @@
+"""The API over NATS: receives requests, runs one task for each, and leaves without losing one.
+
+    started ──gateway ready──▶ joined (the queue group sends requests here) ──leave──▶ left ──stop
+
+A message's handler delays all later messages of the process, so it only starts the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+import structlog
+
+from services.gateway.nats_api.discovery import Discovery
+from services.gateway.nats_api.endpoint_counts import EndpointCounts
+from services.gateway.nats_api.endpoints import API_ENDPOINTS, CANCEL, Cancelled, CancelRequest
+from services.gateway.nats_api.errors import RequestCancelled
+from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
+from services.gateway.request.supported_fields import SupportedFields
+from shared.background import Background
+from shared.errors import HearthError, Overloaded
+from shared.subjects import (
+    API_GROUP,
+    API_REQUESTS,
+    api_request,
+    client_inbox,
+    endpoint_and_client,
+)
+from shared.transport.untyped_messages import UntypedMessages
+
+log = structlog.get_logger(__name__)
+
+READY_POLL_S = 0.1
+GRACE_S = 5.0  # for the last replies of a gateway that stops
+# Every gateway receives a cancellation, and the one that runs the request answers at once. The
+# others answer after this time, so that the client learns that none does.
+OTHERS_ANSWER_S = 0.25
+MAX_CANCELLATIONS = 1024  # that wait for OTHERS_ANSWER_S
+_CANCEL_FIELDS = SupportedFields(CancelRequest, {})
+_encode = msgspec.json.Encoder().encode
+
+
+class NatsApi:
+    """`max_requests`: that run at once. `service_id`: of this gateway, as discovery names it."""
+
+    def __init__(
+        self,
+        messages: UntypedMessages,
+        parts: GatewayParts,
+        *,
+        new_request_id: Callable[[], str],
+        max_requests: int,
+        process_id: str,
+        service_id: str,
+        version: str,
+        started_at: float,
+    ) -> None:
+        self._messages = messages
+        self._parts = parts
+        self._new_request_id = new_request_id
+        self._max_requests = max_requests
+        self.counts = {name: EndpointCounts() for name in API_ENDPOINTS}
+        self._discovery = Discovery(
+            messages,
+            [each.info for each in API_ENDPOINTS.values()],
+            self.counts,
+            service_id=service_id,
+            version=version,
+            metadata={"gateway": process_id},
+            started_at=started_at,
+        )
+        self._running: dict[tuple[str, str], ServedRequest] = {}  # by client and request id
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_cancellations = 0
+        self._background = Background()
+        self._leave: Callable[[], Awaitable[None]] | None = None
+        self._stops: list[Callable[[], Awaitable[None]]] = []
+
+    # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, is_ready: Callable[[], bool]) -> None:
+        """Takes requests once the gateway is ready: until then, others can serve them."""
+        self._stops = [
+            await self._discovery.start(),
+            await self._parts.listeners.start(),
+            await self._messages.listen(api_request(CANCEL, "*"), self._take_cancellation),
+        ]
+        self._background.start(self._parts.listeners.run())
+        self._joining = self._background.start(self._join(is_ready))
+
+    async def leave(self) -> None:
+        """Takes no more requests; those that the server sends until then are served. Idempotent."""
+        self._joining.cancel()
+        await asyncio.wait({self._joining})
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            await leave()
+
+    async def idle(self) -> None:
+        """Returns when the last reply to each request is sent."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def stop(self) -> None:
+        """The requests have been closed: their last replies have GRACE_S."""
+        await self.leave()
+        for stop in self._stops:
+            await stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GRACE_S)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.stop()
+
+    async def _join(self, is_ready: Callable[[], bool]) -> None:
+        while not is_ready():
+            await self._parts.clock.sleep(READY_POLL_S)
+        self._leave = await self._messages.listen(API_REQUESTS, self._take, queue=API_GROUP)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _take(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        endpoint, client_id = endpoint_and_client(subject)
+        if endpoint == CANCEL:
+            return  # each gateway has it from another subscription
+        if not _is_inbox_of(client_id, reply):
+            self._parts.metrics.count_dropped_message()
+            return
+        arrived_at = self._received(endpoint)
+        message = RequestMessage(endpoint, client_id, data, headers, arrived_at)
+        response = Reply(self._messages, reply, self._new_request_id())
+        if len(self._tasks) >= self._max_requests:
+            error = Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+            self._ended(endpoint, arrived_at, error)
+            await response.fail(error)
+            return
+        self._start(self._serve(ServedRequest(self._parts, message, response)))
+
+    async def _serve(self, request: ServedRequest) -> None:
+        message = request.message
+        key = message.client_id, request.request_id
+        self._running[key] = request
+        try:
+            error = await request.run()
+        finally:
+            del self._running[key]
+        self._ended(message.endpoint, message.arrived_at, error)
+
+    def _start(self, serving: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(serving)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _received(self, endpoint: str) -> float:
+        """Returns the time of the clock."""
+        if endpoint in self.counts:
+            self.counts[endpoint].num_requests += 1
+        return self._parts.clock.now()
+
+    def _ended(self, endpoint: str, arrived_at: float, error: HearthError | None) -> None:
+        counts = self.counts.get(endpoint)
+        if counts is not None:
+            counts.ended(self._parts.clock.now() - arrived_at, error)
+
+    # ── cancellations ────────────────────────────────────────────────────────────────────────────
+
+    async def _take_cancellation(
+        self, subject: str, reply: str, data: bytes, headers: bytes
+    ) -> None:
+        arrived_at, error = self._received(CANCEL), None
+        _, client_id = endpoint_and_client(subject)
+        response: Reply | None = None
+        if _is_inbox_of(client_id, reply):
+            response = Reply(self._messages, reply, self._new_request_id())
+        try:
+            await self._cancel(client_id, data, response)
+        except HearthError as raised:
+            error = raised
+            if response is not None:
+                await response.fail(error)
+        self._ended(CANCEL, arrived_at, error)
+
+    async def _cancel(self, client_id: str, data: bytes, response: Reply | None) -> None:
+        """Raises InvalidRequest, Overloaded and DependencyUnavailable."""
+        body: CancelRequest = _CANCEL_FIELDS.decode(data)
+        request = self._running.get((client_id, body.request))
+        if request is not None:
+            request.cancel(RequestCancelled("the client has cancelled the request"))
+        if response is None:
+            return
+        reply = _encode(Cancelled(body.request, request is not None))
+        if request is not None:
+            await response.finish(reply)
+        elif self._num_cancellations >= MAX_CANCELLATIONS:
+            raise Overloaded("too many cancellations at once", retry_after_s=1.0)
+        else:
+            self._start(self._finish_late(partial(response.finish, reply)))
+
+    async def _finish_late(self, finish: Callable[[], Awaitable[None]]) -> None:
+        self._num_cancellations += 1
+        try:
+            await self._parts.clock.sleep(OTHERS_ANSWER_S)
+            await finish()
+        except HearthError as error:
+            log.warning("reply_failed", error=error.message)
+        finally:
+            self._num_cancellations -= 1
+
+
+def _is_inbox_of(client_id: str, reply: str) -> bool:
+    """The gateway may send to any subject that it receives as a reply subject. A client could
+    otherwise let it send to the inbox of another client, or a command to a process.
+    """
+    return reply.startswith(client_inbox(client_id)) and "*" not in reply and ">" not in reply

@@ -1,0 +1,99 @@
+"""The endpoints of the API over NATS: what each does with a body, and how INFO describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.gateway.model_list import ModelList
+from services.gateway.nats_api.discovery import EndpointInfo, schema_of
+from services.gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from services.gateway.openai.completions import Completion, CompletionChunk, CompletionRequest
+from services.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
+from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
+from services.gateway.request.endpoint import Endpoint
+from services.gateway.tokenization.bodies import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
+from shared.subjects import API_GROUP, api_request
+
+MODELS, CANCEL = "models", "cancel"
+
+
+class CancelRequest(msgspec.Struct, frozen=True):
+    """`request`: the header `Hearth-Request` of its messages."""
+
+    request: str
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """`cancelled`: False if no gateway runs this request of this client."""
+
+    request: str
+    cancelled: bool
+
+
+class NoFields(msgspec.Struct, frozen=True):
+    """An empty body, or any: it is not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiEndpoint:
+    """`event`: of a streamed response. `generates`: None for an endpoint that answers at once.
+    `is_free`: a request costs nothing.
+    """
+
+    name: str
+    request: type[Any]
+    response: type[Any]
+    event: type[Any] | None = None
+    generates: Endpoint | None = None
+    is_free: bool = False
+
+    @property
+    def info(self) -> EndpointInfo:
+        metadata = {
+            "request_schema": schema_of(self.request),
+            "response_schema": schema_of(self.response),
+        }
+        if self.event is not None:
+            metadata |= {"streams": "true", "event_schema": schema_of(self.event)}
+        return EndpointInfo(
+            name=self.name,
+            subject=api_request(self.name, "*"),
+            queue_group="" if self.name == CANCEL else API_GROUP,
+            metadata=metadata,
+        )
+
+
+_ALL = (
+    ApiEndpoint(
+        name="chat",
+        request=ChatCompletionRequest,
+        response=ChatCompletion,
+        event=ChatCompletionChunk,
+        generates=CHAT,
+    ),
+    ApiEndpoint(
+        name="completions",
+        request=CompletionRequest,
+        response=Completion,
+        event=CompletionChunk,
+        generates=COMPLETIONS,
+    ),
+    ApiEndpoint(
+        name="embeddings", request=EmbeddingRequest, response=EmbeddingList, generates=EMBEDDINGS
+    ),
+    ApiEndpoint(name=TOKENIZE, request=TokenizeRequest, response=TokenizeResponse),
+    ApiEndpoint(name=DETOKENIZE, request=DetokenizeRequest, response=DetokenizeResponse),
+    ApiEndpoint(name=MODELS, request=NoFields, response=ModelList, is_free=True),
+    ApiEndpoint(name=CANCEL, request=CancelRequest, response=Cancelled, is_free=True),
+)
+API_ENDPOINTS: Mapping[str, ApiEndpoint] = {each.name: each for each in _ALL}

@@ -1,0 +1,76 @@
+"""Writes the response of a request that generates: one body, or events as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from services.gateway.http.response import joined
+from services.gateway.nats_api.reply import Reply
+from services.gateway.output.events import Event, Finished, TextDelta
+from services.gateway.output.results import Results
+from services.gateway.request.opener import OpenResponse
+from services.gateway.request.request_output import ClientDisconnected
+from shared.errors import Overloaded, PayloadTooLarge
+
+
+async def write_response(opened: OpenResponse, reply: Reply, max_reply_bytes: int) -> None:
+    """Raises the HearthError that ended the request. The caller sends it."""
+    merger = opened.merger
+    merger.unsent.watch(
+        lambda: merger.fail(Overloaded("the outputs of this tenant that wait are too large")),
+        is_streamed=opened.is_streamed,
+    )
+    try:
+        if opened.is_streamed:
+            await _write_events(opened, reply)
+        else:
+            await _write_body(opened, reply, max_reply_bytes)
+    finally:
+        # no effect on ended requests
+        opened.cancel(ClientDisconnected("the response has ended before its request"))
+        merger.close()
+
+
+async def _write_events(opened: OpenResponse, reply: Reply) -> None:
+    merger, encoder, reason = opened.merger, opened.encoder, ""
+    while events := await merger.next():
+        reason = reason or _reason_of(events)
+        for part in joined(encoder.events(events)):
+            if part:
+                await reply.send(part)
+        if merger.has_more:
+            await asyncio.sleep(0)  # other streams continue
+    closing = encoder.closing()
+    if closing:
+        await reply.send(closing)
+    await reply.finish(reason=reason or "stop")
+
+
+def _reason_of(events: list[Event]) -> str:
+    """Of the choice that ends first; empty if none does."""
+    return next((each.reason for each in events if isinstance(each, Finished)), "")
+
+
+async def _write_body(opened: OpenResponse, reply: Reply, max_reply_bytes: int) -> None:
+    results, merger = Results(), opened.merger
+    while events := await merger.next():
+        for event in events:
+            results.add(event)
+            if isinstance(event, TextDelta):
+                merger.unsent.add(event.num_bytes)
+    await reply.finish(_whole(opened.encoder.body(results), max_reply_bytes))
+
+
+def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:
+    """Raises PayloadTooLarge."""
+    found, num_bytes = [], 0
+    for part in parts:
+        found.append(part)
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise PayloadTooLarge(
+                f"the response has more than {max_bytes} bytes, which one NATS message can hold: "
+                "request it as a stream, or less of it"
+            )
+    return b"".join(found)

@@ -1,0 +1,212 @@
+"""One request over NATS, from its message to its last reply.
+
+    authenticate ──▶ reserve ──▶ read ──▶ open ──▶ write ──▶ ended
+         └─────────────┴───────────┴────────┴────────┴──error──▶ one reply with the error
+
+As over HTTP, a request is charged before its body is read, so one that is rejected is paid, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.http.errors import RouteNotFound
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.nats_api.endpoints import API_ENDPOINTS, ApiEndpoint
+from services.gateway.nats_api.generation import write_response
+from services.gateway.nats_api.listeners import Listeners
+from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.request_headers import RequestHeaders, decode_headers
+from services.gateway.output.framing import LINES
+from services.gateway.request.endpoint import Endpoint
+from services.gateway.request.opener import Opener
+from services.gateway.request.request_output import ClientDisconnected
+from services.gateway.request.reservation import Reservation
+from services.gateway.request.submission import Submission
+from services.gateway.tenancy.api_keys import ApiKeys
+from shared.clock import Clock
+from shared.errors import DeadlineExceeded, HearthError, InvalidRequest, PayloadTooLarge
+from shared.subjects import REPLY_S
+from shared.tenancy.tenant import TenantRecord
+
+log = structlog.get_logger(__name__)
+
+# The server takes no replies after REPLY_S; the error of a late request needs some time, too.
+MAX_DEADLINE_S = REPLY_S - 60.0
+HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
+Answer = Callable[[TenantRecord, bytes], Awaitable[bytes]]  # body → body of the response
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMessage:
+    """`arrived_at`: of the gateway's clock."""
+
+    endpoint: str
+    client_id: str
+    data: bytes
+    headers: bytes
+    arrived_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayParts:
+    """What all requests share. `answers`: the endpoints that do not generate, by name."""
+
+    api_keys: ApiKeys
+    submission: Submission
+    opener: Opener
+    answers: Mapping[str, Answer]
+    listeners: Listeners
+    metrics: GatewayMetrics
+    budget: BodyBudget
+    clock: Clock
+    max_body_bytes: int
+    max_reply_bytes: Callable[[], int]
+
+
+class ServedRequest:
+    """One task runs it; others may cancel it."""
+
+    def __init__(self, parts: GatewayParts, message: RequestMessage, reply: Reply) -> None:
+        self.message = message
+        self._parts = parts
+        self._reply = reply
+        self._task: asyncio.Task[None] | None = None
+        self._cancel_open: Callable[[HearthError], None] | None = None
+        self._listener = ""
+        self._error: HearthError | None = None  # with which it was cancelled
+
+    @property
+    def request_id(self) -> str:
+        return self._reply.request_id
+
+    async def run(self) -> HearthError | None:
+        """Returns the error that ended the request."""
+        self._task = asyncio.current_task()
+        error: HearthError | None = None
+        try:
+            await self._respond()
+        except asyncio.CancelledError:
+            if self._error is None or self._task is None:  # the gateway stops
+                raise
+            self._task.uncancel()
+            error = self._error
+        except HearthError as raised:
+            error = raised
+        except Exception as raised:  # the service boundary: log and answer
+            log.error("request_failed", endpoint=self.message.endpoint, exc_info=raised)
+            error = HearthError("internal error")
+        finally:
+            self._parts.listeners.close(self._listener)
+        if error is not None:
+            if self._cancel_open is None:  # else counted with its output
+                self._parts.metrics.count_request(error.code)
+            await self._reply.fail(error)
+        return error
+
+    def cancel(self, error: HearthError) -> None:
+        """Ends the request with this error. Does nothing for one that is ending."""
+        if self._error is not None:
+            return
+        self._error = error
+        if self._cancel_open is not None:
+            self._cancel_open(error)
+        elif self._task is not None:
+            self._task.cancel()
+
+    async def _respond(self) -> None:
+        message, parts = self.message, self._parts
+        endpoint = API_ENDPOINTS.get(message.endpoint)
+        if endpoint is None:
+            raise RouteNotFound("there is no such endpoint")
+        headers = decode_headers(message.headers)
+        if headers.has_checks:
+            self._check_listener()
+        if headers.traceparent:  # all other logs have the request's id
+            trace = headers.traceparent
+            log.info("request_traced", request=self.request_id, traceparent=trace)
+        held = parts.budget.body(f"client {message.client_id}")  # until the tenant is known
+        try:
+            held.add(len(message.data))
+            tenant = await parts.api_keys.tenant_of_client(message.client_id)
+            if endpoint.is_free:
+                await self._reply.finish(await self._answer(endpoint, tenant))
+            else:
+                await self._respond_charged(endpoint, tenant, headers, held)
+        finally:
+            held.release()
+
+    async def _respond_charged(
+        self, endpoint: ApiEndpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
+    ) -> None:
+        reservation = await self._parts.submission.reserve(tenant, self.request_id)
+        body = self._parts.budget.body(tenant.tenant_id)
+        try:
+            self._reply.limit_headers = reservation.headers
+            self._check_size()
+            body.add(len(self.message.data))
+            held.release()
+            if endpoint.generates is None:
+                await self._reply.finish(await self._answer(endpoint, tenant))
+            else:
+                await self._generate(endpoint.generates, reservation, headers, body)
+        finally:
+            body.release()
+            reservation.close_submissions()
+
+    async def _answer(self, endpoint: ApiEndpoint, tenant: TenantRecord) -> bytes:
+        return await self._parts.answers[endpoint.name](tenant, self.message.data)
+
+    async def _generate(
+        self,
+        endpoint: Endpoint,
+        reservation: Reservation,
+        headers: RequestHeaders,
+        held: BodyBytes,
+    ) -> None:
+        parts = self._parts
+        read = await parts.opener.read(reservation.tenant, endpoint.name, self.message.data)
+        body = endpoint.fields.decode(read.data)
+        if endpoint.is_streamed(body):
+            self._check_listener()
+        opened = await parts.opener.open(
+            endpoint,
+            body,
+            reservation,
+            prompts=read.prompts,
+            framing=LINES,
+            affinity_key=headers.affinity_key,
+            timeout_s=self._left_s(headers.deadline_s),
+        )
+        self._cancel_open = opened.cancel
+        self._reply.limit_headers = opened.merger.headers
+        held.release()  # the request is submitted
+        await write_response(opened, self._reply, parts.max_reply_bytes() - HEADERS_BYTES)
+
+    def _left_s(self, deadline_s: float | None) -> float:
+        """The time that is left. Raises DeadlineExceeded."""
+        longest = MAX_DEADLINE_S if deadline_s is None else min(deadline_s, MAX_DEADLINE_S)
+        left_s = longest - (self._parts.clock.now() - self.message.arrived_at)
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the request was not submitted within {longest:g} s")
+        return left_s
+
+    def _check_size(self) -> None:
+        """Raises PayloadTooLarge and InvalidRequest."""
+        if len(self.message.data) > self._parts.max_body_bytes:
+            limit = self._parts.max_body_bytes
+            raise PayloadTooLarge(f"the request body is larger than {limit} bytes")
+        if not self.message.data:
+            raise InvalidRequest("the body is empty: send a JSON object")
+
+    def _check_listener(self) -> None:
+        """From now on the request ends when its client does not listen any more."""
+        if not self._listener:
+            lost = partial(self.cancel, ClientDisconnected("the client does not listen any more"))
+            self._listener = self._parts.listeners.open(self._reply, lost)

@@ -1,0 +1,202 @@
+"""Responses over NATS are those over HTTP, and errors have their status and headers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shared.errors import Overloaded
+from shared.subjects import api_request
+from shared.tenancy.tenant import TENANTS
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import ANSWER, until
+from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
+from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
+
+PATHS = {
+    "chat": CHAT,
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {**BODY, "seed": 7, "n": 2}),
+    ("chat", {**BODY, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}),
+    ("completions", {"prompt": ["hello", "fox"], "max_tokens": 4, "echo": True}),
+    ("embeddings", {"input": ["a", "b"]}),
+    ("tokenize", {"prompt": "the quick brown fox", "return_token_strs": True}),
+    ("tokenize", {"messages": BODY["messages"]}),
+    ("detokenize", {"tokens": [5, 6, 7]}),
+]
+VOLATILE = ("id", "created", "hearth")  # of a request, not of its text
+
+
+def stable(body: Any) -> Any:
+    return {key: body[key] for key in body if key not in VOLATILE}
+
+
+@pytest.mark.parametrize(("endpoint", "body"), BODIES)
+async def test_body_is_that_of_http(api: Api, endpoint: str, body: dict[str, Any]) -> None:
+    over_http = await api.cluster.http.post(PATHS[endpoint], json=body)
+    assert over_http.status_code == 200, over_http.text
+    reply = await api.client.request(endpoint, body)
+    assert stable(reply) == stable(over_http.json())
+    raw = await api.reply(endpoint, body)
+    assert stable(json.loads(raw.data)) == stable(reply)
+    assert (raw.headers or {})["Hearth-Seq"] == "0"
+
+
+async def test_models_are_those_of_http(api: Api) -> None:
+    over_http = (await api.cluster.http.get("/v1/models")).json()
+    over_nats = await api.client.request("models", {})
+    assert [stable(each) for each in over_nats["data"]] == [
+        stable(each) for each in over_http["data"]
+    ]
+    assert json.loads((await api.reply("models", b"")).data) == over_nats
+
+
+async def test_stream_has_the_events_of_http(api: Api) -> None:
+    fields: dict[str, Any] = {"seed": 7, "n": 2, "stream_options": {"include_usage": True}}
+    over_http = await events_of(api.cluster, **fields)
+    over_nats = await api.events("chat", {**BODY, **fields})
+    assert over_http.pop() == "[DONE]"
+
+    def of_choice(events: list[Any], index: int) -> list[Any]:
+        found = [each for each in events if [c["index"] for c in each["choices"]] == [index]]
+        return [stable(each) for each in found]
+
+    for index in (0, 1):
+        assert text_of(of_choice(over_nats, index)) == ANSWER
+        assert of_choice(over_nats, index) == of_choice(over_http, index)
+    assert stable(over_nats[-1]) == stable(over_http[-1])
+    assert over_nats[-1]["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(3, "length"), (None, "stop")])
+async def test_messages_are_numbered_and_end_with_a_reason(
+    api: Api, max_tokens: int | None, reason: str
+) -> None:
+    messages = await all_of(
+        await api.send("chat", {**BODY, "stream": True, "max_tokens": max_tokens})
+    )
+    headers = [each.headers or {} for each in messages]
+    assert [each["Hearth-Seq"] for each in headers] == [str(n) for n in range(len(messages))]
+    assert len({each["Hearth-Request"] for each in headers}) == 1
+    *events, end = messages
+    assert (end.data, (end.headers or {})["Hearth-End"]) == (b"", reason)
+    assert all(each.data.endswith(b"}\n") for each in events)
+    assert not [each.reply for each in messages if each.reply]
+
+
+async def test_embedding_is_never_streamed(api: Api) -> None:
+    reply = await api.reply("embeddings", {"input": "a", "stream": True})
+    assert json.loads(reply.data)["object"] == "list"
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_error(reply: Any, status: int, code: str, param: str | None) -> None:
+    headers = reply.headers or {}
+    assert (headers["Nats-Service-Error-Code"], headers["Hearth-End"]) == (str(status), "error")
+    error = json.loads(reply.data)["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert headers["Nats-Service-Error"] == error["message"]
+
+
+DEADLINE = "Hearth-Deadline-S"
+REJECTED: list[tuple[str, Any, dict[str, str] | None, int, str, str | None]] = [
+    ("chat", b"{", None, 400, "invalid_request", None),
+    ("chat", b"", None, 400, "invalid_request", None),
+    ("chat", b"[" * 100_000, None, 413, "payload_too_large", None),
+    ("chat", b"\xff" * 99, None, 400, "invalid_request", None),
+    ("chat", {"messages": []}, None, 400, "invalid_request", "messages"),
+    ("chat", {**BODY, "model": "other"}, None, 404, "model_not_found", "model"),
+    ("chat", {**BODY, "n": 0, "stream": True}, None, 400, "invalid_request", "n"),
+    ("completions", {"prompt": []}, None, 400, "invalid_request", "prompt"),
+    ("embeddings", {"input": "a", "dimensions": 3}, None, 400, "invalid_request", "dimensions"),
+    ("tokenize", {}, None, 400, "invalid_request", "prompt"),
+    ("detokenize", {"tokens": [10**6]}, None, 400, "invalid_request", "tokens"),
+    ("nothing", BODY, None, 404, "not_found", None),
+    ("chat", {**BODY, "max_tokens": 600}, None, 400, "invalid_request", "max_tokens"),
+    *(
+        ("chat", BODY, {DEADLINE: text}, 400, "invalid_request", DEADLINE)
+        for text in ("nan", "inf", "-1", "0", "soon", "")
+    ),
+    ("chat", BODY, {"A": "x" * 65_536}, 413, "payload_too_large", None),
+    ("cancel", {}, None, 400, "invalid_request", "request"),
+    ("cancel", b"{", None, 400, "invalid_request", None),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "body", "headers", "status", "code", "param"), REJECTED)
+async def test_bad_request_gets_one_error(
+    api: Api,
+    endpoint: str,
+    body: Any,
+    headers: dict[str, str] | None,
+    status: int,
+    code: str,
+    param: str | None,
+) -> None:
+    replies = await api.send(endpoint, body, headers=headers)
+    check_error(await next_of(replies), status, code, param)
+    assert (await api.client.request("chat", BODY))["choices"]  # the subscription goes on
+    assert replies.empty()
+
+
+async def test_malformed_headers_are_rejected(api: Api) -> None:
+    """Written by hand: nats-py sends no such headers."""
+    replies = await api.send("models", b"")
+    await next_of(replies)
+    for encoded in (b"NATS/2.0\r\n\r\n", b"NATS/1.0\r\nHearth-Affinity: \xff\r\n\r\n", b"x"):
+        inbox = api.raw.new_inbox()
+        subscription = await api.raw.subscribe(inbox)
+        data = json.dumps(BODY).encode()
+        head = f"HPUB {api_request('chat', 'client-1')} {inbox} {len(encoded)} "
+        line = f"{head}{len(encoded) + len(data)}\r\n".encode()
+        await api.raw._send_command(line + encoded + data + b"\r\n")
+        await api.raw.flush()
+        check_error(await subscription.next_msg(timeout=5), 400, "invalid_request", None)
+
+
+async def test_error_of_a_stream_is_its_last_message(api: Api) -> None:
+    api.cluster.scheduler.refusal = Overloaded("full", retry_after_s=2.5)
+    for is_streamed in (False, True):
+        replies = await all_of(await api.send("chat", {**BODY, "stream": is_streamed}))
+        check_error(replies[0], 429, "overloaded", None)
+        assert (replies[0].headers or {})["retry-after"] == "3"
+        assert len(replies) == 1
+
+
+async def test_client_without_a_record_or_tenant_is_rejected(
+    api: Api, nats_server: NatsServer
+) -> None:
+    async with connected(nats_server, "client-2") as (_, raw):
+        reply = await raw.request(api_request("chat", "client-2"), json.dumps(BODY).encode(), 5)
+        check_error(reply, 401, "invalid_api_key", None)
+    gateway = api.cluster.gateway
+    await gateway._store.write([("HDEL", TENANTS, "tenant-1")])
+    gateway.api_keys._known.clear()
+    check_error(await api.reply("chat", BODY), 403, "unknown_tenant", None)
+
+
+async def test_request_that_cannot_be_answered_is_dropped_and_counted(api: Api) -> None:
+    """Or a client could let the gateway send a command, or a message to another client."""
+    metrics = api.cluster.gateway.metrics
+    foreign = (
+        *("", "_INBOX.client-2.abc", "_INBOX.client-1", "_INBOX.client-1.*", "_INBOX.client-1.>"),
+        *("_INBOX.gateway-1.-.abc", "hearth.v1.decode.decode-1.-.control.gateway-1.-"),
+    )
+    before = metrics._dropped_messages._value.get()
+    data = json.dumps(BODY).encode()
+    for reply in foreign:
+        head = f"PUB {api_request('chat', 'client-1')} {reply} {len(data)}\r\n".encode()
+        await api.raw._send_command(head + data + b"\r\n")
+    await api.raw.flush()
+    await until(lambda: metrics._dropped_messages._value.get() - before == len(foreign))
+    assert not api.cluster.scheduler.submitted
+    assert "hearth_gateway_dropped_messages_total" in (await api.cluster.http.get("/metrics")).text
