@@ -106,13 +106,15 @@ class Strike:
 
     @property
     def broken(self) -> list[Exchange]:
-        """Exchanges cut off by the death of their gateway, or of the server between it and the
-        client, as expected. Over NATS a client does not know its gateway.
+        """Exchanges cut off by the death of their gateway, as expected. Over NATS a client does not
+        know its gateway, and a frozen gateway or server loses its connections, too.
         """
-        ends = self.victim == "nats-server" and self.is_nats
-        ends = ends or (self.fault == "kill" and self.victim.startswith("gateway"))
-        broken = [each for each in self.tries if each.is_broken and ends]
-        return [each for each in broken if self.is_nats or each.gateway == self.victim]
+        is_gateway = self.victim.startswith("gateway")
+        broken = [each for each in self.tries if each.is_broken]
+        if self.is_nats:
+            return broken if is_gateway or self.victim == "nats-server" else []
+        is_dead = is_gateway and self.fault == "kill"
+        return [each for each in broken if is_dead and each.gateway == self.victim]
 
     @property
     def lost(self) -> int:

@@ -73,8 +73,12 @@ class Listeners:
                 self._has_open.clear()
                 await self._has_open.wait()
             await self._clock.sleep(TICK_S)
-            for name, listener in list(self._open.items()):
-                await self._check(name, listener)
+            await self._check_all()
+
+    async def _check_all(self) -> None:
+        """Apart from `run`, whose variables would hold the last listener's request for ever."""
+        for name, listener in list(self._open.items()):
+            await self._check(name, listener)
 
     async def _check(self, name: str, listener: Listener) -> None:
         now = self._clock.now()
