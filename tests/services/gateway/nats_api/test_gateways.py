@@ -144,7 +144,7 @@ async def test_no_request_fails_while_gateways_come_and_go(
     for _ in range(2):
         num_texts = len(texts)
         async with second_gateway(nats_server, gateway_config) as second:
-            await until(lambda: second._nats_api.counts["chat"].num_requests > 3)  # noqa: B023
+            await until(lambda: second._nats_api.counts["chat"].num_requests > 3)
             await second.drain()
         assert len(texts) > num_texts
     is_over.set()

@@ -34,7 +34,7 @@ def test_known_headers_are_read_in_any_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["nan", "NaN", "inf", "-inf", "-1", "0", "-0.0", "1e999", "1 s", "", "0x1", "١e"]
+    "text", ["nan", "NaN", "inf", "-inf", "-1", "0", "-0.0", "1e999", "1 s", "", "0x1"]
 )
 def test_deadline_is_a_positive_number(text: str) -> None:
     with pytest.raises(InvalidRequest, match="Hearth-Deadline-S must be a number") as caught:
