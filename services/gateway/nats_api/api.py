@@ -8,6 +8,7 @@ A message's handler delays all later messages of the process, so it only starts 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -35,7 +36,7 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.1
-GRACE_S = 5.0  # for the last replies of a gateway that stops
+GRACE_S = 5.0  # to submit the last requests, and for the last replies
 # Every gateway receives a cancellation, and the one that runs the request answers at once. The
 # others answer after this time, so that the client learns that none does.
 OTHERS_ANSWER_S = 0.25
@@ -93,12 +94,18 @@ class NatsApi:
         self._joining = self._background.start(self._join(is_ready))
 
     async def leave(self) -> None:
-        """Takes no more requests; those that the server sends until then are served. Idempotent."""
+        """Takes no more requests. Those that the server sends until then are submitted, for which
+        they have GRACE_S. Idempotent.
+        """
         self._joining.cancel()
         await asyncio.wait({self._joining})
         leave, self._leave = self._leave, None
         if leave is not None:
             await leave()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                for request in tuple(self._running.values()):
+                    await request.has_passed.wait()
 
     async def idle(self) -> None:
         """Returns when the last reply to each request is sent."""
@@ -139,16 +146,16 @@ class NatsApi:
             self._ended(endpoint, arrived_at, error)
             await response.fail(error)
             return
-        self._start(self._serve(ServedRequest(self._parts, message, response)))
+        request = ServedRequest(self._parts, message, response)
+        self._running[client_id, request.request_id] = request
+        self._start(self._serve(request))
 
     async def _serve(self, request: ServedRequest) -> None:
         message = request.message
-        key = message.client_id, request.request_id
-        self._running[key] = request
         try:
             error = await request.run()
         finally:
-            del self._running[key]
+            del self._running[message.client_id, request.request_id]
         self._ended(message.endpoint, message.arrived_at, error)
 
     def _start(self, serving: Awaitable[None]) -> None:

@@ -81,6 +81,7 @@ class ServedRequest:
         self._cancel_open: Callable[[HearthError], None] | None = None
         self._listener = ""
         self._error: HearthError | None = None  # with which it was cancelled
+        self.has_passed = asyncio.Event()  # it is submitted, or has ended
 
     @property
     def request_id(self) -> str:
@@ -91,6 +92,8 @@ class ServedRequest:
         self._task = asyncio.current_task()
         error: HearthError | None = None
         try:
+            if self._error is not None:  # cancelled before this task ran
+                raise self._error
             await self._respond()
         except asyncio.CancelledError:
             if self._error is None or self._task is None:  # the gateway stops
@@ -103,6 +106,7 @@ class ServedRequest:
             log.error("request_failed", endpoint=self.message.endpoint, exc_info=raised)
             error = HearthError("internal error")
         finally:
+            self.has_passed.set()
             self._parts.listeners.close(self._listener)
         if error is not None:
             if self._cancel_open is None:  # else counted with its output
@@ -185,6 +189,7 @@ class ServedRequest:
             timeout_s=self._left_s(headers.deadline_s),
         )
         self._cancel_open = opened.cancel
+        self.has_passed.set()
         self._reply.limit_headers = opened.merger.headers
         held.release()  # the request is submitted
         await write_response(opened, self._reply, parts.max_reply_bytes() - HEADERS_BYTES)

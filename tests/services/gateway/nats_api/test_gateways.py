@@ -1,0 +1,254 @@
+"""Several gateways in one queue group, their ends, and losses behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.client import hearth_nats
+from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
+from services.gateway.nats_api.endpoints import API_ENDPOINTS
+from services.gateway.service import GatewayService, build_gateway
+from services.gateway.text.model_files import ModelFiles
+from shared.config import GatewayConfig
+from shared.errors import NoCapacity
+from tests.servers import NatsServer
+from tests.services.gateway import peer
+from tests.services.gateway.conftest import ANSWER, running_cluster, until
+from tests.services.gateway.nats_api.conftest import (
+    Api,
+    all_of,
+    connected,
+    has_joined,
+    is_idle,
+    next_of,
+)
+from tests.services.gateway.nats_api.test_requests import STREAMED, open_requests, text_of
+from tests.services.gateway.nats_api.test_responses import check_error
+from tests.services.gateway.openai.test_chat_http import BODY
+
+pytestmark = pytest.mark.own_cluster
+
+
+@contextlib.asynccontextmanager
+async def second_gateway(
+    nats_server: NatsServer, config: GatewayConfig
+) -> AsyncIterator[GatewayService]:
+    gateway = await build_gateway(
+        msgspec.structs.replace(
+            config, nats_url=nats_server.url("gateway-2"), process_id="gateway-2"
+        )
+    )
+    await gateway.start()
+    await until(lambda: has_joined(gateway))
+    try:
+        yield gateway
+    finally:
+        await gateway.stop()
+
+
+async def die(gateway: GatewayService) -> None:
+    """Like a killed process: it sends nothing more."""
+    await gateway._bus._client._close(  # type: ignore[attr-defined]
+        gateway._bus._client.CLOSED,  # type: ignore[attr-defined]
+        do_cbs=False,
+    )
+
+
+async def test_stream_of_a_lost_gateway_is_repeated_through_another(
+    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.5)
+    decode = api.cluster.decodes[0]
+    async with second_gateway(nats_server, gateway_config) as second:
+        decode.hold_at = 5
+        received: list[Any] = []
+
+        async def receive() -> None:
+            async for event in api.client.stream("chat", {**BODY, "seed": 7}):
+                received.append(event)
+
+        receiving = asyncio.create_task(receive())
+        await until(lambda: len(api.cluster.gateway._driver) + len(second._driver) == 1)
+        await until(lambda: bool(received))
+        gateways = [api.cluster.gateway, second]
+        answering, other = sorted(gateways, key=lambda each: -len(each._driver))
+        await die(answering)
+        with pytest.raises(ResponseLost, match="no message"):
+            await receiving
+        assert 0 < len(text_of(received)) < len(ANSWER)
+        decode.released.set()
+        decode.hold_at = None
+        again = [each async for each in api.client.stream("chat", {**BODY, "seed": 7})]
+        assert text_of(again) == ANSWER
+        first, *_, last = [each.request for each in api.cluster.scheduler.submitted]
+        assert first.sampling.seed == last.sampling.seed == 7
+        assert (first.gateway_id, last.gateway_id) == (
+            answering._config.process_id,
+            other._config.process_id,
+        )
+        answering._driver.close_all(NoCapacity("the process is dead"))
+
+
+async def test_lost_worker_does_not_end_the_stream(api: Api) -> None:
+    first = api.cluster.decodes[0]
+    first.hold_at = 5
+    streaming = asyncio.create_task(api.events("chat", {**BODY, "seed": 7}))
+    while (await first.emitted.get()).first_position < 4:
+        pass
+    api.cluster.scheduler.workers = api.cluster.decodes[1:]
+    await first.die()
+    assert text_of(await streaming) == ANSWER
+    api.cluster.decodes.remove(first)
+
+
+async def test_draining_gateway_takes_no_request_and_finishes_its_streams(
+    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
+) -> None:
+    decode = api.cluster.decodes[0]
+    decode.hold_at = 5
+    running = await api.send("chat", STREAMED)
+    await open_requests(api.cluster, 1)
+    draining = asyncio.create_task(api.cluster.gateway.drain())
+    await until(lambda: not has_joined(api.cluster.gateway))
+    check_error_of_no_gateway = await api.reply("chat", BODY)
+    assert (check_error_of_no_gateway.headers or {})["Status"] == "503"
+    decode.hold_at = None
+    async with second_gateway(nats_server, gateway_config) as second:
+        assert text_of(await api.events("chat", dict(BODY))) == ANSWER
+        assert not draining.done()
+        decode.released.set()
+        end = (await all_of(running))[-1]
+        assert (end.headers or {})["Hearth-End"] == "stop"
+        await asyncio.wait_for(draining, timeout=5)
+        await until(lambda: is_idle(second))
+
+
+async def test_no_request_fails_while_gateways_come_and_go(
+    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
+) -> None:
+    texts: list[str] = []
+    is_over = asyncio.Event()
+
+    async def load() -> None:
+        while not is_over.is_set():
+            texts.append(text_of(await api.events("chat", {**BODY, "max_tokens": 4})))
+
+    loading = [asyncio.create_task(load()) for _ in range(4)]
+    for _ in range(2):
+        num_texts = len(texts)
+        async with second_gateway(nats_server, gateway_config) as second:
+            await until(lambda: second._nats_api.counts["chat"].num_requests > 3)
+            await second.drain()
+        assert len(texts) > num_texts
+    is_over.set()
+    await asyncio.gather(*loading)
+    assert set(texts) == {texts[0]}
+
+
+async def test_stopped_gateway_ends_its_streams_with_an_error(
+    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
+) -> None:
+    for each in api.cluster.decodes:
+        each.hold_at = 5
+    async with second_gateway(nats_server, gateway_config) as second:
+        assert api.cluster.gateway._nats_api is not None
+        await api.cluster.gateway._nats_api.leave()
+        running = [await api.send("chat", body) for body in (STREAMED, BODY)]
+        await until(lambda: len(second._driver) == 2)
+    for each in running:
+        check_error((await all_of(each))[-1], 503, "no_capacity", None)
+
+
+async def test_gateway_without_workers_takes_no_request(
+    nats_server: NatsServer, gateway_config: GatewayConfig
+) -> None:
+    """Another one may have workers."""
+    gateway = await build_gateway(gateway_config)
+    await gateway.start()
+    try:
+        async with connected(nats_server, "client-1") as (client, _):
+            with pytest.raises(ApiError, match="503: no gateway"):
+                await client.request("models", {})
+    finally:
+        await gateway.stop()
+
+
+async def test_discovery_finds_every_gateway_and_its_numbers(
+    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
+) -> None:
+    async with second_gateway(nats_server, gateway_config):
+        for _ in range(6):
+            await api.client.request("tokenize", {"prompt": "x"})
+        check_error(await api.reply("tokenize", {}), 400, "invalid_request", "prompt")
+        inbox = api.raw.new_inbox()
+        subscription = await api.raw.subscribe(inbox)
+        found: dict[str, list[Any]] = {}
+        for verb in ("PING", "INFO", "STATS"):
+            await api.raw.publish(f"$SRV.{verb}.hearth", b"", reply=inbox)
+            replies = [await subscription.next_msg(timeout=5) for _ in range(2)]
+            found[verb] = [json.loads(each.data) for each in replies]
+    gateways = {each["metadata"]["gateway"] for each in found["PING"]}
+    assert gateways == {"gateway-1", "gateway-2"}
+    assert len({each["id"] for each in found["PING"]}) == 2
+    for info in found["INFO"]:
+        assert [each["name"] for each in info["endpoints"]] == list(API_ENDPOINTS)
+        chat, *_, cancel = info["endpoints"]
+        assert (chat["subject"], chat["queue_group"]) == ("hearth.v1.api.chat.*", "gateway")
+        assert cancel["queue_group"] == ""
+        assert chat["metadata"]["streams"] == "true"
+        assert (
+            "messages"
+            in json.loads(chat["metadata"]["request_schema"])["$defs"]["ChatCompletionRequest"][
+                "required"
+            ]
+        )
+    counts = [
+        endpoint
+        for stats in found["STATS"]
+        for endpoint in stats["endpoints"]
+        if endpoint["name"] == "tokenize"
+    ]
+    assert sum(each["num_requests"] for each in counts) == 7
+    assert sum(each["num_errors"] for each in counts) == 1
+    assert "400 invalid_request" in [each["last_error"] for each in counts]
+    assert all(each["processing_time"] > 0 for each in counts if each["num_requests"])
+
+
+async def test_prompt_of_200000_tokens(
+    nats_server: NatsServer,
+    gateway_config: GatewayConfig,
+    model_files: ModelFiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One message of a MiB; a body of 9 MiB is rejected before it is sent."""
+    card = msgspec.structs.replace(peer.CARD, max_context_tokens=300_000)
+    monkeypatch.setattr(peer, "CARD", card)
+    config = msgspec.structs.replace(gateway_config, max_body_bytes=4 << 20)
+    body = {"prompt": [7, 8, 9, 10] * 50_000, "max_tokens": 3}
+    async with running_cluster(nats_server, config, model_files) as cluster:
+        await until(lambda: has_joined(cluster.gateway))
+        async with connected(nats_server, "client-1") as (client, raw):
+            completion = await client.request("completions", body)
+            assert completion["usage"]["prompt_tokens"] == 200_000
+            too_large = await Api(cluster, client, raw).reply("chat", b" " * (5 << 20))
+            check_error(too_large, 413, "payload_too_large", None)
+            with pytest.raises(ApiError, match="413"):
+                await client.request("chat", {"x": "x" * (9 << 20)})
+            assert isinstance(client, HearthClient)
+        await until(lambda: is_idle(cluster.gateway))
+
+
+async def test_response_beyond_a_message_is_an_error(api: Api) -> None:
+    parts = api.cluster.gateway._nats_api._parts  # type: ignore[union-attr]
+    object.__setattr__(parts, "max_reply_bytes", lambda: 8192 + 300)
+    reply = await next_of(await api.send("chat", BODY))
+    check_error(reply, 413, "payload_too_large", None)
+    assert "as a stream" in (reply.headers or {})["Nats-Service-Error"]
+    assert text_of(await api.events("chat", dict(BODY))) == ANSWER

@@ -1,0 +1,309 @@
+"""The life of a request over NATS: limits, deadline, cancellation, clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import nats
+import pytest
+import structlog.testing
+
+from services.client import hearth_nats
+from services.client.hearth_nats import ApiError, HearthClient
+from services.gateway.nats_api import listeners, served_request
+from shared.clock import MonotonicClock
+from shared.store import RedisStore
+from shared.tenancy.tenant_admin import TenantAdmin
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import ANSWER, Cluster, store_key, until
+from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
+from tests.services.gateway.nats_api.test_responses import check_error
+from tests.services.gateway.openai.test_chat_http import BODY
+
+STREAMED = {**BODY, "stream": True}
+
+
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "CHECK_S", 0.04)
+    monkeypatch.setattr(listeners, "TICK_S", 0.02)
+
+
+@contextlib.asynccontextmanager
+async def limited(api: Api, **changes: Any) -> AsyncIterator[None]:
+    """Meanwhile the tenant has these limits and permissions."""
+    gateway = api.cluster.gateway
+    store = RedisStore(gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+    await TenantAdmin(store, lambda: 0.0).change("tenant-1", changes)
+    gateway.api_keys._known.clear()
+    try:
+        yield
+    finally:
+        await store.write([("FLUSHALL",)])
+        await store.close()
+        await store_key(gateway._config)
+        gateway.api_keys._known.clear()
+        gateway._limits._accounts.clear()
+
+
+async def open_requests(cluster: Cluster, count: int) -> None:
+    await until(lambda: len(cluster.gateway._driver) == count)
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(each["choices"][0]["delta"].get("content", "") for each in events)
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.own_cluster
+async def test_limits_are_those_of_the_tenant(api: Api) -> None:
+    gateway, decode = api.cluster.gateway, api.cluster.decodes[0]
+    async with limited(api, requests_per_min=4, concurrency=1):
+        first = await all_of(await api.send("chat", STREAMED))
+        for message in (first[0], first[-1]):
+            assert (message.headers or {})["x-ratelimit-remaining-requests"] == "3"
+        assert "x-ratelimit-remaining-requests" not in (first[1].headers or {})
+        await until(lambda: not gateway._limits.num_open)
+        decode.hold_at = 2
+        running = await api.send("chat", STREAMED)
+        await open_requests(api.cluster, 1)
+        check_error(await api.reply("chat", BODY), 429, "concurrency_exceeded", None)
+        decode.released.set()
+        await all_of(running)
+        await until(lambda: not gateway._limits.num_open)
+        while True:
+            reply = await api.reply("tokenize", {"prompt": "x"})
+            if "Nats-Service-Error" in (reply.headers or {}):
+                break
+        check_error(reply, 429, "requests_per_min_exceeded", None)
+        assert int((reply.headers or {})["retry-after"]) > 5
+        over_http = await api.cluster.http.post("/tokenize", json={"prompt": "x"})
+        assert over_http.json()["error"]["code"] == "requests_per_min_exceeded"
+        assert (await api.client.request("models", {}))["data"]  # is free
+
+
+@pytest.mark.own_cluster
+async def test_permissions_are_those_of_the_tenant(api: Api) -> None:
+    async with limited(api, allowed_models=()):
+        check_error(await api.reply("chat", BODY), 403, "model_not_allowed", "model")
+        assert (await api.client.request("models", {}))["data"] == []
+    async with limited(api, concurrency=0):
+        check_error(await api.reply("chat", BODY), 403, "limit_is_zero", None)
+    async with limited(api, allowed_regions=("eu",), is_zero_retention=True):
+        await api.reply("chat", BODY)
+        submitted = api.cluster.scheduler.submitted[-1].request
+        assert submitted.tenant_id == "tenant-1"
+        assert (submitted.is_zero_retention, submitted.allowed_regions) == (True, ("eu",))
+
+
+@pytest.mark.own_cluster
+async def test_too_many_requests_at_once_are_rejected(api: Api) -> None:
+    nats_api = api.cluster.gateway._nats_api
+    assert nats_api is not None
+    api.cluster.decodes[0].hold_at = 2
+    nats_api._max_requests = 2
+    running = [await api.send("chat", STREAMED) for _ in range(2)]
+    await open_requests(api.cluster, 2)
+    check_error(await api.reply("chat", STREAMED), 429, "overloaded", None)
+    api.cluster.decodes[0].released.set()
+    for each in running:
+        await all_of(each)
+
+
+async def test_bodies_count_for_the_budget_of_their_tenant(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.cluster.gateway._body_budget, "_max_tenant_bytes", 50)
+    check_error(await api.reply("chat", BODY), 429, "overloaded", None)
+    assert (await api.client.request("tokenize", {"prompt": "x"}))["count"] > 0
+
+
+# ── headers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_headers_reach_the_request(api: Api) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"Hearth-Deadline-S": "7.5", "Hearth-Affinity": "s1", "traceparent": trace}
+    with structlog.testing.capture_logs() as logs:
+        reply = await api.reply("chat", BODY, headers=headers)
+    submit = api.cluster.scheduler.submitted[-1]
+    assert 7.0 < submit.request.deadline_s <= 7.5
+    assert submit.affinity_key
+    request_id = (reply.headers or {})["Hearth-Request"]
+    assert submit.request.request_id == request_id == json.loads(reply.data)["hearth"]["request_id"]
+    traced = [each for each in logs if each["event"] == "request_traced"]
+    assert [(each["request"], each["traceparent"]) for each in traced] == [(request_id, trace)]
+    await api.reply("chat", BODY)
+    deadline_s = api.cluster.scheduler.submitted[-1].request.deadline_s
+    assert deadline_s <= served_request.MAX_DEADLINE_S < served_request.REPLY_S
+
+
+async def test_deadline_ends_the_request(api: Api) -> None:
+    api.cluster.decodes[0].hold_at = 2
+    for body in (STREAMED, BODY):
+        replies = await api.send("chat", body, headers={"Hearth-Deadline-S": "0.2"})
+        check_error((await all_of(replies))[-1], 504, "deadline_exceeded", None)
+    expired = await api.reply("chat", BODY, headers={"Hearth-Deadline-S": "1e-9"})
+    check_error(expired, 504, "deadline_exceeded", None)
+
+
+# ── cancellation ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_cancelled_stream_ends_and_frees_its_worker(api: Api) -> None:
+    decode = api.cluster.decodes[0]
+    decode.hold_at = 3
+    replies = await api.send("chat", STREAMED)
+    request_id = (await next_of(replies)).headers["Hearth-Request"]
+    assert await api.client.cancel(request_id)
+    check_error((await all_of(replies))[-1], 499, "request_cancelled", None)
+    assert (await asyncio.wait_for(decode.aborts.get(), timeout=5)).reason == "client_gone"
+    assert not await api.client.cancel(request_id)
+    assert not await api.client.cancel("unknown")
+
+
+async def test_request_is_cancelled_while_it_is_prepared(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, began = api.cluster.gateway, asyncio.Event()
+
+    async def wait(*_: object, **__: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(gateway.submission, "prepare", wait)
+    replies = await api.send("chat", BODY)
+    await asyncio.wait_for(began.wait(), timeout=5)
+    assert gateway._nats_api is not None
+    ((_, request_id),) = gateway._nats_api._running
+    assert await api.client.cancel(request_id)
+    check_error(await next_of(replies), 499, "request_cancelled", None)
+    assert not api.cluster.scheduler.submitted
+    await until(lambda: not gateway._limits.num_open)
+
+
+async def test_client_cannot_cancel_the_request_of_another(
+    api: Api, nats_server: NatsServer
+) -> None:
+    api.cluster.decodes[0].hold_at = 3
+    replies = await api.send("chat", STREAMED)
+    request_id = (await next_of(replies)).headers["Hearth-Request"]
+    async with connected(nats_server, "client-2") as (other, _):
+        assert not await other.cancel(request_id)
+    api.cluster.decodes[0].released.set()
+    assert ((await all_of(replies))[-1].headers or {})["Hearth-End"] == "stop"
+
+
+async def test_closed_iterator_cancels(api: Api) -> None:
+    decode = api.cluster.decodes[0]
+    decode.hold_at = 3
+    async with aclosing(api.client.stream("chat", BODY)) as events:
+        await anext(events)
+    assert (await asyncio.wait_for(decode.aborts.get(), timeout=5)).reason == "client_gone"
+    await open_requests(api.cluster, 0)
+
+
+# ── clients that vanish ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("quick_checks")
+@pytest.mark.parametrize("body", [STREAMED, BODY])
+@pytest.mark.parametrize("phase", ["running", "queued"])
+async def test_vanished_client_frees_its_worker(
+    api: Api, nats_server: NatsServer, body: dict[str, Any], phase: str
+) -> None:
+    """Streamed or not: a client that says so is checked before any response."""
+    cluster = api.cluster
+    cluster.decodes[0].hold_at = 3
+    cluster.scheduler.is_holding = phase == "queued"
+    connection = await nats.connect(
+        nats_server.url("client-1"), inbox_prefix=b"_INBOX.client-1", allow_reconnect=False
+    )
+    headers = {} if body is STREAMED else {"Hearth-Checks": "true"}
+    replies = Api(cluster, api.client, connection)
+    await replies.send("chat", body, headers=headers)
+    await open_requests(cluster, 1)
+    await connection.close()
+    await open_requests(cluster, 0)
+    if phase == "running":
+        assert (await cluster.decodes[0].aborts.get()).reason == "client_gone"
+    else:
+        assert await asyncio.wait_for(cluster.scheduler.cancels.get(), timeout=5)
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_client_that_does_not_answer_is_cut_off(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "SILENCE_S", 0.3)
+    api.cluster.decodes[0].hold_at = 3
+    replies = await api.send("chat", STREAMED)  # raw: it subscribes, and answers nothing
+    await open_requests(api.cluster, 1)
+    await open_requests(api.cluster, 0)
+    messages = await all_of(replies)
+    assert (messages[-1].headers or {})["Hearth-End"] == "error"
+    assert [each for each in messages if each.reply and not each.data]
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_client_that_answers_waits_as_long_as_it_takes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "SILENCE_S", 0.3)
+    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 5.0)
+    gateway = api.cluster.gateway
+    api.cluster.decodes[0].hold_at = 3
+    streamed = asyncio.create_task(api.events("chat", dict(BODY)))
+    whole = asyncio.create_task(api.client.request("chat", BODY))
+    await open_requests(api.cluster, 2)
+    assert gateway._nats_api is not None
+    opened = gateway._nats_api._parts.listeners._open
+    await until(lambda: all(each.num_checks > 10 for each in opened.values()))
+    api.cluster.decodes[0].released.set()
+    assert text_of(await streamed) == ANSWER
+    assert (await whole)["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.usefixtures("quick_checks")
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])
+async def test_many_vanished_clients_leave_nothing(
+    api: Api, nats_server: NatsServer, count: int
+) -> None:
+    """On ten connections that are lost at once; `api` checks the gateway."""
+    cluster = api.cluster
+    for decode in cluster.decodes:
+        decode.hold_at = 3
+    lost = [
+        await nats.connect(nats_server.url("client-1"), inbox_prefix=b"_INBOX.client-1")
+        for _ in range(10)
+    ]
+    for number in range(count):
+        await Api(cluster, api.client, lost[number % 10]).send("chat", STREAMED)
+    await until(lambda: len(cluster.gateway._driver) == count, timeout_s=60.0)
+    for connection in lost:
+        await connection.close()
+    await until(lambda: not len(cluster.gateway._driver), timeout_s=60.0)
+    assert not cluster.gateway._limits.num_open
+    assert text_of(await api.events("chat", {**BODY, "max_tokens": 2}))
+
+
+async def test_error_while_writing_ends_one_request_alone(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(served_request, "write_response", None)
+        with structlog.testing.capture_logs() as logs:
+            check_error(await api.reply("chat", BODY), 500, "internal_error", None)
+        assert "request_failed" in [each["event"] for each in logs]
+    await until(lambda: not api.cluster.gateway._limits.num_open)
+    with pytest.raises(ApiError, match="404"):
+        await api.client.request("nothing", BODY)
+    assert isinstance(api.client, HearthClient)
+    assert text_of(await api.events("chat", dict(BODY))) == ANSWER
