@@ -19,6 +19,7 @@ from services.gateway.output.framing import Framing
 _encode = msgspec.json.Encoder().encode
 
 WIDTH = 32  # a power of two, so that a random byte modulo WIDTH is uniform
+DRAWN_BYTES = 4096  # at once: a system call for each event would take longer than its encoding
 LETTERS = (string.ascii_lowercase + string.digits) * 2
 _TEXT, _PADDING = "\ufdd0text\ufdd1", "\ufdd0padding\ufdd1"
 
@@ -38,11 +39,23 @@ class PaddedTextEvent:
         paddings = (LETTERS[:length].encode() for length in range(2 * WIDTH - 1))
         self._tails = [b'%b"%b"%b' % (between, each, end) for each in paddings]
         self._random_bytes = random_bytes
+        self._draws = b""  # random bytes, of which each is used once
+        self._num_drawn = 0
 
     def of(self, texts: Sequence[str]) -> bytes:
         """Returns one event per text."""
+        first = self._draw(len(texts))
+        draws, head, tails = self._draws, self._head, self._tails
         parts: list[bytes] = []
-        for text, draw in zip(texts, self._random_bytes(len(texts)), strict=True):
+        for place, text in enumerate(texts, first):
             encoded = _encode(text)
-            parts += (self._head, encoded, self._tails[-len(encoded) % WIDTH + draw % WIDTH])
+            parts += (head, encoded, tails[-len(encoded) % WIDTH + draws[place] % WIDTH])
         return b"".join(parts)
+
+    def _draw(self, count: int) -> int:
+        """Returns the place of the first of `count` unused random bytes."""
+        first = self._num_drawn
+        if first + count > len(self._draws):
+            self._draws, first = self._random_bytes(max(count, DRAWN_BYTES)), 0
+        self._num_drawn = first + count
+        return first

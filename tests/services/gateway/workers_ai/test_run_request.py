@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
@@ -83,10 +85,10 @@ def test_wide_bounds() -> None:
 
 
 def test_reject_if_busy() -> None:
-    for given in (CHAT, {"prompt": "x"}, {"text": "x"}):
-        assert not generations(**given, options={"rejectIfBusy": True})[0].is_queueable
-        assert generations(**given, options={"rejectIfBusy": False})[0].is_queueable
-        assert generations(**given, options={"other": 1})[0].is_queueable
+    for body in (CHAT, {"prompt": "x"}, {"text": "x"}):
+        assert not generations(**body, options={"rejectIfBusy": True})[0].is_queueable
+        assert generations(**body, options={"rejectIfBusy": False})[0].is_queueable
+        assert generations(**body, options={"other": 1})[0].is_queueable
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
@@ -163,14 +165,37 @@ def test_body_without_prompts_keeps_the_options(fields: dict[str, Any]) -> None:
     body = decoded(**fields, temperature=4.0, options={"rejectIfBusy": True}, max_tokens=3)
     short = RUN_FIELDS.decode(msgspec.json.encode(without_prompts(body, 1)))
     (kept,) = to_generation_requests(short, "tiny")
-    (given,) = to_generation_requests(body, "tiny")
+    (full,) = to_generation_requests(body, "tiny")
     assert kept.prompt.num_chars < 40
-    assert type(kept.prompt) is type(given.prompt)
-    changed = {"prompt": given.prompt, "sampling": given.sampling}
-    assert msgspec.structs.replace(kept, **changed) == given
-    assert kept.sampling.temperature == given.sampling.temperature
+    assert type(kept.prompt) is type(full.prompt)
+    changed = {"prompt": full.prompt, "sampling": full.sampling}
+    assert msgspec.structs.replace(kept, **changed) == full
+    assert kept.sampling.temperature == full.sampling.temperature
 
 
 def test_many_texts_without_prompts() -> None:
     short = without_prompts(decoded(text=["a", "b"]), 2)
     assert len(to_generation_requests(short, "tiny")) == 2
+
+
+KEYS = [each.encode_name for each in msgspec.structs.fields(RunRequest)]
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
+)
+ROLES = st.sampled_from(["system", "user", "assistant", "tool", "king"])
+VALUES = st.recursive(
+    LEAVES | st.fixed_dictionaries({"role": ROLES, "content": LEAVES}),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "rejectIfBusy"]), inner)
+    ),
+    max_leaves=9,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS, *NEUTRAL_VALUES]), VALUES, max_size=4))
+def test_any_object_is_converted_or_rejected(fields: dict[str, Any]) -> None:
+    try:
+        assert generations(**fields)
+    except InvalidRequest as error:
+        assert error.message
