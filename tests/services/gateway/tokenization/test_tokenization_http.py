@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.request import opener
 from services.gateway.request.submission import Submission
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
@@ -38,6 +39,8 @@ INVALID: list[tuple[str, bytes, int, str, str | None]] = [
      "invalid_request", "messages"),
     ("/tokenize", b'{"messages": [{"role": "assistant", "content": "a"}]}', 400,
      "invalid_request", "messages"),
+    ("/tokenize", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400,
+     "invalid_request", "tools"),
     ("/tokenize", b'{"prompt": "a", "model": "other"}', 404, "model_not_found", "model"),
     ("/detokenize", b'{"tokens": [1], "model": "other"}', 404, "model_not_found", "model"),
     ("/tokenize", b'{"prompt": "a", "model": 5}', 400, "invalid_request", "model"),
@@ -95,6 +98,7 @@ async def test_large_body_has_the_same_response(
 ) -> None:
     small = await cluster.http.post(path, json=body)
     monkeypatch.setattr(tokenization, "MAX_INLINE_BYTES", 1)
+    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", 1)
     large = await cluster.http.post(path, json=body)
     assert (small.status_code, small.content) == (200, large.content)
 
