@@ -16,6 +16,7 @@ from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization import tokenization
 from services.gateway.tokenization.tokenization import MAX_BODY_BYTES, Tokenization
 from shared.errors import PayloadTooLarge
+from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.tenant import TenantRecord
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.openai.test_refusals import check_envelope
@@ -144,7 +145,9 @@ async def test_large_body_takes_no_time_of_the_event_loop(
 
 async def test_body_above_a_mib_is_rejected(cluster: Cluster, model_files: ModelFiles) -> None:
     gateway = cluster.gateway
-    converter = Tokenization(gateway.submission, gateway.catalog, model_files.tokenizer)
+    converter = Tokenization(
+        gateway.submission, gateway.catalog, model_files.tokenizer, gateway.model_aliases
+    )
     tenant = TenantRecord(tenant_id="acme")
     body = json.dumps({"prompt": ""}).encode()
     exact = body + b" " * (MAX_BODY_BYTES - len(body))
@@ -152,6 +155,22 @@ async def test_body_above_a_mib_is_rejected(cluster: Cluster, model_files: Model
     for convert in (converter.tokenize, converter.detokenize):
         with pytest.raises(PayloadTooLarge, match="larger than 1048576 bytes"):
             await convert(tenant, exact + b" ")
+
+
+@pytest.mark.own_cluster
+async def test_aliases_of_the_tenant_name_the_model(acme: Acme) -> None:
+    await acme.configure(allowed_models=("tiny",))
+    aliases = ModelAliasAdmin(acme.store, lambda: 1.0)
+    await aliases.put("@cf/fast", "tiny", "acme")
+    await aliases.put("@cf/other", "other")
+    for text in ("a", "a " * 5000):
+        body = {"prompt": text, "model": "@cf/fast"}
+        assert (await acme.http.post("/tokenize", json=body)).status_code == 200
+        for name in ("@cf/other", "@cf/none"):
+            response = await acme.http.post("/tokenize", json={**body, "model": name})
+            check_envelope(response, 404, "model_not_found", "model")
+    body = {"tokens": [1], "model": "@cf/fast"}
+    assert (await acme.http.post("/detokenize", json=body)).status_code == 200
 
 
 async def test_messages_take_a_preparation_slot(
