@@ -214,13 +214,14 @@ def build_app(
         max_body_bytes=max_body_bytes,
         budget=body_budget,
     )
+    tokenization = Tokenization(submission, catalog, files.tokenizer, aliases)
     known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
     return Litestar(
         [
             *_openai_handlers(openai, known),
             *_model_handlers(routes, known),
             *_prefix_handlers(PrefixRoutes(submission, prefix_store, catalog, files), known),
-            *_tokenization_handlers(Tokenization(submission, catalog, files.tokenizer), known),
+            *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
             *_state_handlers(routes),
         ],

@@ -110,7 +110,7 @@ def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
             job.messages, job.tools, add_generation_prompt=job.add_generation_prompt
         )
     except HearthError as error:
-        return Rejected(error.message)
+        return Rejected(error.message, error.param)
     if sum(map(len, parts)) > MAX_PROMPT_CHARS:
         return Rejected(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
     return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])

@@ -12,6 +12,7 @@ import msgspec
 
 from services.gateway.catalog import Catalog
 from services.gateway.request.submission import Submission
+from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.permissions import check_model
 from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization.bodies import (
@@ -42,21 +43,27 @@ _model_decoder = msgspec.json.Decoder(_Model)
 
 class Tokenization:
     """Both methods return the response as JSON. They raise the HearthError that rejects the
-    request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded and NoCapacity.
+    request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded, NoCapacity, and
+    DependencyUnavailable for a model's name that cannot be checked.
     """
 
     def __init__(
-        self, submission: Submission, catalog: Catalog, tokenizer: PromptTokenizer
+        self,
+        submission: Submission,
+        catalog: Catalog,
+        tokenizer: PromptTokenizer,
+        aliases: ModelAliases,
     ) -> None:
         self._submission = submission
         self._catalog = catalog
         self._tokenizer = tokenizer
+        self._aliases = aliases
 
     async def tokenize(self, tenant: TenantRecord, data: bytes) -> bytes:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, TOKENIZE, data)
         body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
-        card = self._card(tenant, body.model)
+        card = await self._card(tenant, body.model)
         response = tokenize(
             body,
             self._tokenizer,
@@ -69,7 +76,7 @@ class Tokenization:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, DETOKENIZE, data)
         body = DETOKENIZE_FIELDS.decode(data)
-        card = self._card(tenant, body.model)
+        card = await self._card(tenant, body.model)
         response = detokenize(body, self._tokenizer, vocab_size=card.vocab_size)
         return msgspec.json.encode(response)
 
@@ -89,17 +96,18 @@ class Tokenization:
             raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
         model = _model_of(data)
         if model is not None:
-            self._card(tenant, model.model)
+            await self._card(tenant, model.model)
         prepared = await self._submission.prepare_body(tenant, kind, data)
         if model is None:  # not reached: the process rejects what cannot be read here
             raise InvalidRequest("the body is not valid JSON")
         return prepared.body
 
-    def _card(self, tenant: TenantRecord, model: str | None) -> ModelCard:
-        name = self._catalog.name if model is None else model
-        if name == self._catalog.name:
-            check_model(tenant, name)
-        return self._catalog.card(name)
+    async def _card(self, tenant: TenantRecord, model: str | None) -> ModelCard:
+        own = self._catalog.name
+        if model is not None and await self._aliases.resolve(tenant.tenant_id, model) != own:
+            return self._catalog.card(model)  # raises UnknownModel
+        check_model(tenant, own)
+        return self._catalog.card(own)
 
 
 def _model_of(data: bytes) -> _Model | None:

@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.request import opener
 from services.gateway.request.submission import Submission
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization import tokenization
 from services.gateway.tokenization.tokenization import MAX_BODY_BYTES, Tokenization
 from shared.errors import PayloadTooLarge
+from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.tenant import TenantRecord
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.openai.test_refusals import check_envelope
@@ -38,6 +40,8 @@ INVALID: list[tuple[str, bytes, int, str, str | None]] = [
      "invalid_request", "messages"),
     ("/tokenize", b'{"messages": [{"role": "assistant", "content": "a"}]}', 400,
      "invalid_request", "messages"),
+    ("/tokenize", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400,
+     "invalid_request", "tools"),
     ("/tokenize", b'{"prompt": "a", "model": "other"}', 404, "model_not_found", "model"),
     ("/detokenize", b'{"tokens": [1], "model": "other"}', 404, "model_not_found", "model"),
     ("/tokenize", b'{"prompt": "a", "model": 5}', 400, "invalid_request", "model"),
@@ -95,6 +99,7 @@ async def test_large_body_has_the_same_response(
 ) -> None:
     small = await cluster.http.post(path, json=body)
     monkeypatch.setattr(tokenization, "MAX_INLINE_BYTES", 1)
+    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", 1)
     large = await cluster.http.post(path, json=body)
     assert (small.status_code, small.content) == (200, large.content)
 
@@ -140,7 +145,9 @@ async def test_large_body_takes_no_time_of_the_event_loop(
 
 async def test_body_above_a_mib_is_rejected(cluster: Cluster, model_files: ModelFiles) -> None:
     gateway = cluster.gateway
-    converter = Tokenization(gateway.submission, gateway.catalog, model_files.tokenizer)
+    converter = Tokenization(
+        gateway.submission, gateway.catalog, model_files.tokenizer, gateway.model_aliases
+    )
     tenant = TenantRecord(tenant_id="acme")
     body = json.dumps({"prompt": ""}).encode()
     exact = body + b" " * (MAX_BODY_BYTES - len(body))
@@ -148,6 +155,22 @@ async def test_body_above_a_mib_is_rejected(cluster: Cluster, model_files: Model
     for convert in (converter.tokenize, converter.detokenize):
         with pytest.raises(PayloadTooLarge, match="larger than 1048576 bytes"):
             await convert(tenant, exact + b" ")
+
+
+@pytest.mark.own_cluster
+async def test_aliases_of_the_tenant_name_the_model(acme: Acme) -> None:
+    await acme.configure(allowed_models=("tiny",))
+    aliases = ModelAliasAdmin(acme.store, lambda: 1.0)
+    await aliases.put("@cf/fast", "tiny", "acme")
+    await aliases.put("@cf/other", "other")
+    for text in ("a", "a " * 5000):
+        body = {"prompt": text, "model": "@cf/fast"}
+        assert (await acme.http.post("/tokenize", json=body)).status_code == 200
+        for name in ("@cf/other", "@cf/none"):
+            response = await acme.http.post("/tokenize", json={**body, "model": name})
+            check_envelope(response, 404, "model_not_found", "model")
+    body = {"tokens": [1], "model": "@cf/fast"}
+    assert (await acme.http.post("/detokenize", json=body)).status_code == 200
 
 
 async def test_messages_take_a_preparation_slot(
