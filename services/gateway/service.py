@@ -200,7 +200,9 @@ class GatewayService:
     def _api_over(
         self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]
     ) -> NatsApi:
-        tokenization = Tokenization(self.submission, self.catalog, self.files.tokenizer)
+        tokenization = Tokenization(
+            self.submission, self.catalog, self.files.tokenizer, self.model_aliases
+        )
         started_at = wall_clock()
 
         async def models(tenant: TenantRecord, _: bytes) -> bytes:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,16 @@ from tests.services.gateway.peer import PeerDecode, PeerScheduler
 
 API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京 the quick brown fox"
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """Of the gateway's tests alone: the scheduler of their shared cluster stays connected between
+    tests, and would take requests of others.
+    """
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")
