@@ -266,7 +266,7 @@ class GatewayService:
             self._background.start(self._certificate.watch(self._clock))
         await self._web_server.start()
         if self._nats_api is not None:
-            await self._nats_api.start(lambda: self.readiness().ready)
+            await self._nats_api.start(lambda: self._cluster_readiness().ready)
         await self._health_monitor.transition_to("ready")
         log.info("listening", http_address=self.http_address)
 
@@ -317,6 +317,13 @@ class GatewayService:
                 self.metrics.count_unlike_prefill()
 
     def readiness(self) -> Readiness:
+        """Ready over HTTP and NATS."""
+        found = self._cluster_readiness()
+        if not found.ready or self._nats_api is None or self._nats_api.has_joined:
+            return found
+        return msgspec.structs.replace(found, ready=False, reason="not in the queue group yet")
+
+    def _cluster_readiness(self) -> Readiness:
         return self.catalog.readiness(
             is_connected=self._bus.is_connected,
             is_draining=self._is_leaving or self.submission.is_draining,

@@ -42,6 +42,13 @@ class UntypedMessages:
 
         return stop
 
+    async def flush(self) -> None:
+        """Returns when the server has processed all subscriptions and messages so far."""
+        try:
+            await self._client.flush_all()
+        except (nats.errors.Error, OSError) as error:
+            log.warning("nats_flush_failed", error=repr(error))
+
     async def _stop(self, subscription: Subscription) -> None:
         try:
             await self._client.stop_listening(subscription)

@@ -35,7 +35,7 @@ from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 
-READY_POLL_S = 0.1
+READY_POLL_S = 0.05
 GRACE_S = 5.0  # to submit the last requests, and for the last replies
 # Every gateway receives a cancellation, and the one that runs the request answers at once. The
 # others answer after this time, so that the client learns that none does.
@@ -78,6 +78,7 @@ class NatsApi:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_cancellations = 0
         self._background = Background()
+        self.has_joined = False  # now or before
         self._leave: Callable[[], Awaitable[None]] | None = None
         self._stops: list[Callable[[], Awaitable[None]]] = []
 
@@ -128,6 +129,8 @@ class NatsApi:
         while not is_ready():
             await self._parts.clock.sleep(READY_POLL_S)
         self._leave = await self._messages.listen(API_REQUESTS, self._take, queue=API_GROUP)
+        await self._messages.flush()  # from now on the server knows it
+        self.has_joined = True
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 

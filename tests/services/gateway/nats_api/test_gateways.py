@@ -166,6 +166,28 @@ async def test_stopped_gateway_ends_its_streams_with_an_error(
         check_error((await all_of(each))[-1], 503, "no_capacity", None)
 
 
+async def test_ready_gateway_takes_requests(
+    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
+) -> None:
+    """Who sees `/ready` may send at once."""
+    first = api.cluster.gateway._nats_api
+    assert first is not None
+    await first.leave()
+    gateway = await build_gateway(
+        msgspec.structs.replace(
+            gateway_config, nats_url=nats_server.url("gateway-2"), process_id="gateway-2"
+        )
+    )
+    await gateway.start()
+    try:
+        while not gateway.readiness().ready:
+            await asyncio.sleep(0)
+        assert (await api.client.request("models", {}))["data"]
+        assert gateway.readiness().ready
+    finally:
+        await gateway.stop()
+
+
 async def test_gateway_without_workers_takes_no_request(
     nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
