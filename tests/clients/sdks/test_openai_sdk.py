@@ -24,16 +24,22 @@ CHUNK = TypeAdapter(ChatCompletionChunk)
 COMPLETION = TypeAdapter(Completion)
 
 
-@pytest.fixture(params=["/v1", "/ai/v1"])
-def client(request: pytest.FixtureRequest, account: Account) -> Iterator[openai.OpenAI]:
-    url = f"{account.url}/v1" if request.param == "/v1" else f"{account.ai}/v1"
+@pytest.fixture(params=[MODEL, ALIAS])
+def model(request: pytest.FixtureRequest) -> str:
+    """The native name is used with /v1, the alias below an account."""
+    return request.param
+
+
+@pytest.fixture
+def client(model: str, account: Account) -> Iterator[openai.OpenAI]:
+    url = f"{account.url}/v1" if model == MODEL else f"{account.ai}/v1"
     with openai.OpenAI(base_url=url, api_key=account.token, max_retries=0) as client:
         yield client
 
 
-def test_chat(client: openai.OpenAI, reference: Reference) -> None:
+def test_chat(client: openai.OpenAI, model: str, reference: Reference) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model=ALIAS, messages=MESSAGES, **OPTIONS
+        model=model, messages=MESSAGES, **OPTIONS
     )
     answer = ChatCompletion.model_validate_json(raw.content)
     assert answer.choices[0].message.content == reference.chat_text(MESSAGES, **OPTIONS)
@@ -41,9 +47,11 @@ def test_chat(client: openai.OpenAI, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("has_usage", [False, True])
-def test_chat_stream(client: openai.OpenAI, reference: Reference, has_usage: bool) -> None:
+def test_chat_stream(
+    client: openai.OpenAI, model: str, reference: Reference, has_usage: bool
+) -> None:
     with client.chat.completions.with_streaming_response.create(
-        model=ALIAS,
+        model=model,
         messages=MESSAGES,
         stream=True,
         stream_options={"include_usage": has_usage},
@@ -60,9 +68,11 @@ def test_chat_stream(client: openai.OpenAI, reference: Reference, has_usage: boo
     assert [each.usage is not None for each in chunks] == [False] * (len(chunks) - 1) + [has_usage]
 
 
-def test_several_choices_of_a_stream(client: openai.OpenAI, reference: Reference) -> None:
+def test_several_choices_of_a_stream(
+    client: openai.OpenAI, model: str, reference: Reference
+) -> None:
     stream = client.chat.completions.create(
-        model=ALIAS, messages=MESSAGES, stream=True, n=3, **OPTIONS
+        model=model, messages=MESSAGES, stream=True, n=3, **OPTIONS
     )
     texts = ["", "", ""]
     for chunk in stream:
@@ -73,15 +83,15 @@ def test_several_choices_of_a_stream(client: openai.OpenAI, reference: Reference
     assert len(set(texts)) == 3
 
 
-def test_completion(client: openai.OpenAI, reference: Reference) -> None:
-    raw = client.completions.with_raw_response.create(model=ALIAS, prompt=PROMPT, **OPTIONS)
+def test_completion(client: openai.OpenAI, model: str, reference: Reference) -> None:
+    raw = client.completions.with_raw_response.create(model=model, prompt=PROMPT, **OPTIONS)
     answer = COMPLETION.validate_json(raw.content)
     assert answer.choices[0].text == reference.completion_text(PROMPT, **OPTIONS)
 
 
-def test_completion_stream(client: openai.OpenAI, reference: Reference) -> None:
+def test_completion_stream(client: openai.OpenAI, model: str, reference: Reference) -> None:
     with client.completions.with_streaming_response.create(
-        model=ALIAS, prompt=PROMPT, stream=True, **OPTIONS
+        model=model, prompt=PROMPT, stream=True, **OPTIONS
     ) as response:
         events = data_of(response.iter_lines())
     # The type has `finish_reason` as of a whole completion; events before the last have null.
@@ -90,34 +100,34 @@ def test_completion_stream(client: openai.OpenAI, reference: Reference) -> None:
     assert text == reference.completion_text(PROMPT, **OPTIONS)
 
 
-def test_embeddings(client: openai.OpenAI, reference: Reference) -> None:
+def test_embeddings(client: openai.OpenAI, model: str, reference: Reference) -> None:
     texts = ["a text", "another text"]
-    answer = client.embeddings.create(model=ALIAS, input=texts)  # base64, which the SDK decodes
+    answer = client.embeddings.create(model=model, input=texts)  # base64, which the SDK decodes
     expected = reference.embeddings(texts)
     assert [pytest.approx(each.embedding, abs=1e-6) for each in answer.data] == expected
     raw = client.embeddings.with_raw_response.create(
-        model=ALIAS, input=texts, encoding_format="float"
+        model=model, input=texts, encoding_format="float"
     )
     assert CreateEmbeddingResponse.model_validate_json(raw.content).data[1].index == 1
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: openai.OpenAI, model: str) -> None:
     listed = {each.id: Model.model_validate(each.to_dict()) for each in client.models.list()}
-    assert {MODEL, ALIAS} <= listed.keys()
-    assert client.models.retrieve(ALIAS).id == ALIAS
+    assert {MODEL, model} <= listed.keys()
+    assert client.models.retrieve(model).id == model
 
 
-def test_errors_are_exceptions_by_status(client: openai.OpenAI, account: Account) -> None:
+def test_errors_are_exceptions_by_status(client: openai.OpenAI, model: str) -> None:
     create = client.chat.completions.create
     with pytest.raises(openai.NotFoundError) as not_found:
         create(model="@cf/no/such", messages=MESSAGES)
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as invalid:
-        create(model=ALIAS, messages=MESSAGES, temperature=-1)
+        create(model=model, messages=MESSAGES, temperature=-1)
     assert invalid.value.param == "temperature"
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
-        stranger.chat.completions.create(model=ALIAS, messages=MESSAGES)
+        stranger.chat.completions.create(model=model, messages=MESSAGES)
 
 
 async def test_async_stream(account: Account, reference: Reference) -> None:
