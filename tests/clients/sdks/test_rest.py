@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 
@@ -37,6 +39,13 @@ def test_documented_call_answers_in_the_envelope(account: Account) -> None:
     assert type(body["result"]["response"]) is str
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert 0 < usage["completion_tokens"] <= DEFAULT_MAX_TOKENS
+
+
+def test_documented_curl_sends_json_as_a_form(account: Account) -> None:
+    content = json.dumps({"prompt": PROMPT, "max_tokens": 4})
+    headers = {**account.headers, "Content-Type": "application/x-www-form-urlencoded"}
+    response = httpx.post(f"{account.ai}/run/{ALIAS}", headers=headers, content=content)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("model", [ALIAS, OWN_ALIAS, MODEL, ALIAS.replace("/", "%2F")])
