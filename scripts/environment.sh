@@ -4,6 +4,7 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 OLDEST="$VENV/oldest" # packages that replace newer ones if PYTHONPATH contains this folder
+CLIENTS="$ROOT/.venv-clients" # an environment for each tests/clients/*/NAME.txt
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -24,14 +25,15 @@ find_python() {
   fail "Python 3.11 or newer is needed and was not found (apt install python3, or set HEARTH_PYTHON)"
 }
 
+# Makes the environment $1, unless it is there already.
 make_venv() {
-  local python
-  [[ -x "$VENV/bin/pip" ]] && return
+  local venv="$1" python
+  [[ -x "$venv/bin/pip" ]] && return
   python="$(find_python)"
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python has no venv module: apt install python3-venv"
-  echo "Making $VENV with $("$python" --version)"
-  "$python" -m venv "$VENV"
+  echo "Making $venv with $("$python" --version)"
+  "$python" -m venv "$venv"
 }
 
 has_nvidia_driver() {
@@ -60,7 +62,7 @@ install_cpu_torch() {
 # Installs the project with the extra named by $1, unless its requirements are installed already.
 install_project() {
   local extra="$1" digest stamp constraints=()
-  make_venv
+  make_venv "$VENV"
   wants_cpu_torch && constraints=(-c "$ROOT/scripts/constraints-cpu.txt")
   digest="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints-cpu.txt" <(echo "${constraints[@]:-}") |
     cksum | tr -d ' ')"
@@ -79,4 +81,17 @@ install_oldest_triton() {
   mkdir -p "$OLDEST"
   "$VENV/bin/pip" install --quiet --no-deps --upgrade --target "$OLDEST" "${packages[@]}"
   echo "${packages[*]}" >"$OLDEST/.installed"
+}
+
+# Installs the outside clients of the requirements file $1 in an environment named like the file.
+install_clients() {
+  local requirements="$1" venv digest stamp
+  venv="$CLIENTS/$(basename "$requirements" .txt)"
+  digest="$(cat "$requirements" "$ROOT/tests/clients/pytest.txt" | cksum | tr -d ' ')"
+  stamp="$venv/.installed"
+  make_venv "$venv"
+  [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]] && return
+  echo "Installing ${requirements#"$ROOT/"}"
+  "$venv/bin/pip" install --quiet -r "$requirements"
+  echo "$digest" >"$stamp"
 }

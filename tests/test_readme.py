@@ -27,7 +27,6 @@ HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MU
 SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|tests|services)[\w.]*)")
 OPTION = re.compile(r"`(--[\w-]+)[^`]*`")
-STARTS_EMPTY = {"clients/"}  # git does not check out empty folders
 FOREIGN_OPTIONS = {"--profile"}  # of docker compose
 
 
@@ -52,9 +51,7 @@ def test_every_path_exists():
     missing = [
         located(readme, path)
         for readme, match in found_in_readmes(PATH)
-        if not (ROOT / (path := match[1])).exists()
-        and not (readme.parent / path).exists()
-        and path not in STARTS_EMPTY
+        if not (ROOT / (path := match[1])).exists() and not (readme.parent / path).exists()
     ]
     assert missing == []
 

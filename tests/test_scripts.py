@@ -38,9 +38,19 @@ class Machine:
 
     def add_venv(self, *, pip: str = "") -> None:
         """An environment whose programs record their arguments; `pip` is code that pip runs."""
-        for name in ("pip", "hearth", "pytest", "ruff", "mypy"):
+        for name in ("pip", "hearth", "pytest", "python", "ruff", "mypy"):
             record = f'echo "{name} $*" >> {self.calls_path}\n'
             self.add(name, record + (pip if name == "pip" else ""), self.root / ".venv" / "bin")
+
+    def add_clients(self, name: str, *, pip: str = "") -> Path:
+        """Requirements of clients, and their environment; its pip records calls and runs `pip`."""
+        requirements = self.root / "tests" / "clients" / "sdks" / f"{name}.txt"
+        requirements.parent.mkdir(parents=True, exist_ok=True)
+        (requirements.parents[1] / "pytest.txt").touch()
+        requirements.write_text("client==1")
+        record = f'echo "{name}/bin/pip $*" >> {self.calls_path}\n'
+        self.add("pip", record + pip, self.root / ".venv-clients" / name / "bin")
+        return requirements
 
     def run(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         self.calls_path.write_text("")
@@ -149,11 +159,12 @@ def test_failed_installation_is_retried(machine: Machine) -> None:
 
 
 PYTEST = "pytest -n 2 --dist worksteal"
+CLIENTS = "python -m tests.clients"
 CHECKS = ["ruff check", "ruff format --check", "mypy "]
 
 
 def calls_of(machine: Machine) -> list[str]:
-    return [call for call in machine.calls if not call.startswith("pip")]
+    return [call for call in machine.calls if not call.split()[0].endswith("pip")]
 
 
 def test_arguments_select_tests(machine: Machine) -> None:
@@ -164,32 +175,39 @@ def test_arguments_select_tests(machine: Machine) -> None:
 
 def test_ci_runs_short_tests_then_clients(machine: Machine) -> None:
     machine.add_venv()
-    (machine.root / "tests" / "clients").mkdir(parents=True)
+    machine.add_clients("sdks")
     assert machine.run(".ci/run").returncode == 0
-    assert calls_of(machine) == [PYTEST, *CHECKS, "pytest tests/clients"]
+    assert calls_of(machine) == [PYTEST, *CHECKS, CLIENTS]
 
 
-@pytest.mark.parametrize("failing", ["-n", "tests/clients"])
+@pytest.mark.parametrize("failing", ["pytest", "python"])
 def test_ci_runs_both_and_fails_if_either_fails(machine: Machine, failing: str) -> None:
     machine.add_venv()
-    (machine.root / "tests" / "clients").mkdir(parents=True)
-    text = f'echo "pytest $1" >> {machine.calls_path}; [[ "$1" != "{failing}" ]]'
-    machine.add("pytest", text, machine.root / ".venv" / "bin")
+    machine.add_clients("sdks")
+    text = f'echo "{failing} $*" >> {machine.calls_path}; exit 1'
+    machine.add(failing, text, machine.root / ".venv" / "bin")
     assert machine.run(".ci/run").returncode == 1
-    runs = [call for call in machine.calls if call.startswith("pytest")]
-    assert runs == ["pytest -n", "pytest tests/clients"]
+    assert {PYTEST, CLIENTS} <= set(machine.calls)
 
 
-@pytest.mark.parametrize(("status", "expected"), [("0", 0), ("1", 1), ("2", 1), ("4", 1), ("5", 0)])
-def test_clients_run_without_tests_succeeds(machine: Machine, status: str, expected: int) -> None:
-    """pytest exits with 5 if it collects nothing."""
+def test_clients_are_installed_once_in_an_environment_of_each_file(machine: Machine) -> None:
     machine.add_venv()
-    machine.add("pytest", f"exit {status}", machine.root / ".venv" / "bin")
-    assert "nothing to run" in machine.run("scripts/test", "--clients").stdout
-    (machine.root / "tests" / "clients").mkdir(parents=True)
-    result = machine.run("scripts/test", "--clients")
-    assert result.returncode == expected
-    assert ("tests/clients is empty" in result.stdout) == (status == "5")
+    newest, oldest = machine.add_clients("newest"), machine.add_clients("oldest")
+    machine.run("scripts/test", "--clients", "-k", "stream")
+    installs = [f"newest/bin/pip install --quiet -r {newest}"]
+    installs.append(f"oldest/bin/pip install --quiet -r {oldest}")
+    assert machine.calls[2:] == [*installs, f"{CLIENTS} -k stream"]
+    oldest.write_text("changed==2")
+    machine.run("scripts/test", "--clients")
+    assert machine.calls == [installs[1], CLIENTS]
+
+
+def test_clients_that_cannot_be_installed_fail_the_run(machine: Machine) -> None:
+    machine.add_venv()
+    machine.add_clients("sdks", pip="exit 1")
+    for _ in range(2):
+        assert machine.run("scripts/test", "--clients").returncode == 1
+        assert CLIENTS not in machine.calls
 
 
 def test_long_run_calls(machine: Machine) -> None:

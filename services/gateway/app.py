@@ -24,7 +24,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import error_of_http
 from services.gateway.http.response import error_headers
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_list import ModelEntry, ModelList, entry_of, models_of
+from services.gateway.model_list import ModelEntry, ModelList, TenantModels
 from services.gateway.openai.chat import ChatCompletion
 from services.gateway.openai.completions import Completion
 from services.gateway.openai.embeddings import EmbeddingList
@@ -50,7 +50,6 @@ from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.permissions import check_model
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
 from services.gateway.tokenization.routes import (
@@ -85,29 +84,26 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Routes:
-    """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
+    """The handlers, bound to one gateway."""
 
     def __init__(
         self,
         *,
         api_keys: ApiKeys,
-        catalog: Catalog,
+        models: TenantModels,
         metrics: GatewayMetrics,
         readiness: Callable[[], Readiness],
         new_request_id: Callable[[], str],
-        wall_clock: Callable[[], float],
         metrics_token: str,
         version: str,
     ) -> None:
         self._api_keys = api_keys
-        self._catalog = catalog
+        self._models = models
         self._metrics = metrics
         self._readiness = readiness
         self._new_request_id = new_request_id
         self._metrics_token = metrics_token.encode()
-        self._wall_clock = wall_clock
         self._version = version
-        self._started_at = int(wall_clock())
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
         """Protects the metrics: two readings of these sums show the activity of other tenants."""
@@ -116,20 +112,17 @@ class Routes:
             raise AuthenticationFailed("the token for metrics is not valid")
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        """Lists the models that the tenant may use."""
-        models = models_of(request.state.tenant, self._catalog, self._started_at)
+        """Lists the models that the tenant may use, each by its name and then by its aliases."""
+        models = await self._models.all(request.state.tenant)
         return Response(models, headers={"x-request-id": request.state.request_id})
 
     async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
         """Returns 404 for a model that this gateway does not serve, 403 for a model that the tenant
         may not use, 503 before any worker serves the model.
         """
-        model_id = str(request.path_params["model_id"]).removeprefix("/")
-        if model_id == self._catalog.name:
-            check_model(request.state.tenant, model_id)
-        card = self._catalog.card(model_id)
-        headers = {"x-request-id": request.state.request_id}
-        return Response(entry_of(card, self._started_at), headers=headers)
+        name = str(request.path_params["model_id"]).removeprefix("/")
+        entry = await self._models.one(request.state.tenant, name)
+        return Response(entry, headers={"x-request-id": request.state.request_id})
 
     async def health(self) -> Health:
         """Returns 200: the process is alive."""
@@ -194,11 +187,10 @@ def build_app(
     """`padding`: random bytes for the streams of Workers AI; None: they have none."""
     routes = Routes(
         api_keys=api_keys,
-        catalog=catalog,
+        models=TenantModels(catalog, aliases, int(wall_clock())),
         metrics=metrics,
         readiness=readiness,
         new_request_id=new_request_id,
-        wall_clock=wall_clock,
         metrics_token=metrics_token,
         version=version,
     )

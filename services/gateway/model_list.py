@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from services.gateway.catalog import Catalog
-from services.gateway.tenancy.permissions import may_use
+from services.gateway.tenancy.model_aliases import ModelAliases
+from services.gateway.tenancy.permissions import check_model, may_use
 from shared.messages import ModelCard
 from shared.tenancy.tenant import TenantRecord
 
@@ -24,16 +25,39 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelEntry]
 
 
-def entry_of(card: ModelCard, created: int) -> ModelEntry:
-    return ModelEntry(
-        id=card.name,
-        created=created,
-        max_context=card.max_context_tokens,
-        revision=card.revision,
-    )
+class TenantModels:
+    """The gateway's model by its name, and by the aliases that a tenant sees. `created`: seconds
+    since 1970, of every model.
+    """
 
+    def __init__(self, catalog: Catalog, aliases: ModelAliases, created: int) -> None:
+        self._catalog = catalog
+        self._aliases = aliases
+        self._created = created
 
-def models_of(tenant: TenantRecord, catalog: Catalog, created: int) -> ModelList:
-    """`created`: seconds since 1970."""
-    cards = [card for card in catalog.cards() if may_use(tenant, card.name)]
-    return ModelList(data=[entry_of(card, created) for card in cards])
+    async def all(self, tenant: TenantRecord) -> ModelList:
+        """Raises DependencyUnavailable if the tenant's aliases have never been read."""
+        entries = []
+        for card in self._catalog.cards():
+            if may_use(tenant, card.name):
+                aliases = await self._aliases.of_tenant(tenant.tenant_id)
+                names = [alias for alias, model in aliases.items() if model == card.name]
+                entries += [self._entry(name, card) for name in (card.name, *names)]
+        return ModelList(data=entries)
+
+    async def one(self, tenant: TenantRecord, name: str) -> ModelEntry:
+        """Raises UnknownModel for a model that this gateway does not serve, ModelNotAllowed, or
+        NoCapacity before any worker serves the model.
+        """
+        model = await self._aliases.resolve(tenant.tenant_id, name) or name
+        if model == self._catalog.name:
+            check_model(tenant, model)
+        return self._entry(name, self._catalog.card(model))
+
+    def _entry(self, name: str, card: ModelCard) -> ModelEntry:
+        return ModelEntry(
+            id=name,
+            created=self._created,
+            max_context=card.max_context_tokens,
+            revision=card.revision,
+        )

@@ -16,7 +16,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_list import models_of
+from services.gateway.model_list import TenantModels
 from services.gateway.nats_api.api import NatsApi
 from services.gateway.nats_api.endpoints import MODELS
 from services.gateway.nats_api.listeners import Listeners
@@ -204,9 +204,10 @@ class GatewayService:
             self.submission, self.catalog, self.files.tokenizer, self.model_aliases
         )
         started_at = wall_clock()
+        tenant_models = TenantModels(self.catalog, self.model_aliases, int(started_at))
 
         async def models(tenant: TenantRecord, _: bytes) -> bytes:
-            return msgspec.json.encode(models_of(tenant, self.catalog, int(started_at)))
+            return msgspec.json.encode(await tenant_models.all(tenant))
 
         parts = GatewayParts(
             api_keys=self.api_keys,

@@ -1,0 +1,97 @@
+"""Starts a cluster and runs the tests of outside clients against it: `scripts/test --clients`.
+
+Each FOLDER/NAME.txt here lists clients of exact versions. `scripts/test` installs them in an
+environment of their own, .venv-clients/NAME, in which the tests of the folder run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.clients.account import (
+    ACCOUNT,
+    ALIAS,
+    LIMITED,
+    MODEL,
+    OTHER,
+    OWN_ALIAS,
+    RESTRICTED,
+    VARIABLE,
+    Account,
+    write_accounts,
+)
+from tests.end_to_end.cluster import run_cluster
+from tests.services.cli.chat_checkpoint import write_chat_checkpoint
+from tests.services.cli.running import run_hearth
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+ENVIRONMENTS = ROOT / ".venv-clients"
+CONTEXT = 4096
+TENANTS = {OTHER: (), LIMITED: ("--requests-per-min", "1"), RESTRICTED: ("--allowed-models", "no")}
+NO_TESTS = 5  # pytest's exit status when nothing is collected
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if all tests pass. `arguments` are for pytest, such as -k NAME."""
+    environments = find_environments()
+    with tempfile.TemporaryDirectory(prefix="hearth-clients-") as folder:
+        accounts = Path(folder) / "accounts.json"
+        with run_accounts(Path(folder)) as running:
+            write_accounts(accounts, running)
+            statuses = [run_tests(each, accounts, arguments) for each in environments]
+    allowed = {0, NO_TESTS} if arguments else {0}
+    return int(not allowed.issuperset(statuses))
+
+
+def find_environments() -> list[Path]:
+    """Returns the requirements file of each environment. Exits if one is not installed."""
+    found = sorted(FOLDER.glob("*/*.txt"))
+    missing = [str(python_of(each)) for each in found if not python_of(each).exists()]
+    if missing:
+        sys.exit(f"tests.clients: no {', '.join(missing)}: run scripts/test --clients")
+    return found
+
+
+def python_of(requirements: Path) -> Path:
+    return ENVIRONMENTS / requirements.stem / "bin" / "python"
+
+
+@contextlib.contextmanager
+def run_accounts(folder: Path) -> Iterator[list[Account]]:
+    """Runs a cluster with the tenants and aliases of `account.py`; yields its accounts."""
+    model = write_chat_checkpoint(folder / MODEL, max_position_embeddings=CONTEXT)
+    with run_cluster(folder, "--model", str(model)) as cluster:
+        keys = {name: hearth(folder, "tenant", "add", name, *TENANTS[name]) for name in TENANTS}
+        hearth(folder, "model", "alias", ALIAS, MODEL)
+        hearth(folder, "model", "alias", OWN_ALIAS, MODEL, "--tenant", ACCOUNT)
+        keys[ACCOUNT] = cluster.state.api_key
+        yield [Account(cluster.url, name, key) for name, key in keys.items()]
+
+
+def hearth(state_home: Path, *arguments: str) -> str:
+    """Runs a command; returns what it printed. Raises RuntimeError if it failed."""
+    done = run_hearth(state_home, *arguments)
+    if done.returncode != 0:
+        raise RuntimeError(f"hearth {' '.join(arguments)}: {done.stderr}")
+    return done.stdout.strip()
+
+
+def run_tests(requirements: Path, accounts: Path, arguments: Sequence[str]) -> int:
+    """Runs a folder's tests in one environment. Returns pytest's exit status."""
+    print(f"── {requirements.relative_to(ROOT)}", flush=True)
+    # tests/conftest.py, above FOLDER, imports Hearth.
+    command = ["-m", "pytest", "--confcutdir", str(FOLDER), str(requirements.parent), *arguments]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ[VARIABLE] = str(accounts)
+    return subprocess.run([python_of(requirements), *command], cwd=ROOT, env=environ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""The running cluster as an outside client knows it: an address, accounts with tokens, models.
+
+`python -m tests.clients` writes it; the tests, which run without Hearth's code, read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+VARIABLE = "HEARTH_CLIENTS"
+MODEL = "tiny"
+ALIAS = "@cf/meta/llama-4-scout-17b-16e-instruct"  # of MODEL, for all accounts
+OWN_ALIAS = "@cf/own/tiny"  # of MODEL, for ACCOUNT alone
+
+ACCOUNT = "default"
+OTHER = "other"
+LIMITED = "limited"  # to one request a minute
+RESTRICTED = "restricted"  # to another model
+
+
+@dataclass(frozen=True)
+class Account:
+    """A tenant. Cloudflare's clients name it in paths, and send its API key as their token."""
+
+    url: str
+    id: str
+    token: str
+
+    @property
+    def v4(self) -> str:
+        """What `https://api.cloudflare.com/client/v4` is at Cloudflare."""
+        return f"{self.url}/client/v4"
+
+    @property
+    def ai(self) -> str:
+        return f"{self.v4}/accounts/{self.id}/ai"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+
+def write_accounts(path: Path, accounts: list[Account]) -> None:
+    path.write_text(json.dumps([asdict(each) for each in accounts]))
+
+
+def read_accounts() -> dict[str, Account]:
+    """Returns the accounts by id. Raises LookupError outside of `python -m tests.clients`."""
+    path = os.environ.get(VARIABLE)
+    if path is None:
+        raise LookupError(f"${VARIABLE} names no file of accounts: run scripts/test --clients")
+    accounts = [Account(**each) for each in json.loads(Path(path).read_text())]
+    return {each.id: each for each in accounts}
