@@ -15,7 +15,7 @@ import structlog.testing
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient
-from services.gateway.nats_api import listeners, served_request
+from services.gateway.nats_api import generation, listeners, served_request
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -301,7 +301,7 @@ async def test_error_while_writing_ends_one_request_alone(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(served_request, "write_response", None)
+        patch.setattr(generation, "_write_body", None)
         with structlog.testing.capture_logs() as logs:
             check_error(await api.reply("chat", BODY), 500, "internal_error", None)
         assert "request_failed" in [each["event"] for each in logs]
