@@ -29,6 +29,11 @@ class UntypedMessages:
         """Of headers and data together."""
         return self._client.max_payload
 
+    @property
+    def num_reconnects(self) -> int:
+        """Increases after each loss of the connection, before it is established again."""
+        return self._client.stats["reconnects"]
+
     async def listen(
         self, subject: str, take: TakeWithHeaders, *, queue: str = ""
     ) -> Callable[[], Awaitable[None]]:

@@ -31,10 +31,13 @@ _NO_RESPONDERS = b"NATS/1.0 503"
 
 @dataclass(slots=True, eq=False)
 class Listener:
-    """The client of one request. `on_lost`: called at most once."""
+    """The client of one request. `on_lost`: called at most once. `num_reconnects`: of the gateway's
+    connection when the request came.
+    """
 
     reply: Reply
     on_lost: Callable[[], None]
+    num_reconnects: int
     checked_at: float
     answered_at: float
     num_checks: int = 0
@@ -55,10 +58,10 @@ class Listeners:
 
     def open(self, reply: Reply, on_lost: Callable[[], None]) -> str:
         """Returns the name for `close`."""
-        now = self._clock.now()
+        now, num_reconnects = self._clock.now(), self._messages.num_reconnects
         self._num_opened += 1
         name = str(self._num_opened)
-        self._open[name] = Listener(reply, on_lost, checked_at=now, answered_at=now)
+        self._open[name] = Listener(reply, on_lost, num_reconnects, checked_at=now, answered_at=now)
         self._has_open.set()
         return name
 
@@ -82,7 +85,9 @@ class Listeners:
 
     async def _check(self, name: str, listener: Listener) -> None:
         now = self._clock.now()
-        if now - listener.answered_at >= SILENCE_S:
+        # with its connection the server has forgotten which subjects the gateway may reply to
+        is_refused = listener.num_reconnects != self._messages.num_reconnects
+        if is_refused or now - listener.answered_at >= SILENCE_S:
             self._lost(name)
         elif now - listener.checked_at >= CHECK_S:
             listener.checked_at = now

@@ -13,6 +13,7 @@ import pytest
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
+from services.gateway.nats_api import listeners
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
@@ -274,3 +275,28 @@ async def test_response_beyond_a_message_is_an_error(api: Api) -> None:
     check_error(reply, 413, "payload_too_large", None)
     assert "as a stream" in (reply.headers or {})["Nats-Service-Error"]
     assert text_of(await api.events("chat", dict(BODY))) == ANSWER
+
+
+async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
+    nats_server: NatsServer,
+    gateway_config: GatewayConfig,
+    model_files: ModelFiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server refuses their next messages: nothing may run on for nobody."""
+    monkeypatch.setattr(listeners, "TICK_S", 0.02)
+    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 1.0)
+    async with running_cluster(nats_server, gateway_config, model_files) as cluster:
+        cluster.decodes[0].hold_at = 3
+        async with connected(nats_server, "client-1") as (client, _):
+            streaming = asyncio.create_task(anext(client.stream("chat", dict(BODY))))
+            await open_requests(cluster, 1)
+            bus = cluster.gateway._bus
+            await bus._client._process_op_err(OSError("lost"))  # type: ignore[attr-defined]
+            await open_requests(cluster, 0)
+            await asyncio.gather(streaming, return_exceptions=True)
+            await until(lambda: cluster.is_ready)
+            cluster.decodes[0].reset(cluster.answer)
+            events = [each async for each in client.stream("chat", dict(BODY))]
+            assert text_of(events) == ANSWER
+        await until(lambda: is_idle(cluster.gateway))

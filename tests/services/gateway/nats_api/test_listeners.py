@@ -19,6 +19,7 @@ class Messages:
     def __init__(self) -> None:
         self.checks: list[str] = []
         self.is_away = False
+        self.num_reconnects = 0
 
     async def listen(self, subject: str, take: Any, *, queue: str = "") -> None:
         self.subject, self.take = subject, take
@@ -130,6 +131,18 @@ async def test_lost_connection_counts_as_silence() -> None:
         it.messages.is_away = True
         await it.clock.advance(SILENCE_S)
         assert it.num_lost == 1
+
+
+async def test_new_connection_ends_the_responses_of_the_last_one() -> None:
+    """The server would refuse their next messages."""
+    async with Checked() as it:
+        it.messages.num_reconnects += 1
+        await it.clock.advance(2 * TICK_S)
+        assert (it.num_lost, it.messages.checks) == (1, [])
+        it.messages.num_reconnects += 1  # while nobody listens
+        it.listeners.open(it.reply, it._lost)
+        await it.clock.advance(CHECK_S)
+        assert (it.num_lost, len(it.messages.checks)) == (1, 1)
 
 
 async def test_ended_response_gets_no_check() -> None:
