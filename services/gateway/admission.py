@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.types import ASGIApp, Empty, Receive, Scope, Send
+from litestar.utils.scope.state import ScopeState
 
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.server import ON_AUTHENTICATED
@@ -71,6 +72,8 @@ class Admission:
                     receive = await self._with_body(scope, receive, body, tenant, kind)
                 await app(scope, receive, send)
             finally:
+                # A connection holds the scope of its last request, which has the body.
+                ScopeState.from_scope(scope).body = Empty
                 body.release()
                 reservation.close_submissions()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from services.gateway import admission
@@ -13,7 +16,13 @@ from services.gateway.request.supported_fields import SupportedFields
 from tests.services.gateway.conftest import until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.openai.test_refusals import check_envelope
-from tests.services.gateway.tenancy.test_limits_http import COMPLETIONS, EMBEDDINGS, Acme, acme
+from tests.services.gateway.tenancy.test_limits_http import (
+    COMPLETIONS,
+    EMBEDDINGS,
+    KEY,
+    Acme,
+    acme,
+)
 
 __all__ = ["acme"]
 pytestmark = pytest.mark.own_cluster
@@ -148,3 +157,32 @@ async def test_each_bound_names_its_field(acme: Acme, monkeypatch: Any, inline_b
     for path, body, status, code, param in BOUNDS:
         response = await acme.http.post(path, json=body)
         check_envelope(response, status, code or "payload_too_large", param)
+
+
+def num_held(num_bytes: int) -> int:
+    """How many objects of this process refer to bytes of this length."""
+    return sum(
+        any(type(each) is bytes and len(each) == num_bytes for each in gc.get_referents(holder))
+        for holder in gc.get_objects()
+    )
+
+
+async def test_body_is_freed_after_its_response(acme: Acme) -> None:
+    """Not by the next request of its connection: each of many connections may hold 4 MiB."""
+    await acme.configure()
+    url = httpx.URL(acme.cluster.gateway.http_address)
+    num_bytes = 48_611
+    gc.collect()
+    gc.disable()
+    try:
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        lines = ("POST /tokenize HTTP/1.1", f"authorization: Bearer {KEY}",
+                 f"content-length: {num_bytes}")  # fmt: skip
+        body = json.dumps({"prompt": "hello"}).encode().ljust(num_bytes)
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        del body
+        await reader.readuntil(b'"token_strs":null}')
+        await until(lambda: not num_held(num_bytes))
+        writer.close()
+    finally:
+        gc.enable()
