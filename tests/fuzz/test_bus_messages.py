@@ -14,6 +14,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.output.events import TextDelta
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import NoCapacity, Overloaded
@@ -34,7 +35,7 @@ def files() -> tuple[Path, ModelFiles]:
 
 
 def text_of(output: RequestOutput) -> str:
-    return "".join(delta.text for delta in output.take())
+    return "".join(each.text for each in output.take() if isinstance(each, TextDelta))
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from services.gateway.tenancy.api_keys import LOOK_UP
+from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRejected
 from shared.tenancy.pinned_prefix import SAVE_LUA
@@ -40,6 +41,17 @@ def _look_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> l
     flat = [part for pair in fields.items() for part in pair]
     has_records = int(any(each in store.data for each in keys[1:]))
     return [flat, tenant, str(int(store.now())).encode(), has_records]
+
+
+def _look_up_aliases(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    packed = []
+    for key in keys[:2]:
+        fields = _fields(store, key)
+        if len(fields) > arguments[0]:
+            raise StoreRejected(f"{key} has too many aliases")
+        parts = [part.decode(errors="replace") for pair in fields.items() for part in pair]
+        packed.append(msgspec.msgpack.encode(parts))
+    return [*packed, int(any(each in store.data for each in keys[2:]))]
 
 
 def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
@@ -113,6 +125,7 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
 
 SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     LOOK_UP: _look_up,
+    LOOK_UP_ALIASES: _look_up_aliases,
     APPLY_LUA: _carry_out,
     APPLY_EACH_LUA: _carry_out_each,
     ADD_UP: _add_up,

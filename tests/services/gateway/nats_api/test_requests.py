@@ -69,7 +69,8 @@ async def test_limits_are_those_of_the_tenant(api: Api) -> None:
         first = await all_of(await api.send("chat", STREAMED))
         for message in (first[0], first[-1]):
             assert (message.headers or {})["x-ratelimit-remaining-requests"] == "3"
-        assert "x-ratelimit-remaining-requests" not in (first[1].headers or {})
+        for message in first[1:-1]:  # none if the text came at once
+            assert "x-ratelimit-remaining-requests" not in (message.headers or {})
         await until(lambda: not gateway._limits.num_open)
         decode.hold_at = 2
         running = await api.send("chat", STREAMED)

@@ -10,14 +10,16 @@ import pytest
 import structlog.testing
 
 from services.gateway.tenancy.api_keys import REFRESH_S
-from services.gateway.tenancy.model_aliases import ModelAliases
+from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES, ModelAliases
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
-from shared.store import RedisStore, StoreUnavailable
+from shared.store import RedisStore, StoreRejected, StoreUnavailable
 from shared.tenancy.model_alias import ALIASES, MAX_ALIASES, aliases_of
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
+from shared.tenancy.tenant import GENERATION, TENANTS
 from shared.tenancy.tenant_admin import store_api_key
 from tests.servers import RedisServer
+from tests.simulation.world.store import MemoryStore
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
 
@@ -298,3 +300,20 @@ async def test_record_with_later_fields_is_readable(
 ) -> None:
     await store.write([("HSET", ALIASES, "a", '{"model":"native","task":"text-generation"}')])
     assert await aliases.resolve("acme", "a") == "native"
+
+
+@pytest.mark.parametrize("max_aliases", [2, 1])
+async def test_simulated_look_up_equals_redis(store: CountingStore, max_aliases: int) -> None:
+    keys = [aliases_of("acme"), aliases_of(None), GENERATION, TENANTS]
+    found: list[Any] = []
+    for each in (store, MemoryStore()):
+        await store_api_key(each, "k1", "acme")
+        await each.write([("HSET", aliases_of("acme"), "@cf/own", '{"model":"m"}')])
+        await each.write(
+            [("HSET", aliases_of(None), "a", "1"), ("HSET", aliases_of(None), "b", "2")]
+        )
+        try:
+            found.append(await each.evaluate(LOOK_UP_ALIASES, keys, [max_aliases]))
+        except StoreRejected as error:
+            found.append(type(error))
+    assert found[0] == found[1]
