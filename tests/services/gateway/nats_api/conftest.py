@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import nats
+import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from services.client.hearth_nats import HearthClient
+from services.gateway.nats_api import api as nats_api
 from services.gateway.service import GatewayService
 from shared.subjects import api_request
 from tests.servers import NatsServer
-from tests.services.gateway.conftest import Cluster, until
+from tests.services.gateway.conftest import Cluster, SharedCluster, until
 
 
 def has_joined(gateway: GatewayService) -> bool:
@@ -95,8 +97,17 @@ async def connected(server: NatsServer, name: str) -> AsyncIterator[tuple[Hearth
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def api(cluster: Cluster, nats_server: NatsServer) -> AsyncIterator[Api]:
+async def no_shared_cluster(shared_cluster: SharedCluster) -> None:
+    """For tests that start processes of the same names."""
+    await shared_cluster.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def api(
+    cluster: Cluster, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Api]:
     """At its end nothing may be left of any request."""
+    monkeypatch.setattr(nats_api, "OTHERS_ANSWER_S", 0.05)
     await until(lambda: has_joined(cluster.gateway))
     async with connected(nats_server, "client-1") as (client, raw):
         yield Api(cluster, client, raw)

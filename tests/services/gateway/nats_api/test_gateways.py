@@ -34,8 +34,6 @@ from tests.services.gateway.nats_api.test_requests import STREAMED, open_request
 from tests.services.gateway.nats_api.test_responses import check_error
 from tests.services.gateway.openai.test_chat_http import BODY
 
-pytestmark = pytest.mark.own_cluster
-
 
 @contextlib.asynccontextmanager
 async def second_gateway(
@@ -62,10 +60,11 @@ async def die(gateway: GatewayService) -> None:
     )
 
 
+@pytest.mark.own_cluster
 async def test_stream_of_a_lost_gateway_is_repeated_through_another(
     api: Api, nats_server: NatsServer, gateway_config: GatewayConfig, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.5)
+    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.2)
     decode = api.cluster.decodes[0]
     async with second_gateway(nats_server, gateway_config) as second:
         decode.hold_at = 5
@@ -97,6 +96,7 @@ async def test_stream_of_a_lost_gateway_is_repeated_through_another(
         answering._driver.close_all(NoCapacity("the process is dead"))
 
 
+@pytest.mark.own_cluster
 async def test_lost_worker_does_not_end_the_stream(api: Api) -> None:
     first = api.cluster.decodes[0]
     first.hold_at = 5
@@ -109,6 +109,7 @@ async def test_lost_worker_does_not_end_the_stream(api: Api) -> None:
     api.cluster.decodes.remove(first)
 
 
+@pytest.mark.own_cluster
 async def test_draining_gateway_takes_no_request_and_finishes_its_streams(
     api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
@@ -153,6 +154,7 @@ async def test_no_request_fails_while_gateways_come_and_go(
     assert set(texts) == {texts[0]}
 
 
+@pytest.mark.own_cluster
 async def test_stopped_gateway_ends_its_streams_with_an_error(
     api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
@@ -167,6 +169,7 @@ async def test_stopped_gateway_ends_its_streams_with_an_error(
         check_error((await all_of(each))[-1], 503, "no_capacity", None)
 
 
+@pytest.mark.own_cluster
 async def test_ready_gateway_takes_requests(
     api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
@@ -189,6 +192,7 @@ async def test_ready_gateway_takes_requests(
         await gateway.stop()
 
 
+@pytest.mark.usefixtures("no_shared_cluster")
 async def test_gateway_without_workers_takes_no_request(
     nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
@@ -203,6 +207,7 @@ async def test_gateway_without_workers_takes_no_request(
         await gateway.stop()
 
 
+@pytest.mark.own_cluster
 async def test_discovery_finds_every_gateway_and_its_numbers(
     api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
@@ -244,6 +249,7 @@ async def test_discovery_finds_every_gateway_and_its_numbers(
     assert all(each["processing_time"] > 0 for each in counts if each["num_requests"])
 
 
+@pytest.mark.usefixtures("no_shared_cluster")
 async def test_prompt_of_200000_tokens(
     nats_server: NatsServer,
     gateway_config: GatewayConfig,
@@ -270,13 +276,16 @@ async def test_prompt_of_200000_tokens(
 
 async def test_response_beyond_a_message_is_an_error(api: Api) -> None:
     parts = api.cluster.gateway._nats_api._parts  # type: ignore[union-attr]
+    unchanged = parts.max_reply_bytes
     object.__setattr__(parts, "max_reply_bytes", lambda: 8192 + 300)
     reply = await next_of(await api.send("chat", BODY))
+    object.__setattr__(parts, "max_reply_bytes", unchanged)
     check_error(reply, 413, "payload_too_large", None)
     assert "as a stream" in (reply.headers or {})["Nats-Service-Error"]
     assert text_of(await api.events("chat", dict(BODY))) == ANSWER
 
 
+@pytest.mark.usefixtures("no_shared_cluster")
 async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
     nats_server: NatsServer,
     gateway_config: GatewayConfig,
@@ -285,7 +294,6 @@ async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
 ) -> None:
     """The server refuses their next messages: nothing may run on for nobody."""
     monkeypatch.setattr(listeners, "TICK_S", 0.02)
-    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 1.0)
     async with running_cluster(nats_server, gateway_config, model_files) as cluster:
         cluster.decodes[0].hold_at = 3
         async with connected(nats_server, "client-1") as (client, _):
@@ -294,6 +302,7 @@ async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
             bus = cluster.gateway._bus
             await bus._client._process_op_err(OSError("lost"))  # type: ignore[attr-defined]
             await open_requests(cluster, 0)
+            streaming.cancel()
             await asyncio.gather(streaming, return_exceptions=True)
             await until(lambda: cluster.is_ready)
             cluster.decodes[0].reset(cluster.answer)

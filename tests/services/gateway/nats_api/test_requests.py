@@ -62,7 +62,6 @@ def text_of(events: list[Any]) -> str:
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.own_cluster
 async def test_limits_are_those_of_the_tenant(api: Api) -> None:
     gateway, decode = api.cluster.gateway, api.cluster.decodes[0]
     async with limited(api, requests_per_min=4, concurrency=1):
@@ -90,7 +89,6 @@ async def test_limits_are_those_of_the_tenant(api: Api) -> None:
         assert (await api.client.request("models", {}))["data"]  # is free
 
 
-@pytest.mark.own_cluster
 async def test_permissions_are_those_of_the_tenant(api: Api) -> None:
     async with limited(api, allowed_models=()):
         check_error(await api.reply("chat", BODY), 403, "model_not_allowed", "model")
@@ -104,12 +102,13 @@ async def test_permissions_are_those_of_the_tenant(api: Api) -> None:
         assert (submitted.is_zero_retention, submitted.allowed_regions) == (True, ("eu",))
 
 
-@pytest.mark.own_cluster
-async def test_too_many_requests_at_once_are_rejected(api: Api) -> None:
+async def test_too_many_requests_at_once_are_rejected(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nats_api = api.cluster.gateway._nats_api
     assert nats_api is not None
     api.cluster.decodes[0].hold_at = 2
-    nats_api._max_requests = 2
+    monkeypatch.setattr(nats_api, "_max_requests", 2)
     running = [await api.send("chat", STREAMED) for _ in range(2)]
     await open_requests(api.cluster, 2)
     check_error(await api.reply("chat", STREAMED), 429, "overloaded", None)
