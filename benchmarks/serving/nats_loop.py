@@ -23,6 +23,7 @@ from shared.subjects import api_request, client_inbox
 
 _END = re.compile(rb"Hearth-End: (\w+)\r\n")
 _TEXT = re.compile(rb'"content":"(?!")')
+_NO_RESPONDERS = b"NATS/1.0 503"
 _LINE_END = b"}\n"  # of an event
 _SEAM = 64  # bytes of the last data that are searched again
 
@@ -101,6 +102,9 @@ class CountingClient(asyncio.Protocol):
         if b"PING\r\n" in data and self._transport is not None:
             self._transport.write(b"PONG\r\n")
         if self._ended is None or self._ended.done():
+            return
+        if _NO_RESPONDERS in data:
+            self._ended.set_exception(ConnectionError("no gateway is connected"))
             return
         if not self._first_text_at:
             self._beginning += data
