@@ -18,6 +18,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from nats.errors import Error as NatsError
+
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
 
 NUM_TRIES = 4
@@ -64,7 +66,7 @@ async def serve(client: HearthClient, port: int) -> asyncio.Server:
                         writer.write(part.encode())
                         await writer.drain()
                 writer.write(b"\n")
-        except (ApiError, ResponseLost, ValueError) as error:
+        except (ApiError, ResponseLost, ValueError, NatsError) as error:
             writer.write(f"error: {error}\n".encode())
         except ConnectionError:
             pass  # the reader has left: closing the stream has cancelled its request

@@ -52,6 +52,6 @@ def _problem_of(text: str) -> str | None:
         return f"{len(text)} characters are not from 1 to {MAX_ID_CHARS}"
     if not text.isprintable() or " " in text:
         return "it has a space or a character that cannot be printed"
-    if ".." in text or "//" in text or text.startswith("/") or text.endswith("/"):
-        return "it has '..', '//', or a '/' at an end"
+    if any(part in ("", ".", "..") for part in text.split("/")):
+        return "it has '.', '..' or nothing between two '/' or at an end"
     return None

@@ -172,6 +172,9 @@ class TenantAdmin:
     async def check_client(self, tenant_id: str, client_id: str) -> None:
         """Raises ConfigError if `add_client` would."""
         await self.one(tenant_id)
+        digest = (await self._digests(tenant_id)).get(client_id)
+        if digest is not None and not is_client(digest):
+            raise ConfigError(f"{client_id!r} is the id of an API key: choose another name")
         known = await self._key(client_id, client_digest(client_id))
         if known is not None and known.tenant_id != tenant_id:
             raise ConfigError(f"the client {client_id!r} belongs to another tenant")
@@ -182,11 +185,11 @@ class TenantAdmin:
         """Makes the NATS credential `client_id` one of this tenant. `revoke` with the client's id
         ends that.
         """
-        await self.one(tenant_id)
+        await self.check_client(tenant_id, client_id)
         digest = client_digest(client_id)
         claim = ["tenant_id", "", tenant_id]
         if not await self._store.evaluate(SWAP, [api_key_record(digest)], claim):
-            await self.check_client(tenant_id, client_id)
+            await self.check_client(tenant_id, client_id)  # another tenant may have been first
         await self._store.write(_record_commands(client_id, digest, tenant_id, self._now()))
 
     async def rotate(

@@ -93,8 +93,10 @@ class DirectClient(Client):
         """Unsubscribes, and still handles the messages that the server sends until then."""
         # nats-py's drain removes the subscription here before the server does (see `flush_all`)
         await self.unsubscribe_at_server(subscription)
-        await self.flush_all()
-        await subscription.drain()
+        try:
+            await self.flush_all()
+        finally:  # also without a connection: nats-py would subscribe again with the next one
+            await subscription.drain()
 
     async def unsubscribe_at_server(self, subscription: Subscription) -> None:
         """Stops delivery at the server; messages already sent are still handled here."""

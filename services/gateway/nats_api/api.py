@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import msgspec
 import structlog
@@ -40,7 +42,7 @@ GRACE_S = 5.0  # to submit the last requests, and for the last replies
 # Every gateway receives a cancellation, and the one that runs the request answers at once. The
 # others answer after this time, so that the client learns that none does.
 OTHERS_ANSWER_S = 0.25
-MAX_CANCELLATIONS = 1024  # that wait for OTHERS_ANSWER_S
+MAX_CANCELLATIONS = 64  # of one client, that wait for OTHERS_ANSWER_S
 _CANCEL_FIELDS = SupportedFields(CancelRequest, {})
 _encode = msgspec.json.Encoder().encode
 
@@ -67,6 +69,7 @@ class NatsApi:
         self.counts = {name: EndpointCounts() for name in API_ENDPOINTS}
         self._discovery = Discovery(
             messages,
+            parts.clock.now,
             [each.info for each in API_ENDPOINTS.values()],
             self.counts,
             service_id=service_id,
@@ -76,7 +79,9 @@ class NatsApi:
         )
         self._running: dict[tuple[str, str], ServedRequest] = {}  # by client and request id
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_cancellations = 0
+        self._late: set[asyncio.Task[None]] = set()  # replies to cancellations
+        self._num_late: Counter[str] = Counter()  # by client
+        self._joining: asyncio.Task[None] | None = None
         self._background = Background()
         self.has_joined = False  # now or before
         self._leave: Callable[[], Awaitable[None]] | None = None
@@ -98,8 +103,9 @@ class NatsApi:
         """Takes no more requests. Those that the server sends until then are submitted, for which
         they have GRACE_S. Idempotent.
         """
-        self._joining.cancel()
-        await asyncio.wait({self._joining})
+        if self._joining is not None:  # else its start failed
+            self._joining.cancel()
+            await asyncio.wait({self._joining})
         leave, self._leave = self._leave, None
         if leave is not None:
             await leave()
@@ -120,9 +126,10 @@ class NatsApi:
             await stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GRACE_S)
-        for task in tuple(self._tasks):
+        left = (*self._tasks, *self._late)
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         await self._background.stop()
 
     async def _join(self, is_ready: Callable[[], bool]) -> None:
@@ -151,7 +158,7 @@ class NatsApi:
             return
         request = ServedRequest(self._parts, message, response)
         self._running[client_id, request.request_id] = request
-        self._start(self._serve(request))
+        _start(self._serve(request), self._tasks)
 
     async def _serve(self, request: ServedRequest) -> None:
         message = request.message
@@ -160,11 +167,6 @@ class NatsApi:
         finally:
             del self._running[message.client_id, request.request_id]
         self._ended(message.endpoint, message.arrived_at, error)
-
-    def _start(self, serving: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(serving)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _received(self, endpoint: str) -> float:
         """Returns the time of the clock."""
@@ -196,7 +198,7 @@ class NatsApi:
         self._ended(CANCEL, arrived_at, error)
 
     async def _cancel(self, client_id: str, data: bytes, response: Reply | None) -> None:
-        """Raises InvalidRequest, Overloaded and DependencyUnavailable."""
+        """Raises InvalidRequest and DependencyUnavailable."""
         body: CancelRequest = _CANCEL_FIELDS.decode(data)
         request = self._running.get((client_id, body.request))
         if request is not None:
@@ -206,20 +208,27 @@ class NatsApi:
         reply = _encode(Cancelled(body.request, request is not None))
         if request is not None:
             await response.finish(reply)
-        elif self._num_cancellations >= MAX_CANCELLATIONS:
-            raise Overloaded("too many cancellations at once", retry_after_s=1.0)
+        elif self._num_late[client_id] >= MAX_CANCELLATIONS:
+            # an error would come before the reply of the gateway that runs the request
+            self._parts.metrics.count_dropped_message()
         else:
-            self._start(self._finish_late(partial(response.finish, reply)))
+            self._num_late[client_id] += 1
+            _start(self._finish_late(client_id, partial(response.finish, reply)), self._late)
 
-    async def _finish_late(self, finish: Callable[[], Awaitable[None]]) -> None:
-        self._num_cancellations += 1
+    async def _finish_late(self, client_id: str, finish: Callable[[], Awaitable[None]]) -> None:
         try:
             await self._parts.clock.sleep(OTHERS_ANSWER_S)
             await finish()
         except HearthError as error:
             log.warning("reply_failed", error=error.message)
         finally:
-            self._num_cancellations -= 1
+            self._num_late -= Counter({client_id: 1})  # drops a client at zero
+
+
+def _start(running: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    task = asyncio.create_task(running)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _is_inbox_of(client_id: str, reply: str) -> bool:

@@ -30,7 +30,10 @@ DESCRIPTION = "Chat, completions, embeddings and tokens of one model, as over HT
 UNKNOWN_VERSION = "0.0.0"
 _SEMANTIC_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
 _PREFIX = "io.nats.micro.v1"
-_INBOX = "_INBOX."
+# A client's inbox is `_INBOX.{client}.{random}`, with at most one part more. Those of processes are
+# longer, and their own requests wait there.
+MAX_INBOX_PARTS = 4
+MAX_PER_SECOND = 100  # responses to all clients together: requests for them are free
 _encode = msgspec.json.Encoder().encode
 
 
@@ -78,11 +81,12 @@ class Stats(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.stats_response"
 
 
 class Discovery:
-    """`counts`: of each endpoint, by its name."""
+    """`counts`: of each endpoint, by its name. `now`: seconds of a monotonic clock."""
 
     def __init__(
         self,
         messages: UntypedMessages,
+        now: Callable[[], float],
         endpoints: Sequence[EndpointInfo],
         counts: Mapping[str, EndpointCounts],
         *,
@@ -92,6 +96,8 @@ class Discovery:
         started_at: float,
     ) -> None:
         self._messages = messages
+        self._now = now
+        self._second, self._num_sent = 0, 0
         self._endpoints = endpoints
         self._counts = counts
         self._started = datetime.fromtimestamp(started_at, UTC)
@@ -121,16 +127,29 @@ class Discovery:
         endpoints = [_stats_of(each, self._counts[each.name]) for each in self._endpoints]
         return Stats(**self._identity, started=self._started, endpoints=endpoints)
 
+    def _take_turn(self) -> bool:
+        second = int(self._now())
+        if second != self._second:
+            self._second, self._num_sent = second, 0
+        self._num_sent += 1
+        return self._num_sent <= MAX_PER_SECOND
+
     async def _respond(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         response = self._responses.get(subject)
         # The gateway may send to any subject that it receives as a reply subject, a client may not:
-        # a response must not become a command that the client had no permission for.
-        if response is None or not reply.startswith(_INBOX):
+        # a response must not become a command, or a reply, to a process.
+        if response is None or not _is_client_inbox(reply) or not self._take_turn():
             return
         try:
             await self._messages.send(reply, response())
         except HearthError as error:
             log.warning("discovery_failed", subject=subject, error=error.message)
+
+
+def _is_client_inbox(subject: str) -> bool:
+    parts = subject.split(".")
+    is_plain = not {"", "*", ">"} & set(parts)
+    return parts[0] == "_INBOX" and 3 <= len(parts) <= MAX_INBOX_PARTS and is_plain
 
 
 def _stats_of(endpoint: EndpointInfo, counts: EndpointCounts) -> EndpointStats:

@@ -43,9 +43,9 @@ HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
 Answer = Callable[[TenantRecord, bytes], Awaitable[bytes]]  # body → body of the response
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestMessage:
-    """`arrived_at`: of the gateway's clock."""
+    """`arrived_at`: of the gateway's clock. `data`: the body until its request is submitted."""
 
     endpoint: str
     client_id: str
@@ -191,7 +191,9 @@ class ServedRequest:
         self._cancel_open = opened.cancel
         self.has_passed.set()
         self._reply.limit_headers = opened.merger.headers
-        held.release()  # the request is submitted
+        self.message.data = b""  # the request is submitted
+        del read, body
+        held.release()
         await write_response(opened, self._reply, parts.max_reply_bytes() - HEADERS_BYTES)
 
     def _left_s(self, deadline_s: float | None) -> float:

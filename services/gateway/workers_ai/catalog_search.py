@@ -17,6 +17,7 @@ T = TypeVar("T")
 DEFAULT_PER_PAGE = 50
 MAX_PER_PAGE = 1000
 MAX_PAGE = 2**31 - 1
+MAX_SEARCH_CHARS = 256
 SOURCE = 1  # of every model: an inference server
 NATIVE_AUTHOR = "hearth"  # of a name without an author
 
@@ -47,12 +48,15 @@ class Author(msgspec.Struct, frozen=True):
     name: str
 
 
+SearchText = Annotated[str, Meta(max_length=MAX_SEARCH_CHARS)]
+
+
 class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a search. No model is experimental or deprecated."""
 
-    search: str = ""
-    task: str = ""
-    author: str = ""
+    search: SearchText = ""
+    task: SearchText = ""
+    author: SearchText = ""
     source: int | None = None
     page: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 1
     per_page: Annotated[int, Meta(ge=1, le=MAX_PER_PAGE)] = DEFAULT_PER_PAGE

@@ -49,9 +49,10 @@ def test_valid_ids(text: str) -> None:
         ("a\u202eb", "cannot be printed"),
         ("a\ud800", "cannot be printed"),
         ("@cf/../v1/models", "'..'"),
-        ("a//b", "'//'"),
-        ("/a", "'/' at an end"),
-        ("a/", "'/' at an end"),
+        ("a/./b", "'.'"),
+        ("a//b", "nothing between two '/'"),
+        ("/a", "at an end"),
+        ("a/", "at an end"),
     ],
 )
 def test_invalid_id_is_rejected_with_a_valid_example(text: str, problem: str) -> None:

@@ -31,7 +31,7 @@ def is_idle(gateway: GatewayService) -> bool:
     api = gateway._nats_api
     assert api is not None
     parts = api._parts
-    is_empty = not (api._running or api._tasks or api._num_cancellations or parts.listeners._open)
+    is_empty = not (api._running or api._tasks or api._late or parts.listeners._open)
     is_empty = is_empty and not gateway.submission._unsent._tenants
     return is_empty and not len(gateway._driver) and not parts.budget.num_bytes
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 
-from services.gateway.nats_api.discovery import Discovery, EndpointInfo, schema_of
+from services.gateway.nats_api.discovery import MAX_PER_SECOND, Discovery, EndpointInfo, schema_of
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from services.gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from shared.errors import Overloaded
@@ -41,13 +41,16 @@ async def bus(server: NatsServer) -> AsyncIterator[NatsBus]:
     await bus.close()
 
 
-def discovery_of(bus: NatsBus, *, version: str = "0.1.0") -> Discovery:
+def discovery_of(
+    bus: NatsBus, *, version: str = "0.1.0", now: Callable[[], float] = lambda: 1.0
+) -> Discovery:
     counts = {each.name: EndpointCounts() for each in ENDPOINTS}
     counts["chat"].num_requests = 3
     counts["chat"].ended(0.5)
     counts["chat"].ended(0.000_000_5, Overloaded("the secret of another client"))
     return Discovery(
         bus.untyped,
+        now,
         ENDPOINTS,
         counts,
         service_id="id1",
@@ -145,13 +148,34 @@ async def test_other_services_and_other_reply_subjects_get_no_response(
     await discovery.start()
     await bus.flush()
     command = "hearth.v1.decode.decode-1.-.control.gateway-1.-"
+    of_process = "_INBOX.gateway-1.-.abc.check.1.1"
     for subject, reply in (
         *(("$SRV.PING.other", INBOX), ("$SRV.PING.hearth.id2", INBOX), ("$SRV.PONG", INBOX)),
-        *(("$SRV.PING", command), ("$SRV.STATS.hearth", ""), ("$SRV.INFO", "$SRV.PING")),
+        *(
+            ("$SRV.PING", command),
+            ("$SRV.PING", of_process),
+            ("$SRV.PING", "_INBOX.client-1"),
+            ("$SRV.STATS.hearth", ""),
+            ("$SRV.INFO", "$SRV.PING"),
+        ),
     ):
         raw._writer.write(f"PUB {subject} {reply} 0\r\n\r\n".encode())
     assert json.loads(await raw.request("$SRV.PING"))["id"] == "id1"
     assert sent == [INBOX]
+
+
+async def test_responses_of_a_second_are_limited(bus: NatsBus, raw: RawClient) -> None:
+    time = 1.0
+    await discovery_of(bus, now=lambda: time).start()
+    await bus.flush()
+    for _ in range(MAX_PER_SECOND):
+        await raw.request("$SRV.PING")
+    raw._writer.write(f"PUB $SRV.PING.hearth {INBOX} 0\r\n\r\n".encode())
+    raw._writer.write(b"PING\r\n")
+    assert await raw._reader.readline() == b"PONG\r\n"
+    await bus.flush()
+    time = 2.0
+    assert "endpoints" in json.loads(await raw.request("$SRV.INFO")), "the last PING has a response"
 
 
 @pytest.mark.parametrize(("version", "shown"), [("0", "0.0.0"), ("1.2.3-rc.1+a", "1.2.3-rc.1+a")])

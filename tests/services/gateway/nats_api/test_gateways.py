@@ -309,3 +309,10 @@ async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
             events = [each async for each in client.stream("chat", dict(BODY))]
             assert text_of(events) == ANSWER
         await until(lambda: is_idle(cluster.gateway))
+
+
+async def test_gateway_that_never_started_stops(gateway_config: GatewayConfig) -> None:
+    """As after an error of its start, which its operator would otherwise not see."""
+    gateway = await build_gateway(gateway_config)
+    await gateway.stop()
+    assert not gateway._bus.is_connected

@@ -15,6 +15,7 @@ import structlog.testing
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient
+from services.gateway.nats_api import api as nats_api
 from services.gateway.nats_api import generation, listeners, served_request
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
@@ -199,6 +200,18 @@ async def test_client_cannot_cancel_the_request_of_another(
         assert not await other.cancel(request_id)
     api.cluster.decodes[0].released.set()
     assert ((await all_of(replies))[-1].headers or {})["Hearth-End"] == "stop"
+
+
+async def test_cancellations_of_one_client_do_not_answer_those_of_another(
+    api: Api, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_api, "MAX_CANCELLATIONS", 2)
+    unknown = [await api.send("cancel", {"request": f"unknown {n}"}) for n in range(3)]
+    async with connected(nats_server, "client-2") as (other, _):
+        assert not await other.cancel("unknown")
+    for replies in unknown[:2]:
+        assert json.loads((await next_of(replies)).data)["cancelled"] is False
+    assert unknown[2].empty(), "an error would come before the reply of the right gateway"
 
 
 async def test_closed_iterator_cancels(api: Api) -> None:

@@ -96,6 +96,14 @@ async def test_client_of_another_tenant_is_not_taken_over(
         await admin.add_client("nobody", "else")
 
 
+async def test_client_is_not_named_like_an_api_key(admin: TenantAdmin) -> None:
+    """The key could then no longer be listed or revoked."""
+    (key,) = await admin.keys("acme")
+    with pytest.raises(ConfigError, match="is the id of an API key"):
+        await admin.add_client("acme", key.key_id)
+    assert [each.key_id for each in await admin.keys("acme")] == [key.key_id]
+
+
 async def test_cached_client_is_valid_without_redis() -> None:
     server, clock = RedisServer(), ManualClock()
     admin = TenantAdmin(RedisStore(server.url, clock, timeout_s=2.0), lambda: NOW)
