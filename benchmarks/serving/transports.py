@@ -1,6 +1,6 @@
 """Requests/s of one gateway by dialect and transport: chat, Workers AI, and chat over NATS.
 
-    python -m benchmarks.serving.transports [--concurrency 16] [--duration-s 5] [--rounds 5]
+    python -m benchmarks.serving.transports [--concurrency 16] [--duration-s 5] [--rounds 6]
 
 A full cluster of real processes whose workers' steps take no time, as of
 `benchmarks/control_plane.py`, with 500 tokens in and 32 out. Each round measures all by turns, with
@@ -107,7 +107,8 @@ async def run(options: argparse.Namespace) -> list[Row]:
         async with hearth(SPLIT, Path(folder), step_s=0.0) as (target, processes):
             loads = [Load(name, target, options.concurrency) for name in options.transport]
             for number in range(options.rounds):
-                for load in loads:
+                first = number % len(loads)  # what is measured first finds the machine rested
+                for load in loads[first:] + loads[:first]:
                     row = await measured(load, processes, next(seeds), options.duration_s)
                     rows.append({"round": number, **row})
                     print(msgspec.json.encode(rows[-1]).decode(), file=sys.stderr)
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     add("--transport", choices=NAMES, nargs="+", default=list(NAMES))
     add("--concurrency", type=int, default=16)
     add("--duration-s", type=float, default=5.0, help="duration of each row")
-    add("--rounds", type=int, default=5)
+    add("--rounds", type=int, default=6)
     add("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     rows = uvloop.run(run(options))
