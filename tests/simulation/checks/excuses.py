@@ -2,7 +2,7 @@
 
 A request has what it needs at a moment if its gateway, NATS, some scheduler and some decode worker
 that fits it (block size, context) are healthy: no fault affects them, and none did in the last
-REJOIN_S. It may fail with
+REJOIN_S, or TWIN_GONE_S for two processes of one id. It may fail with
 
     client_gone          if its client left
     request_breaks_workers  if its prompt has the poison, or steps raised on two workers, or on one
@@ -46,12 +46,14 @@ from shared.errors import (
     Overloaded,
     RequestBreaksWorkers,
 )
+from shared.lifecycle.health import SILENCE_LIMIT_S
 from shared.store import BREAKER_S, STORE_TIMEOUT_S
 from tests.simulation.plan import PATIENT_S, POISON, Fault, Plan
 from tests.simulation.world.bus import GIVEN_UP_AFTER_S
 from tests.simulation.world.client import Client
 
 REJOIN_S = 0.4  # to reconnect and resume heartbeats
+TWIN_GONE_S = SILENCE_LIMIT_S + REJOIN_S  # until peers no longer believe that two processes live
 WORK_S = 90.0  # longer than all requests of a plan take together
 LATE_S = 0.3
 POLL_INTERVAL_S = 0.3  # a gateway stops waiting up to this much before its window ends
@@ -221,7 +223,8 @@ def _patience_s(num_resubmissions: int, error: NoCapacity) -> float:
 
 
 def _span(trouble: Trouble) -> tuple[float, float]:
-    return trouble.began, trouble.ended + REJOIN_S
+    after_s = TWIN_GONE_S if trouble.fault.kind == "twin" else REJOIN_S
+    return trouble.began, trouble.ended + after_s
 
 
 def _all_in_trouble(process_ids: list[str], troubles: list[Trouble]) -> list[tuple[float, float]]:
