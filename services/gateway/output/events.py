@@ -7,7 +7,7 @@ response:  the events of all its choices, mixed ──▶ Usage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -89,10 +89,16 @@ Event = (
 )
 
 
-def with_ends(events: Sequence[Event]) -> Iterator[tuple[Event, Finished | None]]:
+def with_ends(events: Sequence[Event]) -> Iterable[tuple[Event, Finished | None]]:
     """Returns each text together with its choice's end if that follows at once, so that one chunk
     can hold both; all other events alone.
     """
+    if len(events) == 1:  # as nearly always: one token
+        return ((events[0], None),)
+    return _paired(events)
+
+
+def _paired(events: Sequence[Event]) -> Iterator[tuple[Event, Finished | None]]:
     text: TextDelta | None = None
     for event in events:
         if text is not None:
