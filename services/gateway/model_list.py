@@ -40,9 +40,8 @@ class TenantModels:
         entries = []
         for card in self._catalog.cards():
             if may_use(tenant, card.name):
-                aliases = await self._aliases.of_tenant(tenant.tenant_id)
-                names = [alias for alias, model in aliases.items() if model == card.name]
-                entries += [self._entry(name, card) for name in (card.name, *names)]
+                names = await self._aliases.names_of(tenant.tenant_id, card.name)
+                entries += [self._entry(name, card) for name in names]
         return ModelList(data=entries)
 
     async def one(self, tenant: TenantRecord, name: str) -> ModelEntry:

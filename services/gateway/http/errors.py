@@ -1,10 +1,12 @@
-"""Errors of the web framework, as HearthErrors."""
+"""Errors of the web framework, as HearthErrors; the bound of every error's message."""
 
 from __future__ import annotations
 
 from litestar.exceptions import HTTPException, ValidationException
 
 from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
+
+MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
 
 
 class RouteNotFound(InvalidRequest):
@@ -29,3 +31,10 @@ def error_of_http(error: HTTPException) -> HearthError:
     if error.status_code < 500:
         return InvalidRequest(error.detail)
     return HearthError("internal error")
+
+
+def shortened(message: str) -> str:
+    """An error's message as the clients of every dialect see it."""
+    if len(message) > MAX_MESSAGE_CHARS:
+        return message[: MAX_MESSAGE_CHARS - 1] + "…"
+    return message

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.gateway.http.errors import shortened
 from services.gateway.output.events import Event
 from services.gateway.request.endpoint import ResponseContext
 from shared.errors import HearthError
-
-MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -26,9 +25,7 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 def envelope(error: HearthError) -> ErrorEnvelope:
-    message = error.message
-    if len(message) > MAX_MESSAGE_CHARS:
-        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+    message = shortened(error.message)
     return ErrorEnvelope(ErrorBody(message, error.openai_type, error.param, error.code))
 
 

@@ -116,6 +116,11 @@ class ModelAliases:
         models.pop(self._native_name, None)
         return {alias: model for alias, model in sorted(models.items()) if model is not None}
 
+    async def names_of(self, tenant_id: str, model: str) -> list[str]:
+        """The model's own name, then its aliases that the tenant sees. Raises as `of_tenant`."""
+        aliases = await self.of_tenant(tenant_id)
+        return [model, *(alias for alias, named in aliases.items() if named == model)]
+
     async def _aliases(self, tenant_id: str, name: str | None) -> _TenantAliases:
         """`name`: what is resolved; None: all names."""
         known = self._known.get(tenant_id)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.gateway.http.errors import MethodNotAllowed, RouteNotFound
+from services.gateway.http.errors import MethodNotAllowed, RouteNotFound, shortened
 from services.gateway.output.framing import Framing
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.tenancy.errors import (
@@ -34,7 +34,6 @@ from shared.errors import (
     WorkerBusy,
 )
 
-MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
 BUSY = "Capacity temporarily exceeded, please try again."
 
 
@@ -137,6 +136,4 @@ def _message(error: HearthError) -> str:
         message = f"{error.param}: {message}"
     if number_of(type(error)).code == 3040:
         message = f"{BUSY} ({message})"
-    if len(message) > MAX_MESSAGE_CHARS:
-        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
-    return message
+    return shortened(message)

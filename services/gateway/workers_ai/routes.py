@@ -129,9 +129,8 @@ class WorkersAIRoutes:
         rows = []
         for card in self._catalog.cards():
             if may_use(tenant, card.name):
-                aliases = await self._aliases.of_tenant(tenant.tenant_id)
-                names = [name for name, model in aliases.items() if model == card.name]
-                rows += model_rows(card, [card.name, *names])
+                names = await self._aliases.names_of(tenant.tenant_id, card.name)
+                rows += model_rows(card, names)
         return rows
 
     def _response(self, request: Request[Any, Any, Any], body: Success) -> Response[Success]:

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from services.gateway.http.body_budget import BodyBudget
+from services.gateway.http.errors import MAX_MESSAGE_CHARS
 from services.gateway.openai.chat import CHAT_FIELDS
-from services.gateway.openai.errors import MAX_MESSAGE_CHARS, envelope
+from services.gateway.openai.errors import envelope
 from services.gateway.prefixes.bodies import PrefixBody, conversation_of
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 
