@@ -17,7 +17,7 @@ from shared.packing import pack_token_ids
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
-from tests.simulation.checks.excuses import Trouble
+from tests.simulation.checks.excuses import TWIN_GONE_S, Trouble
 from tests.simulation.checks.leaks import of_index
 from tests.simulation.checks.monitor import Monitor, tasks_left
 from tests.simulation.plan import POISON, TENANTS, Fault, Plan
@@ -76,6 +76,7 @@ class Fleet:
         self._num_lives = 0
         self._num_restarts: Counter[str] = Counter()  # by worker
         self._twins: dict[str, Member] = {}  # the second process of an id
+        self._succeeded_at: dict[str, float] = {}  # when it became the first
         self._replacing: set[asyncio.Task[None]] = set()
         self._noises: list[Fault] = []
         self._deaf: list[Fault] = []
@@ -347,9 +348,10 @@ class Fleet:
         """The process ends because another one has its id."""
         process_id = host.process.process_id
         member, twin = self.members[process_id], self._twins.get(process_id)
-        if twin is None:
+        succeeded_s = asyncio.get_running_loop().time() - self._succeeded_at.get(process_id, -inf)
+        if twin is None and succeeded_s > TWIN_GONE_S:  # until then it may believe in the other one
             self.monitor.record(f"{process_id}: left, but no other process has its name")
-        elif twin.host is host:
+        elif twin is not None and twin.host is host:
             del self._twins[process_id]
             twin.vanish()
             return
@@ -364,6 +366,7 @@ class Fleet:
         if twin is not None and not member.is_up:
             del self._twins[member.process_id]
             member.host, member.is_up = twin.host, True
+            self._succeeded_at[member.process_id] = asyncio.get_running_loop().time()
 
     @staticmethod
     def _lose_clients(host: AnyHost) -> None:
