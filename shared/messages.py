@@ -25,6 +25,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.grammar.spec import GrammarSpec
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
 
@@ -111,6 +112,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     num_logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the top k
     num_prompt_logprobs: int | None = None  # likewise, for every prompt token but the first
     logprobs_mode: LogprobsMode = "raw"
+    grammar: GrammarSpec | None = None  # what the output must match; its `Request` needs grammar/1
 
 
 class Choice(Message, frozen=True, kw_only=True):

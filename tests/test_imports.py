@@ -49,6 +49,7 @@ def rule(inside: str, *outside: set[str], excluded: str = "") -> Rule:
 RULES = {
     "kernels": rule("kernels", {"torch", "triton", "numpy", "numba", "llvmlite"}),
     "shared": rule("shared", BASE, excluded="shared.engine"),
+    "shared/grammar": rule("shared", BASE, {"llguidance"}, excluded="shared.engine"),
     "shared/engine": rule("shared kernels", BASE, TENSORS),
     "services/scheduler": rule(
         "services.scheduler shared", BASE, {"numpy", "numba"}, excluded="shared.engine"
@@ -129,9 +130,9 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
-        " streams tenancy output | text | catalog | metrics"
+        " grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
-    "shared": "engine | kv_wire | lifecycle tenancy | transport",
+    "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | inputs | engine | batching | runners | models | weights"
         " | layers | sampling | kv_cache codec"

@@ -38,6 +38,24 @@ class Penalties:
     subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
 
 
+class TokenMask(Protocol):
+    """The tokens that a grammar allows one row to sample next; computed on another thread."""
+
+    def wait(self, timeout_s: float) -> NDArray[np.int32] | None:
+        """Returns the words [⌈V/32⌉], bit i of word w for token 32 w + i, or None if they are not
+        ready in time. May be called from any thread, and again.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Masks of M rows; each row's mask is `masks[i]`."""
+
+    rows: NDArray[np.int64]  # [M]
+    masks: tuple[TokenMask, ...]
+
+
 class SamplingInputs(msgspec.Struct, frozen=True):
     """One row for each sequence that samples in this step (R rows)."""
 
@@ -51,6 +69,7 @@ class SamplingInputs(msgspec.Struct, frozen=True):
     output_position: NDArray[np.int64]  # [R] index of the token to be sampled
     # (row, token id) pairs that must not be sampled: stop tokens before min_tokens, bad words
     banned: list[tuple[int, int]] = []
+    masks: TokenMasks | None = None
     bias: LogitBias | None = None
     penalties: Penalties | None = None
     # row -> number of top tokens to return besides the sampled one, by `LogprobsMode`
@@ -65,6 +84,7 @@ class SamplingInputs(msgspec.Struct, frozen=True):
     def is_plain_greedy(self) -> bool:
         """Every row is greedy, without changes to its logits and without logprobs."""
         is_touched = self.banned or self.bias is not None or self.penalties is not None
+        is_touched = is_touched or self.masks is not None
         has_logprobs = self.raw_logprobs or self.processed_logprobs
         return not (is_touched or has_logprobs or self.temperature.any())
 
@@ -107,6 +127,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = {}
     # sequence -> [hidden_size] after the final norm: the sum over its tokens so far, or its last
     pooled: Mapping[int, NDArray[np.float64]] = {}
+    late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
 class Runner(Protocol):

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.sampling import SamplingFields
+from services.gateway.tools.tool import ToolOptions
 from shared.errors import InvalidRequest
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -49,31 +51,8 @@ class Turn(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """`parameters`: a JSON Schema of the arguments."""
-
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
-    is_strict: bool = False
-
-
-class NamedTool(msgspec.Struct, frozen=True):
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
-
-
-class OutputConstraint(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`: the schema, expression or grammar; empty for any JSON object."""
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-    source: str = ""
-
-
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`effort`: None leaves it to the template."""
+    """`effort`: None leaves it to the template. `is_shown`: whether the client sees reasoning."""
 
     effort: str | None = None
     is_shown: bool = True
@@ -81,8 +60,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...]
-    tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = "auto"
+    tools: ToolOptions | None = None
     output: OutputConstraint | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     sampling: SamplingFields = SamplingFields()
@@ -92,7 +70,7 @@ def chat_prompt(conversation: Conversation) -> ChatPrompt:
     """Converts the turns to the dicts of chat templates, and joins the parts of each with newlines.
     Raises InvalidRequest for what no model can be given yet.
     """
-    if conversation.tools:
+    if conversation.tools is not None:
         raise InvalidRequest("tools are not supported", param="tools")
     if conversation.output is not None:
         raise InvalidRequest("structured output is not supported", param="response_format")

@@ -6,11 +6,14 @@ from hashlib import blake2b
 
 import msgspec
 
+from services.gateway.grammars.constraint import OutputConstraint
+from services.gateway.request.conversation import ReasoningOptions
 from services.gateway.request.prompt import ChatPrompt, PackedPrompt, Prompt, min_tokens
 from services.gateway.request.public_prefixes import PromptChain, PublicPrefixes
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.tenancy.errors import ExceedsLimit
 from services.gateway.tenancy.permissions import priority_of
+from services.gateway.tools.tool import ToolOptions
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
@@ -41,6 +44,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     shows_output: bool = True  # False: sampled tokens are not returned
     priority: int | None = None  # None: the tenant's priority
     timeout_s: float | None = None  # shortens that of the gateway
+    output: OutputConstraint | None = None
+    tools: ToolOptions | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
     needs: tuple[str, ...] = ()  # features that its workers must have, such as `grammar/1`
     is_queueable: bool = True  # False: rejected if it would wait for a worker
 

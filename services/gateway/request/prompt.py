@@ -24,8 +24,14 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
+    """`tools`, `variables`: given to the model's template besides the messages. `parts`: what it
+    rendered.
+    """
+
     messages: tuple[Mapping[str, Any], ...]
-    parts: tuple[str, ...] = ()  # the messages rendered by the model's template
+    parts: tuple[str, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     param = "messages"
 

@@ -19,13 +19,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.block_hash import root_after_public
+from shared.engine.runner import TokenMask
 from shared.engine.sampling.token_counts import TokenCounts
+from shared.errors import HearthError
 from shared.messages import (
     PinPrefix,
     Pooling,
@@ -57,6 +59,37 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
+class SequenceGrammar(Protocol):
+    """The grammar of one sequence, at its last token. Used on the event loop's thread alone."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its row must wait: it is being compiled, or its late mask is not ready yet."""
+        ...
+
+    @property
+    def error(self) -> HearthError | None:
+        """Why the sequence cannot continue; None: it can."""
+        ...
+
+    @property
+    def bans_stop(self) -> bool:
+        """Whether no stop token may be sampled next, although `mask` is None."""
+        ...
+
+    def mask(self) -> TokenMask | None:
+        """The mask of the next token, which is being computed already; None: all are allowed."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The sequence continues with this token; starts to compute the next mask."""
+        ...
+
+    def sit_out(self) -> None:
+        """Its mask was late for a step: `is_stalled` until the mask is ready."""
+        ...
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
     """Prompt and output of one choice. With `pooling` instead of `sampling` it is an embedding,
@@ -79,6 +112,7 @@ class Sequence:
     choice_index: int = 0
     kv_quota_tokens: int = 0  # of the cache, for the whole tenant; 0: unlimited
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: SequenceGrammar | None = None
     # number of top tokens to return at each prompt position; None: no logprobs. Also in `sampling`;
     # a prefill may collect logprobs for its children, including that of their next token
     num_prompt_logprobs: int | None = None

@@ -1,0 +1,44 @@
+"""How a family of models writes tool calls and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+CallFormat = Literal[
+    "hermes",
+    "qwen_xml",
+    "llama_json",
+    "pythonic",
+    "mistral_list",
+    "mistral_args",
+    "phi_list",
+    "function_gemma",
+    "gemma4",
+    "kimi",
+    "deepseek_v3",
+    "deepseek_v31",
+    "harmony",
+]
+CallIds = Literal["own", "kimi", "mistral"]
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """`response_template`: Hugging Face's declarative format, which `parser.py` executes.
+
+    `trigger`: the text that always opens a call or a section of calls; a grammar can start after it
+    where it is one token. Empty: calls are recognised only at the start of an answer.
+    `call_close`: the text after the last call's arguments; empty: the end of the answer.
+    `think_open`, `think_close`: around reasoning; empty: the family does not mark it.
+    """
+
+    name: str
+    call_format: CallFormat | None  # None: the family calls no tools
+    response_template: Mapping[str, Any]
+    trigger: str = ""
+    call_close: str = ""
+    think_open: str = ""
+    think_close: str = ""
+    call_ids: CallIds = "own"  # the form of ids that its chat template requires

@@ -1,0 +1,61 @@
+"""The tools that a request offers to the model, without a dialect."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+MAX_TOOLS = 256
+
+
+class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of a custom tool: any text, or text that matches `definition`."""
+
+    syntax: Literal["text", "lark", "regex"] = "text"
+    definition: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """`parameters`: a JSON Schema of the arguments. `custom`: a tool whose input is text; the model
+    sees it as a function with one string, `input`.
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+    is_strict: bool = False
+    custom: CustomFormat | None = None
+    param: str = "tools"  # the request field that holds it, for errors, such as `tools[2]`
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`tools`: those that may be called, at least one. `is_parallel`: whether an answer may hold
+    several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    choice: ToolChoice = "auto"
+    is_parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice not in ("auto", "none")
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the choice leaves."""
+        if self.choice == "none":
+            return ()
+        if isinstance(self.choice, NamedTool):
+            name = self.choice.name
+            return tuple(each for each in self.tools if each.name == name)
+        return self.tools
