@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from shared.packing import unpack_hashes, unpack_token_ids
-from tests.services.gateway.conftest import ANSWER, Cluster
+from tests.services.gateway.conftest import ANSWER, Cluster, until
 from tests.services.gateway.peer import CARD
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
@@ -259,7 +259,7 @@ async def test_drain_finishes_running_requests(cluster: Cluster) -> None:
     while (await cluster.decodes[0].emitted.get()).first_position < 4:
         pass
     draining = asyncio.create_task(cluster.gateway.drain())
-    await asyncio.sleep(0)
+    await until(lambda: cluster.gateway.submission.is_draining)
     rejected = await cluster.http.post(CHAT, json=BODY)
     assert rejected.status_code == 503
     assert rejected.headers["retry-after"] == "1"
