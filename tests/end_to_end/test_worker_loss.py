@@ -29,9 +29,19 @@ def cluster(tmp_path_factory):
         yield running
 
 
-def test_stream_survives_its_decode_workers_death(cluster):
-    expected = list(cluster.stream(QUESTION, **OPTIONS))
-    stream = cluster.stream(QUESTION, **OPTIONS)
+# an answer under a grammar: every line is one of few, so a lost place would show
+CONSTRAINED = {
+    "max_tokens": 800,
+    "temperature": 1,
+    "seed": 7,
+    "regex": "([0-9]{3}: [a-f]{4,12}, (yes|no)\\n){60}",
+}
+
+
+@pytest.mark.parametrize("options", [OPTIONS, CONSTRAINED])
+def test_stream_survives_its_decode_workers_death(cluster, options):
+    expected = list(cluster.stream(QUESTION, **options))
+    stream = cluster.stream(QUESTION, **options)
     chunks = [next(stream) for _ in range(20)]
     # one worker computes all tokens of a request: the one with a running request
     newest = cluster.wait_for_heartbeats(
