@@ -7,6 +7,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     ├── InvalidRequest            400  the request is invalid: a retry fails again
     │   ├── PromptTooLong         413
     │   ├── PayloadTooLarge       413
+    │   ├── GrammarTooComplex     400  it compiles or advances too slowly
     │   └── UnknownModel          404
     ├── AuthenticationFailed      401
     ├── SenderMismatch            403  a message names another process as its sender
@@ -65,6 +66,10 @@ class PromptTooLong(InvalidRequest):
 class PayloadTooLarge(InvalidRequest):
     code = "payload_too_large"
     http_status = 413
+
+
+class GrammarTooComplex(InvalidRequest):
+    code = "grammar_too_complex"
 
 
 class UnknownModel(InvalidRequest):
