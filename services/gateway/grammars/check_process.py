@@ -1,4 +1,4 @@
-"""Compiles and tries clients' grammars in a killable process: python -m … [frames on stdin, stdout].
+"""Compiles and tries grammars in a killable process: python -m … [frames on stdin, stdout].
 
 A grammar of a client may take seconds or gigabytes, at once or at its hundredth token. This process
 has a memory limit, and an alarm that kills it when a grammar uses too much CPU time.
@@ -19,8 +19,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from services.gateway.text.process_jobs import (
     CHECK_TIMEOUT,
-    CheckJob,
     Checked,
+    CheckJob,
     Finished,
     Job,
     ProcessSetup,
