@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kernels.ops import apply_token_mask, argmax, penalize, sample, scale_logits
 from shared.engine.runner import SamplingInputs
+from shared.engine.sampling.checks import LARGEST
 from shared.engine.sampling.logprobs import token_logprobs
 from shared.engine.sampling.mask_words import NO_MASKS, JoinedMasks, Words, without_banned
 from shared.messages import TokenLogprobs
@@ -65,6 +66,8 @@ def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) 
             device, inputs.bias.rows, inputs.bias.token_ids, inputs.bias.values
         )
         logits.index_put_((rows, token_ids), values, accumulate=True)
+        # an overflow would make an allowed token equal to a forbidden one
+        logits[rows, token_ids] = logits[rows, token_ids].clamp_(-LARGEST, LARGEST)
     if inputs.penalties is not None:
         each = inputs.penalties
         penalize(logits, *_on(device, each.rows, each.token_ids, each.repetition, each.subtracted))
