@@ -95,7 +95,7 @@ HOSTILE = {
 async def test_hostile_grammar_is_rejected(checks: PooledChecks, name: str) -> None:
     verdict = await checks.check(HOSTILE[name], name)
     assert isinstance(verdict, Rejected)
-    assert verdict.reason and "<state>" not in verdict.reason
+    assert verdict.reason and "<state>" not in verdict.reason and "|" not in verdict.reason
     assert len(verdict.reason) < 500
 
 
