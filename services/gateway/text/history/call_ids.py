@@ -61,4 +61,6 @@ def _with_ids(
     if calls:
         return {**message, "tool_calls": [{**each, "id": own[each["id"]]} for each in calls]}
     result_of = message.get("tool_call_id")
-    return message if result_of is None else {**message, "tool_call_id": own.get(result_of, result_of)}
+    return (
+        message if result_of is None else {**message, "tool_call_id": own.get(result_of, result_of)}
+    )
