@@ -15,9 +15,7 @@ from shared.errors import GrammarTooComplex, InvalidRequest
 
 # A lexer state takes 1 to 2 KB. Without the lower fuel, `^(a{1000}){1000}$` takes 1.8 s for its
 # first mask.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=20_000, max_lexer_states=50_000, verbose_errors=False
-)
+LIMITS = LLParserLimits(initial_lexer_fuel=20_000, max_lexer_states=50_000, verbose_errors=False)
 MAX_TOKENS_AT_ONCE = 256  # to accept: 0.1 ms, in which no other thread runs Python
 MAX_REASON_CHARS = 400
 
