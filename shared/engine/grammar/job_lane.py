@@ -1,4 +1,4 @@
-"""Threads beside the event loop that run jobs in turns of tenants, one at a time unless one is slow.
+"""Threads beside the event loop that run jobs: one at a time, in turns of tenants.
 
 A job in native code cannot be stopped. While it takes longer than `takeover_s`, another thread runs
 the jobs behind it; after `MAX_JOB_S` it fails, and its thread ends whenever it returns.
