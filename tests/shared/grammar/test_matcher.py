@@ -34,7 +34,10 @@ PERSON = {
 
 
 def test_outputs_of_a_schema_are_valid() -> None:
-    matcher, validator = compiled("json_schema", json.dumps(PERSON)), jsonschema_rs.validator_for(PERSON)
+    matcher, validator = (
+        compiled("json_schema", json.dumps(PERSON)),
+        jsonschema_rs.validator_for(PERSON),
+    )
     random, num_ended = Random(1), 0
     for _ in range(30):
         token_ids = walk(matcher.copy(), random)
