@@ -142,11 +142,11 @@ def test_warnings_name_what_a_lenient_schema_ignores() -> None:
 
 
 def test_vocabularies_that_grammars_cannot_use_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="tokenizer.json: error loading tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: error loading tokenizer"):
         Vocabulary("{}", vocab_size=10, eos_token_ids=(1,))
     with pytest.raises(CheckpointError, match="vocab size too small"):
         load_vocabulary(MODEL_DIR, vocab_size=100, eos_token_ids=(EOS,))
     with pytest.raises(CheckpointError, match="no end-of-sequence token"):
         load_vocabulary(MODEL_DIR, vocab_size=2048, eos_token_ids=())
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_vocabulary(MODEL_DIR / "none", vocab_size=2048, eos_token_ids=(EOS,))

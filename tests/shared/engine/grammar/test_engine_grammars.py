@@ -14,7 +14,7 @@ from shared.errors import GrammarFailed
 from shared.grammar.spec import GrammarSpec
 from tests.shared.engine.grammar.support import WORDS, constrained, grammars_of, rig_of
 from tests.shared.engine.support.rig import Rig, new_sequence, prompt, seeded, solo
-from tests.shared.grammar.support import EOS, HOSTILE_REGEX, InlineLanes, compiled, vocabulary
+from tests.shared.grammar.support import HOSTILE_REGEX, InlineLanes, compiled, vocabulary
 
 PROMPT = prompt(11)
 SCHEMA = {
@@ -85,7 +85,7 @@ def test_rows_without_a_grammar_are_as_ever() -> None:
 
 def test_preempted_sequence_gives_the_same_tokens() -> None:
     """The matcher is host state and stays."""
-    rig, grammars = rig_of(num_blocks=32), grammars_of()
+    rig, grammars = rig_of(num_blocks=26), grammars_of()
     each = [rig.add(constrained(PROMPT, WORDS, grammars, seed=seed)) for seed in range(4)]
     rig.run()
     assert sum(sequence.num_preemptions for sequence in each) > 0
