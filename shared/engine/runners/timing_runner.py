@@ -150,29 +150,35 @@ class TimingRunner:
         sampling = inputs.sampling
         masks = join_masks(sampling.masks, self._clock, lambda: self._cost.of(inputs))
         words, banned = without_banned(masks.words, sampling.banned)
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        for row, index in enumerate(sampling.logits_indices.tolist()):
-            processed = states[index] + _noise(sampling, row) + _adjustments(sampling, row)
-            if row in words:
-                ranked = self._ranked(processed, words[row])
-                token_ids.append(int(ranked[0]))
-            else:
-                ranked = None
-                token_ids.append(self._sample_state(processed, banned, row))
-            entry = None
-            if row in sampling.raw_logprobs:
-                entry = self._logprobs(states[index], token_ids[-1], sampling.raw_logprobs[row])
-            elif row in sampling.processed_logprobs:
-                num_top = sampling.processed_logprobs[row]
-                entry = (
-                    self._logprobs(processed, token_ids[-1], num_top)
-                    if ranked is None
-                    else _masked_logprobs(ranked, num_top)
-                )
-            logprobs.append(entry)
+        sampled = [
+            self._sample_row(states[index], sampling, row, banned, words.get(row))
+            for row, index in enumerate(sampling.logits_indices.tolist())
+        ]
+        token_ids = [token_id for token_id, _ in sampled]
         is_requested = sampling.raw_logprobs or sampling.processed_logprobs
-        return token_ids, logprobs if is_requested else [], masks.late_rows
+        logprobs = [each for _, each in sampled] if is_requested else []
+        return token_ids, logprobs, masks.late_rows
+
+    def _sample_row(
+        self,
+        state: bytes,
+        sampling: SamplingInputs,
+        row: int,
+        banned: list[tuple[int, int]],
+        words: Words | None,
+    ) -> tuple[int, TokenLogprobs | None]:
+        processed = state + _noise(sampling, row) + _adjustments(sampling, row)
+        ranked = None if words is None else self._ranked(processed, words)
+        first = self._sample_state(processed, banned, row) if ranked is None else ranked[0]
+        token_id = int(first)
+        if row in sampling.raw_logprobs:
+            return token_id, self._logprobs(state, token_id, sampling.raw_logprobs[row])
+        num_top = sampling.processed_logprobs.get(row)
+        if num_top is None:
+            return token_id, None
+        if ranked is None:
+            return token_id, self._logprobs(processed, token_id, num_top)
+        return token_id, _masked_logprobs(ranked, num_top)
 
     def _ranked(self, state: bytes, words: Words) -> NDArray[np.int64]:
         """The allowed tokens, the most probable first: from the first token upwards, cyclic."""

@@ -41,6 +41,7 @@ def test_equals_the_reference_for_sparse_and_dense_masks(
     shares = (0.0, 0.001, 0.05, 0.5, 0.999, 1.0)
     num_words = -(-vocab_size // 32)
     words = torch.stack([_words(num_words, share, generator) for share in shares])
+    words[0, -1], words[5, -1] = -1, 0
     rows = torch.tensor([7, 0, 3, 5, 1, 6])
     logits = torch.randn(8, vocab_size, generator=generator)
     logits[:, 0], logits[:, -1] = -INFINITY, INFINITY
