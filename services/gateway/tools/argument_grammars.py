@@ -115,7 +115,9 @@ def _xml_rules(
 ) -> Iterator[str]:
     """Parameters as elements: strings as they are until the closing tag, other values as JSON."""
     required = schema.get("required", ())
-    elements = []
+    elements, text = [], f"{name}_TEXT".upper()
+    yield rf'{text}: {text}_INSIDE "\n</parameter>\n"'  # one terminal: it is longest-match
+    yield rf"{text}_INSIDE: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
     for index, (key, value) in enumerate(schema.get("properties", {}).items()):
         rule = f"{name}_{index}"
         elements.append(rule if key in required else f"{rule}?")
@@ -128,7 +130,7 @@ def _xml_rules(
                 texts = value["enum"] if "enum" in value else [value["const"]]
                 yield f"{rule}_text: {' | '.join(_closed(each) for each in texts)}"
             else:
-                yield rf"{rule}_text[lazy]: /(?s:.*)\n<\/parameter>\n/"
+                yield f"{rule}_text: {text}"
         else:
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             fields = {} if value is True else value

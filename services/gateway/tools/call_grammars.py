@@ -5,6 +5,8 @@ a format, which are tokens or text. What a frame leaves open (spaces, newlines) 
 training data of models; everything else is exact.
 """
 
+# ruff: noqa: RUF001 - markers of DeepSeek have full-width bars
+
 from __future__ import annotations
 
 import re

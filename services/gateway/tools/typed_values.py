@@ -159,7 +159,7 @@ class TypedValues:
             return f"({self._quote} /(?s:.+)/? {self._quote})"
         if "text" not in self._names:
             name = self._names["text"] = self._new_name()
-            # The regex of a text's end is escaped by hand: markers hold no other special characters.
+            # Of a marker, only bars have a meaning in expressions.
             end = in_slashes(f"(?s:.*){self._notation.quote.replace('|', '[|]')}")
             self.rules.append(f"{name}[lazy]: {end}")
         return f"({self._quote} {self._names['text']})"
