@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.apply_token_mask import apply_token_mask as reference
-from kernels.torch_ops.apply_token_mask import PIECE, apply_token_mask
+from kernels.torch_ops.apply_token_mask import MANY_WORDS, PIECE, apply_token_mask
 
 INFINITY = float("inf")
 
@@ -33,7 +33,7 @@ def test_the_mask_decides_by_bit_and_word() -> None:
     }
 
 
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 2047, PIECE + 70])
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 2047, 8 * MANY_WORDS + 1, 8 * PIECE])
 def test_equals_the_reference_for_sparse_and_dense_masks(
     vocab_size: int, generator: torch.Generator
 ) -> None:
