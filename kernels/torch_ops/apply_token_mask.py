@@ -60,9 +60,13 @@ def _places(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor
 def _compare(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     vocab_size, table = logits.shape[1], _limits(logits.device)
     num_rows = max(1, PIECE // words.shape[1])
-    for part, part_words in zip(rows.split(num_rows), words.split(num_rows), strict=True):
-        limits = embedding(part_words.view(torch.uint8).int(), table).flatten(1)
-        for row, limit in zip(part.tolist(), limits[:, :vocab_size], strict=True):
+    for first in range(0, len(rows), num_rows):
+        part = slice(first, first + num_rows)
+        limits = embedding(words[part].view(torch.uint8).int(), table).flatten(1)[:, :vocab_size]
+        if len(rows) == len(logits):  # all, in order
+            torch.minimum(logits[part], limits, out=logits[part])
+            continue
+        for row, limit in zip(rows[part].tolist(), limits, strict=True):
             torch.minimum(logits[row], limit, out=logits[row])
 
 

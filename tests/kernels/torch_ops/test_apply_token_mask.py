@@ -42,10 +42,10 @@ def test_equals_the_reference_for_sparse_and_dense_masks(
     num_words = -(-vocab_size // 32)
     words = torch.stack([_words(num_words, share, generator) for share in shares])
     words[0, -1], words[5, -1] = -1, 0
-    rows = torch.tensor([7, 0, 3, 5, 1, 6])
-    logits = torch.randn(8, vocab_size, generator=generator)
-    logits[:, 0], logits[:, -1] = -INFINITY, INFINITY
-    expected = logits.clone()
-    reference(expected, rows, words)
-    apply_token_mask(logits, rows, words)
-    assert torch.equal(logits, expected)
+    for rows in ([0, 1, 3, 5, 6, 7], range(len(shares))):
+        logits = torch.randn(8 if rows[-1] == 7 else 6, vocab_size, generator=generator)
+        logits[:, 0], logits[:, -1] = -INFINITY, INFINITY
+        expected = logits.clone()
+        reference(expected, torch.tensor(rows), words)
+        apply_token_mask(logits, torch.tensor(rows), words)
+        assert torch.equal(logits, expected)
