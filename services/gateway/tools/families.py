@@ -82,7 +82,8 @@ PYTHONIC = Family(
     response_template=_template(
         _LLAMA,
         {
-            "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_])",
+            "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w.]*\()",
+            "close": "<|python_end|>",
             "content": "python-calls",
             "transform": _BY_ITEM,
             "transform_each": True,
