@@ -27,6 +27,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def lax_json(text: str, args: Mapping[str, Any]) -> Any:
     """JSON with strings between other marks and keys without quotes."""
+    if "\x00" in text:
+        raise ValueError("NUL in a call")
     strings: list[str] = []
     for opening, close in args.get("string_delims", ()):
         parts = text.split(opening) if opening == close else _between(text, opening, close)
@@ -59,7 +61,9 @@ def _restored(value: Any, strings: Sequence[str]) -> Any:
         case str() if value.startswith("\x00"):
             return strings[int(value[1:])]
         case dict():
-            return {_restored(key, strings): _restored(each, strings) for key, each in value.items()}
+            return {
+                _restored(key, strings): _restored(each, strings) for key, each in value.items()
+            }
         case list():
             return [_restored(each, strings) for each in value]
     return value
