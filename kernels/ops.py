@@ -39,6 +39,7 @@ from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.split_weight import SplitWeight, split_weight
+from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
 from kernels.torch_ops.penalize import penalize as torch_penalize
@@ -65,6 +66,7 @@ CompilePlan: TypeAlias = "CpuCompilePlan"
 # The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
     "add_rms_norm": "rows.add_rms_norm",
+    "apply_token_mask": "sampling.apply_token_mask",
     "copy_blocks": "kv.copy_blocks",
     "decode_attention": "attention.decode_attention",
     "gather_blocks": "kv.gather_blocks",
@@ -142,6 +144,7 @@ class Operation(Generic[P, R]):
 
 
 add_rms_norm = Operation(reference_add_rms_norm)
+apply_token_mask = Operation(torch_apply_token_mask)
 copy_blocks = Operation(torch_copy_blocks)
 decode_attention = Operation(reference_decode_attention)
 gather_blocks = Operation(torch_gather_blocks)

@@ -121,6 +121,7 @@ def move_blocks(inputs: Inputs) -> None:
 
 
 def sample(inputs: Inputs) -> None:
+    from kernels.gpu.sampling.apply_token_mask import apply_token_mask
     from kernels.gpu.sampling.penalize import penalize
     from kernels.gpu.sampling.sample import sample as launch
     from kernels.gpu.sampling.top_k import top_k
@@ -130,7 +131,9 @@ def sample(inputs: Inputs) -> None:
     floats, zeros = torch.full((rows,), 0.9, device=inputs.device), inputs.zeros(rows, dtype=I64)
     launch(logits, floats, zeros + 20, floats, inputs.zeros(rows, dtype=F32), zeros, zeros, zeros)
     top_k(logits, 20)
-    penalize(logits, torch.arange(rows, device=inputs.device), zeros, floats, floats)
+    every_row = torch.arange(rows, device=inputs.device)
+    penalize(logits, every_row, zeros, floats, floats)
+    apply_token_mask(logits, every_row, inputs.zeros(rows, -(-VOCAB // 32), dtype=torch.int32))
 
 
 LAUNCHES: dict[str, Callable[[Inputs], None]] = {

@@ -200,16 +200,24 @@ class Engine:
         self._finish(sequence)
 
     def schedule(self) -> tuple[list[ScheduledSequence], list[StepProgress]]:
-        """Returns the rows of the next step (empty: no work), and prefills that need no step."""
+        """Returns the rows of the next step (empty: no work), prefills that need no step, and
+        sequences that failed between two steps.
+        """
+        failed = self._end_failed()
         rows, found = self.batcher.schedule()
         for row in rows:
             row.sequence.is_in_step = True
         self._held.update(found)
-        return rows, [StepProgress(sequence) for sequence in found]
+        return rows, failed + [StepProgress(sequence) for sequence in found]
 
     def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[StepProgress]:
-        """Applies a computed step, which sampled one token for each sampling row, in order."""
-        sampled = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
+        """Applies a computed step, which sampled one token for each sampling row, in order.
+
+        A late row advances by all its tokens but the last, which is computed again: it writes the
+        same KV, and samples with the same noise.
+        """
+        token_ids = _without_late(output)
+        sampled = zip(token_ids, output.logprobs or repeat(None), strict=False)
         block_size = self.pool.block_size
         progress = []
         for index, row in enumerate(rows):
@@ -219,11 +227,15 @@ class Engine:
             if sequence.is_aborted:
                 self._finish(sequence)
                 continue
+            num_tokens = row.num_scheduled_tokens
+            if row.samples and token_id is None:
+                num_tokens -= 1
+                _sit_out(sequence)
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-                self._count_prompt(row)
+                self._count_prompt(sequence, num_tokens)
             if sequence.sampling is None or sequence.prompt_logprobs is not None:
                 _collect(sequence, index, output)
-            sequence.num_computed_tokens += row.num_scheduled_tokens
+            sequence.num_computed_tokens += num_tokens
             if sequence.num_computed_tokens >= (sequence.num_committed_blocks + 1) * block_size:
                 self._commit_full_blocks(sequence)
             if self._attention_span is not None:
@@ -260,7 +272,9 @@ class Engine:
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.prompt_logprobs is not None:
             prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
-        if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= params.min_tokens:
+        # a grammar that allows only the end ends before min_tokens
+        is_end = sequence.grammar is not None or sequence.num_output_tokens >= params.min_tokens
+        if is_end and token_id in sequence.stop_token_ids:
             self._finish(sequence)
             return StepProgress(
                 sequence,
@@ -281,6 +295,8 @@ class Engine:
             error = ContextFull(f"this worker's KV cache holds {self.max_context_tokens} tokens")
         if finish_reason is not None:
             self._finish(sequence)
+        elif sequence.grammar is not None:
+            sequence.grammar.accept(token_id)
         return StepProgress(
             sequence,
             (token_id,),
@@ -291,7 +307,7 @@ class Engine:
         )
 
     def _advance_unsampled(self, sequence: Sequence) -> StepProgress:
-        """Advances a row that sampled no token: a chunk, or the end of a prefill or embedding."""
+        """Advances a row without a token: late, a chunk, or the end of a prefill or embedding."""
         if sequence.num_uncomputed_tokens > 0:
             return StepProgress(sequence)
         if sequence.is_prefill_only:
@@ -309,9 +325,19 @@ class Engine:
             source, _ = row.block_copy
             self.pool.release([source])
 
-    def _count_prompt(self, row: ScheduledSequence) -> None:
-        num_left = row.sequence.num_prompt_tokens - row.sequence.num_computed_tokens
-        self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
+    def _end_failed(self) -> list[StepProgress]:
+        """Ends the sequences whose grammar failed, whether they run or wait."""
+        progress = []
+        for sequence in [*self.batcher.running, *self.batcher.waiting]:
+            error = None if sequence.grammar is None else sequence.grammar.error
+            if error is not None:
+                self._finish(sequence)
+                progress.append(StepProgress(sequence, finish_reason="failed", error=error))
+        return progress
+
+    def _count_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        self.num_computed_prompt_tokens += min(num_left, num_tokens)
 
     def _hold(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)
@@ -369,6 +395,21 @@ class Engine:
         size = self.pool.block_size
         tokens = sequence.token_ids[known * size : num_blocks * size]
         sequence.block_hashes += extend_chain(sequence.parent_hash_of(known), tokens, size)
+
+
+def _without_late(output: StepOutput) -> list[int | None]:
+    """[R] sampled tokens; None: the row's mask came late."""
+    if not output.late_rows:
+        return [*output.token_ids]
+    return [
+        None if row in output.late_rows else token_id
+        for row, token_id in enumerate(output.token_ids)
+    ]
+
+
+def _sit_out(sequence: Sequence) -> None:
+    assert sequence.grammar is not None
+    sequence.grammar.sit_out()
 
 
 def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:

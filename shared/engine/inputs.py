@@ -15,6 +15,7 @@ from shared.engine.runner import (
     PromptSuccessors,
     SamplingInputs,
     StepInputs,
+    TokenMasks,
 )
 from shared.messages import LogprobsMode, SamplingParams
 
@@ -128,6 +129,7 @@ def _pack_sampling(sequence: Sequence) -> tuple[bytes, bool]:
         bool(params.bad_words or params.min_tokens or params.logit_bias)
         or _is_penalized(params)
         or params.num_logprobs is not None
+        or sequence.grammar is not None
     )
     packed = np.array([row], dtype=_SAMPLING_ROW).tobytes()
     sequence.packed_sampling = (packed, has_extras)
@@ -148,6 +150,7 @@ def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
             for row, sequence, params in requesting
             for token_id in _banned(sequence, params)
         ],
+        "masks": _masks(requesting),
         "bias": _bias(requesting),
         "penalties": _penalties(requesting),
         "raw_logprobs": _num_logprobs(requesting, "raw"),
@@ -158,7 +161,8 @@ def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
 def _banned(sequence: Sequence, params: SamplingParams) -> list[int]:
     """Returns token ids, possibly with duplicates."""
     banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
-    if sequence.num_output_tokens < params.min_tokens:
+    bans_stop = sequence.grammar is not None and sequence.grammar.bans_stop
+    if bans_stop or sequence.num_output_tokens < params.min_tokens:
         banned += sequence.stop_token_ids
     return banned
 
@@ -168,6 +172,18 @@ def _ends_with(token_ids: list[int], tail: tuple[int, ...]) -> bool:
     if not tail:
         return True
     return token_ids[-1] == tail[-1] and tuple(token_ids[-len(tail) :]) == tail
+
+
+def _masks(requesting: list[SampledRow]) -> TokenMasks | None:
+    masks = [
+        (row, mask)
+        for row, sequence, _ in requesting
+        if sequence.grammar is not None and (mask := sequence.grammar.mask()) is not None
+    ]
+    if not masks:
+        return None
+    rows, each = zip(*masks, strict=True)
+    return TokenMasks(np.array(rows, dtype=np.int64), each)
 
 
 def _bias(requesting: list[SampledRow]) -> LogitBias | None:

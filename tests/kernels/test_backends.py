@@ -23,6 +23,11 @@ BACKENDS = {
         "cpu.attention.decode_attention",
         "gpu.attention.decode_attention",
     ),
+    "apply_token_mask": (
+        "torch_ops.apply_token_mask",
+        None,
+        "gpu.sampling.apply_token_mask",
+    ),
     "gather_blocks": ("torch_ops.gather_blocks", None, "gpu.kv.gather_blocks"),
     "gelu_and_mul": ("reference.gelu_and_mul", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
     "top_k": ("torch_ops.top_k", None, "gpu.sampling.top_k"),

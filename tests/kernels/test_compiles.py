@@ -134,6 +134,13 @@ def _launch_penalize() -> None:
     penalize(_empty(64, 128_256, dtype=torch.float32), integers, integers, floats, floats)
 
 
+def _launch_apply_token_mask() -> None:
+    from kernels.gpu.sampling.apply_token_mask import apply_token_mask
+
+    rows, words = _empty(64, dtype=torch.int64), _empty(64, 4008, dtype=torch.int32)
+    apply_token_mask(_empty(64, 128_256, dtype=torch.float32), rows, words)
+
+
 def _launch_sample() -> None:
     from kernels.gpu.sampling.sample import sample
 
@@ -191,6 +198,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "top_k": _launch_top_k,
     "linear": _launch_linear,
     "penalize": _launch_penalize,
+    "apply_token_mask": _launch_apply_token_mask,
     "sample": _launch_sample,
     "prefill_attention": _launch_prefill_attention,
     "rms_norm": _launch_rms_norm,

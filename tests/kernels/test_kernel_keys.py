@@ -20,11 +20,11 @@ if IS_INTERPRETED:
 from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runner import Penalties, PromptSuccessors, StepInputs
+from shared.engine.runner import Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.runners.cuda_runner import warm_up
 from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_format_of
 from shared.engine.runners.model_runner import ModelExecutor
-from shared.engine.runners.warm_up import idle_step
+from shared.engine.runners.warm_up import AllTokens, idle_step
 from tests.kernels.support.fake_driver import FakeDriver
 from tests.kernels.support.triton_ops import triton_ops
 from tests.shared.engine.support.checkpoints import write_llama
@@ -85,6 +85,10 @@ def all_samplers() -> Iterator[StepInputs]:
         for num_top in (0, 1, 2, 5, 8, 16, 20):
             yield sampled(step, raw_logprobs={0: num_top})
             yield sampled(step, processed_logprobs=dict.fromkeys(range(num_rows), num_top))
+        for count in (1, num_rows):
+            all_tokens = (AllTokens(512),) * count
+            masks = TokenMasks(np.arange(count), all_tokens)
+            yield sampled(step, banned=[(0, 5)], masks=masks)
         yield sampled(step, banned=[(0, 5)])
     prompt = idle_step(16, [40])
     for count, num_top in ((1, 0), (15, 3), (39, 20)):

@@ -10,15 +10,21 @@ the way. Every dialect submits `GenerationRequest`s here and reads their deltas 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from services.gateway.catalog import Catalog
+from services.gateway.grammars.request_grammars import CheckedPlan, RequestGrammars
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    check_constrained,
+    scoped_affinity_key,
+)
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
 from services.gateway.request.preparation_slots import PreparationSlots
@@ -32,7 +38,7 @@ from services.gateway.tenancy.permissions import check_model, check_regions
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
-from services.gateway.text.template_renderer import Messages, Renderer
+from services.gateway.text.template_renderer import NO_VARIABLES, Messages, Renderer
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
@@ -53,6 +59,7 @@ class Submission:
         max_requests: int,
         preparation: Preparation,
         renderer: Renderer,
+        grammars: RequestGrammars,
         limits: Limits,
         usage: UsageCounter,
         catalog: Catalog,
@@ -66,6 +73,7 @@ class Submission:
         self._max_requests = max_requests
         self._preparation = preparation
         self._renderer = renderer
+        self._grammars = grammars
         self._limits = limits
         self._usage = usage
         self._catalog = catalog
@@ -136,8 +144,9 @@ class Submission:
         check_regions(tenant)
         card = self._catalog.card(generation.model)
         self._preparation.check_min_tokens(generation, tenant, card)
+        check_constrained(generation)
         async with self._preparing(tenant.tenant_id):
-            generation = await self._rendered(generation, tenant.tenant_id)
+            generation, checked = await self._rendered_and_checked(generation, tenant.tenant_id)
             prepare = partial(
                 self._preparation.prepare,
                 generation,
@@ -145,6 +154,7 @@ class Submission:
                 tenant=tenant,
                 request_id=request_id,
                 max_payload_bytes=self._max_payload_bytes(),
+                checked=checked,
             )
             if generation.prompt.num_chars > MAX_INLINE_CHARS:
                 return await asyncio.to_thread(prepare)
@@ -211,6 +221,7 @@ class Submission:
         tools: Messages,
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[int]:
         """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
         async with self._preparing(tenant_id):
@@ -219,6 +230,7 @@ class Submission:
                 tools,
                 tenant_id=tenant_id,
                 add_generation_prompt=add_generation_prompt,
+                variables=variables,
             )
             return await asyncio.to_thread(self._preparation.encode, parts)
 
@@ -240,11 +252,24 @@ class Submission:
         """Settles limits after the last byte of a response has left."""
         self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
 
+    async def _rendered_and_checked(
+        self, generation: GenerationRequest, tenant_id: str
+    ) -> tuple[GenerationRequest, CheckedPlan | None]:
+        """Checks the grammar while the conversation is rendered."""
+        if generation.output is None and generation.tools is None:
+            return await self._rendered(generation, tenant_id), None
+        return await asyncio.gather(
+            self._rendered(generation, tenant_id),
+            self._grammars.checked_plan(generation.output, generation.tools, tenant_id),
+        )
+
     async def _rendered(self, generation: GenerationRequest, tenant_id: str) -> GenerationRequest:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        parts = await self._renderer.render(prompt.messages, tenant_id=tenant_id)
+        parts = await self._renderer.render(
+            prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
+        )
         self._check_draining()
         rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
         return msgspec.structs.replace(generation, prompt=rendered)

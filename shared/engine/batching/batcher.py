@@ -10,6 +10,9 @@ advance `num_computed_tokens` towards `num_tokens` under a token budget. The ord
 When a running sequence needs a block and none is free, the newest running sequence is preempted: it
 releases all blocks and is computed again later (its blocks may still be in the cache).
 
+A stalled sequence waits for its grammar. It computes all its tokens but the last, which would
+sample, and keeps its row and blocks unless it is preempted.
+
 The choices of one request start from the blocks of their shared prompt. A sequence that will write
 into a block with other holders gets a copy of it, made before the step's writes; the last holder
 writes in place.
@@ -94,7 +97,7 @@ class Batcher:
         scheduled: dict[Sequence, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
-        for sequence, num_uncomputed in self._running_by_turns():
+        for sequence, num_computable in self._running_by_turns():
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -106,11 +109,9 @@ class Batcher:
                         budget += scheduled.pop(victim).num_scheduled_tokens
                 if sequence.state is not SequenceState.RUNNING:
                     continue
-            count = num_uncomputed if num_uncomputed < budget else budget
+            count = num_computable if num_computable < budget else budget
             block_copy = self._block_copies.get(sequence)
-            scheduled[sequence] = ScheduledSequence(
-                sequence, count, count == num_uncomputed, block_copy
-            )
+            scheduled[sequence] = _scheduled(sequence, count, block_copy)
             budget -= count
         rows = list(scheduled.values())
         found = [] if num_preempted else self._admit(rows, budget)
@@ -118,14 +119,21 @@ class Batcher:
         return rows, found
 
     def _running_by_turns(self) -> list[tuple[Sequence, int]]:
-        """Running sequences with the number of tokens they lack: first those that lack one, then
-        those that lack more; both oldest first.
+        """Running sequences with the number of tokens to compute: first those with one, then those
+        with more; both oldest first. A sequence that lacks only the token that it is stalled at is
+        left out.
         """
-        uncomputed = [
-            (each, len(each.token_ids) - each.num_computed_tokens) for each in self.running
+        computable = [
+            (
+                each,
+                len(each.token_ids)
+                - each.num_computed_tokens
+                - (each.grammar is not None and each.grammar.is_stalled),
+            )
+            for each in self.running
         ]
-        ones = [each for each in uncomputed if each[1] == 1]
-        return ones if len(ones) == len(uncomputed) else ones + [e for e in uncomputed if e[1] != 1]
+        ones = [each for each in computable if each[1] == 1]
+        return ones if len(ones) == len(computable) else ones + [e for e in computable if e[1] > 1]
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has blocks for all its tokens and is the only holder of the first block that
@@ -227,9 +235,10 @@ class Batcher:
                 continue
             sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
-            count = min(num_uncomputed, budget)
-            rows.append(ScheduledSequence(sequence, count, count == num_uncomputed))
-            budget -= count
+            count = min(num_uncomputed - sequence.is_stalled, budget)
+            if count:
+                rows.append(_scheduled(sequence, count))
+                budget -= count
         return found
 
     def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
@@ -252,3 +261,10 @@ class Batcher:
             self.num_admitted_tokens += sequence.num_tokens
             self.num_admitted_cached_tokens += sequence.num_cached_tokens
         return True
+
+
+def _scheduled(
+    sequence: Sequence, count: int, block_copy: tuple[int, int] | None = None
+) -> ScheduledSequence:
+    completes = sequence.num_computed_tokens + count == len(sequence.token_ids)
+    return ScheduledSequence(sequence, count, completes, block_copy)

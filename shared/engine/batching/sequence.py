@@ -190,6 +190,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether no token can be sampled for it yet: it waits for its grammar."""
+        return self.grammar is not None and self.grammar.is_stalled
+
+    @property
     def is_prefill_only(self) -> bool:
         return self.sampling is None and self.pooling is None
 

@@ -97,8 +97,9 @@ class CpuRunner(ModelRunner):
         if is_compressed and IS_INTERPRETED:
             compress_in_place(model, model.weight_destinations())
         finish_model(model, options.mode, is_compressed=is_compressed)
+        kv_cache = allocate_kv_cache(kv_format, num_blocks, _CPU)
         runner = cls(
-            ModelExecutor(model, allocate_kv_cache(kv_format, num_blocks, _CPU), kv_format),
+            ModelExecutor(model, kv_cache, kv_format, clock=options.clock),
             model_name=options.served_name(model_dir),
             revision=revision,
             mode=options.mode,

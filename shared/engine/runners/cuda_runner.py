@@ -92,7 +92,9 @@ class CudaRunner(ModelRunner):
             compress_in_place(model, model.weight_destinations())
         finish_model(model, options.mode, is_compressed=is_compressed)
         device.release_cached()
-        executor = ModelExecutor(model, one_block, kv_format, check_thread=device.check_bound)
+        executor = ModelExecutor(
+            model, one_block, kv_format, check_thread=device.check_bound, clock=options.clock
+        )
         warm_up(executor, options)
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_format)
@@ -129,6 +131,7 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
         row_counts,
         max_batch_tokens=options.max_batch_tokens,
         max_sequences=options.max_sequences,
+        vocab_size=executor.model.config.vocab_size,
     ):
         executor.run(step)
     wire = memoryview(bytearray(kv_format.bytes_per_token))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
-from shared.clock import Clock
+from shared.clock import Clock, MonotonicClock
 from shared.engine.layers.attention_inputs import build_attention_inputs
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
@@ -25,6 +25,7 @@ from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.step_deadline import StepBudget
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
+from shared.engine.sampling.mask_words import join_masks
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_format import KvFormat
@@ -50,23 +51,27 @@ class ModelExecutor:
         kv_format: KvFormat,
         *,
         check_thread: Callable[[], None] = _no_check,
+        clock: Clock | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.kv_format = kv_format
         self._device = kv_cache.device
         self._check_thread = check_thread
+        self._clock = MonotonicClock() if clock is None else clock
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
+        began_at = self._clock.now()
         hidden = self.hidden(inputs)
-        token_ids, logprobs = self._sample(hidden, inputs)
+        token_ids, logprobs, late_rows = self._sample(hidden, inputs, began_at)
         vocab_size = self.model.config.vocab_size
         return StepOutput(
             token_ids,
             logprobs,
             prompt_logprobs(hidden, inputs, self.model.logits, vocab_size=vocab_size),
             pooled(hidden, inputs, self.model.norm),
+            late_rows,
         )
 
     @torch.inference_mode()
@@ -126,14 +131,25 @@ class ModelExecutor:
         self.kv_cache.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
 
     def _sample(
-        self, hidden: Tensor, inputs: StepInputs
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        self, hidden: Tensor, inputs: StepInputs, began_at: float
+    ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
+        """Returns token ids, logprobs and late rows, as in `StepOutput`."""
         if not inputs.sampling.num_rows:
-            return [], []
+            return [], [], frozenset()
         sampled = self._sampled(hidden, inputs)
         if inputs.sampling.is_plain_greedy:
-            return self.model.argmax_tokens(sampled).tolist(), []
-        return sample_tokens(self.model.logits(sampled), inputs.sampling)
+            return self.model.argmax_tokens(sampled).tolist(), [], frozenset()
+        logits = self.model.logits(sampled)
+        masks = join_masks(
+            inputs.sampling.masks, self._clock, lambda: self._forward_time_s(began_at)
+        )
+        return *sample_tokens(logits, inputs.sampling, masks), masks.late_rows
+
+    def _forward_time_s(self, began_at: float) -> float:
+        """Waits until the device has computed the forward pass."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._clock.now() - began_at
 
     def _sampled(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """The rows of `hidden` from which tokens are sampled."""

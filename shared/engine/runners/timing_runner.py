@@ -7,6 +7,7 @@ yields other tokens, exactly as with a model.
 
 Its distribution is 1/2, 1/4, 1/8, … over consecutive tokens from a first one, modulo the
 vocabulary; the first depends on the state, and for sampling also on noise, bias and penalties.
+Under a token mask it is over consecutive allowed tokens, the special ones included.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from shared.clock import Clock
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
+from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
 from shared.kv_format import KvFormat
 from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
@@ -90,9 +92,14 @@ class TimingRunner:
             rows = slice(first, first + query_len)
             chunks.append(self._compute(table, inputs.input_ids[rows], inputs.positions[rows]))
             first += query_len
-        token_ids, logprobs = self._sample(list(chain.from_iterable(chunks)), inputs.sampling)
+        states = list(chain.from_iterable(chunks))
+        token_ids, logprobs, late_rows = self._sample(states, inputs)
         return StepOutput(
-            token_ids, logprobs, self._prompt_logprobs(chunks, inputs), _pooled(chunks, inputs)
+            token_ids,
+            logprobs,
+            self._prompt_logprobs(chunks, inputs),
+            _pooled(chunks, inputs),
+            late_rows,
         )
 
     async def check(self) -> None:
@@ -137,25 +144,50 @@ class TimingRunner:
         return states
 
     def _sample(
-        self, states: list[bytes], sampling: SamplingInputs
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        for row, index in enumerate(sampling.logits_indices.tolist()):
-            processed = states[index] + _noise(sampling, row) + _adjustments(sampling, row)
-            token_ids.append(self._sample_state(processed, sampling, row))
-            entry = None
-            if row in sampling.raw_logprobs:
-                entry = self._logprobs(states[index], token_ids[-1], sampling.raw_logprobs[row])
-            elif row in sampling.processed_logprobs:
-                entry = self._logprobs(processed, token_ids[-1], sampling.processed_logprobs[row])
-            logprobs.append(entry)
+        self, states: list[bytes], inputs: StepInputs
+    ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
+        """Returns token ids, logprobs and late rows, as in `StepOutput`."""
+        sampling = inputs.sampling
+        masks = join_masks(sampling.masks, self._clock, lambda: self._cost.of(inputs))
+        words, banned = without_banned(masks.words, sampling.banned)
+        sampled = [
+            self._sample_row(states[index], sampling, row, banned, words.get(row))
+            for row, index in enumerate(sampling.logits_indices.tolist())
+        ]
+        token_ids = [token_id for token_id, _ in sampled]
         is_requested = sampling.raw_logprobs or sampling.processed_logprobs
-        return token_ids, logprobs if is_requested else []
+        logprobs = [each for _, each in sampled] if is_requested else []
+        return token_ids, logprobs, masks.late_rows
 
-    def _sample_state(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
+    def _sample_row(
+        self,
+        state: bytes,
+        sampling: SamplingInputs,
+        row: int,
+        banned: list[tuple[int, int]],
+        words: Words | None,
+    ) -> tuple[int, TokenLogprobs | None]:
+        processed = state + _noise(sampling, row) + _adjustments(sampling, row)
+        ranked = None if words is None else self._ranked(processed, words)
+        first = self._sample_state(processed, banned, row) if ranked is None else ranked[0]
+        token_id = int(first)
+        if row in sampling.raw_logprobs:
+            return token_id, self._logprobs(state, token_id, sampling.raw_logprobs[row])
+        num_top = sampling.processed_logprobs.get(row)
+        if num_top is None:
+            return token_id, None
+        if ranked is None:
+            return token_id, self._logprobs(processed, token_id, num_top)
+        return token_id, _masked_logprobs(ranked, num_top)
+
+    def _ranked(self, state: bytes, words: Words) -> NDArray[np.int64]:
+        """The allowed tokens, the most probable first: from the first token upwards, cyclic."""
+        allowed = allowed_tokens(words, self.vocab_size)
+        return np.roll(allowed, -int(allowed.searchsorted(self._token_id(state, 0))))
+
+    def _sample_state(self, state: bytes, bans: list[tuple[int, int]], row: int) -> int:
         """The first token that is not banned, or the first if all are."""
-        banned = {token_id for each, token_id in sampling.banned if each == row}
+        banned = {token_id for each, token_id in bans if each == row}
         following = (self._token_id(state, rank) for rank in range(self._num_tokens))
         allowed = (token_id for token_id in following if token_id not in banned)
         return next(allowed, self._token_id(state, 0))
@@ -210,6 +242,12 @@ class TimingRunner:
 def _logprob(rank: int) -> float:
     """FP32, as the logprobs of a model."""
     return array("f", (-(rank + 1) * math.log(2),))[0]
+
+
+def _masked_logprobs(ranked: NDArray[np.int64], num_top_logprobs: int) -> TokenLogprobs:
+    """Of the first of these tokens."""
+    top = tuple(ranked[:num_top_logprobs].tolist())
+    return TokenLogprobs(_logprob(0), top, tuple(_logprob(rank) for rank in range(len(top))))
 
 
 def _noise(sampling: SamplingInputs, row: int) -> bytes:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.engine.runner import (
     Penalties,
@@ -17,6 +18,7 @@ from shared.engine.runner import (
     PromptSuccessors,
     SamplingInputs,
     StepInputs,
+    TokenMasks,
 )
 
 # More tokens than one segment of attention: parts of a context are computed apart, and joined.
@@ -26,7 +28,12 @@ COPIES = (1, 9, 65)  # of blocks, for each size of the kernel
 
 
 def warm_up_steps(
-    block_size: int, row_counts: Iterable[int], *, max_batch_tokens: int, max_sequences: int
+    block_size: int,
+    row_counts: Iterable[int],
+    *,
+    max_batch_tokens: int,
+    max_sequences: int,
+    vocab_size: int,
 ) -> Iterator[StepInputs]:
     """`row_counts`: numbers of rows for which products have kernels of their own."""
     num_rows = min(max_sequences, max_batch_tokens)
@@ -42,7 +49,7 @@ def warm_up_steps(
     for num_copies in COPIES:
         step = idle_step(block_size, [1])
         yield msgspec.structs.replace(step, block_copies=((0, 0),) * num_copies)
-    yield from _options(block_size)
+    yield from _options(block_size, vocab_size)
 
 
 def idle_step(
@@ -91,17 +98,28 @@ def _batch_sizes(limit: int) -> Iterator[int]:
         size *= 2
 
 
-def _options(block_size: int) -> Iterator[StepInputs]:
-    """Penalties, logprobs and embeddings."""
+def _options(block_size: int, vocab_size: int) -> Iterator[StepInputs]:
+    """Penalties, masks, logprobs and embeddings."""
     step = idle_step(block_size, [2], temperature=1.0)
     entry = np.zeros(1, dtype=np.int64)
     value = np.ones(1, dtype=np.float32)
     penalties = Penalties(entry, entry, repetition=value, subtracted=value)
     yield _with_sampling(step, penalties=penalties)
+    yield _with_sampling(step, masks=TokenMasks(entry, (AllTokens(vocab_size),)))
     for num_top in range(MAX_TOP_LOGPROBS + 1):
         yield _with_sampling(step, raw_logprobs={0: num_top})
     yield msgspec.structs.replace(step, prompt_logprobs={0: PromptSuccessors(entry, 1)})
     yield msgspec.structs.replace(step, pooling={0: PoolingInputs("mean", None)})
+
+
+class AllTokens:
+    """A mask that allows every token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+
+    def wait(self, timeout_s: float) -> NDArray[np.int32]:
+        return self._words
 
 
 def _with_sampling(step: StepInputs, **fields: object) -> StepInputs:

@@ -4,9 +4,11 @@ The steps in order; greedy takes the largest logit after the third:
 
     1. logit_bias is added
     2. repetition, then frequency and presence penalty   kernels/torch_ops/penalize.py
-    3. banned tokens become -inf: stop tokens before min_tokens, last tokens of bad words
+    3. tokens become -inf that the row's grammar forbids kernels/torch_ops/apply_token_mask.py
+       or that are banned: stop tokens before min_tokens, last tokens of bad words
     4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/torch_ops/sample.py
 
+A grammar precedes bias and bans: if they exclude all that it allows, the grammar alone decides.
 vLLM has the same order of bias and penalties. Everything is a function of the logits, the tokens
 so far and the parameters alone, so a resumed sequence samples the same tokens.
 Log-probabilities are `raw` from before 1, or `processed` from before the noise; for greedy, from
@@ -22,20 +24,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops import argmax, penalize, sample, scale_logits
+from kernels.ops import apply_token_mask, argmax, penalize, sample, scale_logits
 from shared.engine.runner import SamplingInputs
+from shared.engine.sampling.checks import LARGEST
 from shared.engine.sampling.logprobs import token_logprobs
+from shared.engine.sampling.mask_words import NO_MASKS, JoinedMasks, Words, without_banned
 from shared.messages import TokenLogprobs
 
 
 def sample_tokens(
-    logits: Tensor, inputs: SamplingInputs
+    logits: Tensor, inputs: SamplingInputs, masks: JoinedMasks = NO_MASKS
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """logits [R, vocab_size] FP32, overwritten -> [R] token ids, and as many logprobs or, if no row
-    asks, none.
+    asks, none. Those of `masks.late_rows` are void.
     """
     raw = _rows(logits, inputs.raw_logprobs)
-    _adjust(logits, inputs)
+    _adjust(logits, inputs, masks.words)
     processed = _rows(logits, inputs.processed_logprobs)
     token_ids = _sample(logits, inputs)
     if raw is None and processed is None:
@@ -54,20 +58,36 @@ def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
     return logits[list(requested)] if requested else None
 
 
-def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
-    """Applies bias, penalties and bans in place."""
+def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> None:
+    """Applies bias, penalties, masks and bans in place."""
     device = logits.device
     if inputs.bias is not None:
         rows, token_ids, values = _on(
             device, inputs.bias.rows, inputs.bias.token_ids, inputs.bias.values
         )
         logits.index_put_((rows, token_ids), values, accumulate=True)
+        # an overflow would make an allowed token equal to a forbidden one
+        logits[rows, token_ids] = logits[rows, token_ids].clamp_(-LARGEST, LARGEST)
     if inputs.penalties is not None:
         each = inputs.penalties
         penalize(logits, *_on(device, each.rows, each.token_ids, each.repetition, each.subtracted))
-    if inputs.banned:
-        rows, token_ids = torch.tensor(inputs.banned, device=device).unbind(1)
+    banned = inputs.banned
+    if words:
+        words, banned = without_banned(words, banned)
+        apply_token_mask(logits, *_mask_tensors(words, device))
+    if banned:
+        rows, token_ids = torch.tensor(banned, device=device).unbind(1)
         logits[rows, token_ids] = float("-inf")
+
+
+def _mask_tensors(words: Mapping[int, Words], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows [M] and words [M, ⌈vocab_size / 32⌉]; these go to the device as one pinned copy."""
+    each = list(words.values())
+    host = torch.empty(
+        (len(each), len(each[0])), dtype=torch.int32, pin_memory=device.type == "cuda"
+    )
+    np.stack(each, out=host.numpy())
+    return torch.tensor(list(words), device=device), host.to(device, non_blocking=True)
 
 
 def _sample(logits: Tensor, inputs: SamplingInputs) -> list[int]:

@@ -61,6 +61,8 @@ class Worker:
     async def run_on(self) -> None:
         while self.engine.batcher.waiting or self.engine.batcher.running:
             rows, _ = self.engine.schedule()
+            if not rows:
+                continue
             sampled = await self.runner.run(build_inputs(rows, 16))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
             for each in self.engine.apply(rows, sampled):
