@@ -23,6 +23,8 @@ from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.tools.families import PLAIN
 from services.gateway.tools.family import Family
+from services.gateway.tools.parsing.output_assembler import OutputAssembler
+from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest

@@ -4,6 +4,8 @@ Outer frames are Hugging Face's `response_template`; `parsing/response_template.
 body formats beside its own are. The wire formats are those of the models' chat templates.
 """
 
+# ruff: noqa: RUF001  # DeepSeek's markers have fullwidth bars
+
 from __future__ import annotations
 
 from collections.abc import Mapping

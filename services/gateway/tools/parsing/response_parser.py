@@ -130,7 +130,7 @@ class ResponseParser:
         return True
 
     def _find(self, regions: list[Region]) -> tuple[tuple[Region, Any] | None, int]:
-        """The first opening, of these the longest; else None and the text before what may be one."""
+        """The first opening, else None and the characters before what may be one."""
         best: tuple[Region, Any] | None = None
         held = len(self._buffer)
         for region in regions:
