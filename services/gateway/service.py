@@ -40,13 +40,14 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.history.call_ids import CallIds
+from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.tokenization.tokenization import Tokenization
+from services.gateway.tools.families import family_of_template
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
@@ -364,17 +365,18 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     )
 
 
-def preparation_pool(
-    config: GatewayConfig, files: ModelFiles, call_ids: CallIds = "own"
-) -> PreparationPool:
-    """`call_ids`: the form that the chat template requires."""
-    template = None if files.chat_template is None else files.chat_template.source
-    if template is not None:
-        template = msgspec.structs.replace(
-            template, call_ids=call_ids, tool_format=config.tool_format
-        )
-    setup = ProcessSetup(template, str(config.model_dir))
+def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
+    setup = ProcessSetup(template_source(config, files), str(config.model_dir))
     return PreparationPool(setup, module=PREPARATION_PROCESS)
+
+
+def template_source(config: GatewayConfig, files: ModelFiles) -> TemplateSource | None:
+    """The model's chat template, with the form of calls that it requires. None: it has none."""
+    if files.chat_template is None:
+        return None
+    source = files.chat_template.source
+    call_ids = family_of_template(source.source).call_ids
+    return msgspec.structs.replace(source, call_ids=call_ids, tool_format=config.tool_format)
 
 
 def _installed_version() -> str:
