@@ -131,12 +131,12 @@ class CallsBody:
         match self._expected, char:
             case "body", "[":
                 self._is_list, self._expected = True, "object"
-            case (("body" | "object" | "next object"), "{"):
+            case ("body" | "object" | "next object"), "{":
                 self._begin_call()
                 self._expected = "key start or end"
             case "object", "]":
                 self.is_complete = True
-            case (("key start or end" | "key start"), '"'):
+            case ("key start or end" | "key start"), '"':
                 self._begin_value("key")
             case "colon", ":":
                 self._expected = "value start"

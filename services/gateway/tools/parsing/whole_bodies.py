@@ -59,9 +59,7 @@ def _restored(value: Any, strings: Sequence[str]) -> Any:
         case str() if value.startswith("\x00"):
             return strings[int(value[1:])]
         case dict():
-            return {
-                _restored(key, strings): _restored(each, strings) for key, each in value.items()
-            }
+            return {_restored(key, strings): _restored(each, strings) for key, each in value.items()}
         case list():
             return [_restored(each, strings) for each in value]
     return value
