@@ -43,6 +43,7 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.usage_counter import UsageCounter
+from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
@@ -382,14 +383,22 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
 
 
 def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
-    template = None if files.chat_template is None else files.chat_template.source
-    setup = ProcessSetup(template, str(config.model_dir))
+    setup = ProcessSetup(template_source(config, files), str(config.model_dir))
     return PreparationPool(setup, module=PREPARATION_PROCESS)
 
 
 def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
     setup = ProcessSetup(None, str(config.model_dir), files.defaults.eos_token_ids)
     return PreparationPool(setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S)
+
+
+def template_source(config: GatewayConfig, files: ModelFiles) -> TemplateSource | None:
+    """The model's chat template, with the form of calls that it requires. None: it has none."""
+    if files.chat_template is None:
+        return None
+    source = files.chat_template.source
+    call_ids = family_of_template(source.source).call_ids
+    return msgspec.structs.replace(source, call_ids=call_ids, tool_format=config.tool_format)
 
 
 def _installed_version() -> str:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from services.gateway.preparation_process import BODY_NICENESS
-from services.gateway.service import PREPARATION_PROCESS
+from services.gateway.service import PREPARATION_PROCESS, template_source
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import BodyJob, ProcessSetup
 from services.gateway.text.template_renderer import Renderer
-from shared.config import GatewayConfig
+from shared.config import GatewayConfig, check
+from shared.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LARGE = json.dumps({"messages": MESSAGES * 4000}).encode()
@@ -55,3 +61,23 @@ async def test_large_bodies_are_prepared_at_a_lower_priority_than_small_requests
         assert cpu_ns(pid)[low] - before[low] == used[low]
     finally:
         await pool.close()
+
+
+def test_processes_render_calls_as_the_template_and_the_operator_require(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    files = copy.copy(model_files)
+    found = template_source(gateway_config, files)
+    assert found is not None and (found.call_ids, found.tool_format) == ("own", "template")
+    source = "{{ tools }}<|tool_calls_section_begin|><|tool_call_argument_begin|>"
+    files.chat_template = ChatTemplate(source, special_tokens=(), variables={})
+    as_text = msgspec.structs.replace(gateway_config, tool_format="hermes")
+    found = template_source(as_text, files)
+    assert found is not None and (found.call_ids, found.tool_format) == ("kimi", "hermes")
+    files.chat_template = None
+    assert template_source(gateway_config, files) is None
+
+
+def test_unknown_tool_format_is_named(gateway_config: GatewayConfig) -> None:
+    with pytest.raises(ConfigError, match="tool_format 'xml' is none of template, hermes"):
+        check(msgspec.structs.replace(gateway_config, tool_format="xml"))
