@@ -48,14 +48,14 @@ MARKERS = (
 # What ends strings and the calls of an answer.
 ENDS: dict[CallFormat, tuple[str, ...]] = {
     "qwen_xml": ("\n</parameter>\n",),
-    "pythonic": ("])",),
+    "pythonic": ("'", '"'),
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
-    "kimi": ("<|tool_calls_section_end|>", '"'),
-    "deepseek_v3": ("<｜tool▁calls▁end｜>", '"'),
-    "deepseek_v31": ("<｜tool▁calls▁end｜>", '"'),
+    "kimi": ('"', "<|tool_calls_section_end|>"),
+    "deepseek_v3": ('"', "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": ('"', "<｜tool▁calls▁end｜>"),
 }
-CLOSERS = ('"', "'", ",", "}", "]", ")", "\n", "</", "<", "parameter", ">")
+CLOSERS = ('"', "'", ",", "}", "]", ")", "\n", "</", "<", ">", "/")
 
 
 class Walks:
@@ -98,7 +98,11 @@ class Walks:
             closing = [each for each in allowed if each in self._closing]
             if self._eos in allowed and (len(tokens) > num_free or len(allowed) == 1):
                 return self._decode(tokens)
-            if len(tokens) > num_free and (end := self._end(matcher, format)):
+            if (
+                len(tokens) > num_free
+                and rng.random() < 0.5
+                and (end := self._end(matcher, format))
+            ):
                 tokens += end
                 continue
             is_free = len(tokens) < num_free and rng.random() < 0.6
