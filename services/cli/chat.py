@@ -57,7 +57,7 @@ def run_chat(
         client = gateway_client(found_url, found_key)
         try:
             model = runner.run(first_model(client)).id
-            conversation = Conversation(
+            conversation = TerminalChat(
                 client, model, local_tools, options, Console(highlight=False)
             )
             _converse(runner, conversation)
@@ -79,7 +79,7 @@ def _response_format(path: Path) -> dict[str, Any]:
     }
 
 
-class Conversation:
+class TerminalChat:
     """The messages so far, and the requests that continue them."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Conversation:
         return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
-def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
+def _converse(runner: asyncio.Runner, conversation: TerminalChat) -> None:
     console = conversation.console
     console.print(f"{conversation.title}   [dim]{HINT}[/dim]")
     while (line := _read_line(console)) is not None:

@@ -69,7 +69,7 @@ TRIGGERS = (
 @pytest.mark.parametrize("format", FORMATS)
 def test_random_outputs_are_valid_calls(format: CallFormat) -> None:
     """With markers as tokens, and with markers as text."""
-    for has_marker_tokens, seeds in ((True, range(3)), (False, (3,))):
+    for has_marker_tokens, seeds in ((True, range(2)), (False, (3,))):
         walk = walks(has_marker_tokens=has_marker_tokens)
         grammar = walk.grammar(format, ToolOptions(tools=TOOLS))
         for seed in seeds:
@@ -126,7 +126,7 @@ def test_text_input_of_a_custom_tool(format: CallFormat) -> None:
     [
         (CustomFormat(syntax="regex", definition="[a-z]+/[0-9]"), "ab/1", "ab1"),
         (CustomFormat(syntax="regex", definition="."), "a", '\\"'),  # only what needs no escape
-        (CustomFormat(syntax="lark", definition='start: "say" " \\"" W "\\"" // C\nW: /[a-z]+/'),
+        (CustomFormat(syntax="lark", definition='start: "say" " \\"" W "\\"" // C\nW: /[a-z]{1,4}/'),
          'say \\"hi\\"', 'say "hi"'),
     ],
 )  # fmt: skip
