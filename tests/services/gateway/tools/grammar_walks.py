@@ -8,6 +8,7 @@ import random
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
@@ -44,8 +45,17 @@ MARKERS = (
     "<|constrain|>",
     "<|message|>",
 )
-TEXT_ENDS = {"qwen_xml": "\n</parameter>\n", "function_gemma": "<escape>", "gemma4": '<|"|>'}
-CLOSERS = ('"', "'", ",", "}", "]", ")", "\n", "</", "<", "parameter", ">")
+# What ends strings and the calls of an answer.
+ENDS: dict[CallFormat, tuple[str, ...]] = {
+    "qwen_xml": ("\n</parameter>\n",),
+    "pythonic": ("'", '"'),
+    "function_gemma": ("<escape>",),
+    "gemma4": ('<|"|>',),
+    "kimi": ('"', "<|tool_calls_section_end|>"),
+    "deepseek_v3": ('"', "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": ('"', "<｜tool▁calls▁end｜>"),
+}
+CLOSERS = ('"', "'", ",", "}", "]", ")", "\n", "</", "<", ">", "/")
 
 
 class Walks:
@@ -88,7 +98,11 @@ class Walks:
             closing = [each for each in allowed if each in self._closing]
             if self._eos in allowed and (len(tokens) > num_free or len(allowed) == 1):
                 return self._decode(tokens)
-            if len(tokens) > num_free and (end := self._text_end(matcher, format)):
+            if (
+                len(tokens) > num_free
+                and rng.random() < 0.5
+                and (end := self._end(matcher, format))
+            ):
                 tokens += end
                 continue
             is_free = len(tokens) < num_free and rng.random() < 0.6
@@ -99,12 +113,12 @@ class Walks:
             tokens.append(token)
         raise AssertionError(f"no end: {self._decode(tokens)}")
 
-    def _text_end(self, matcher: LLMatcher, format: CallFormat) -> list[int]:
-        """Accepts the text that ends a string, if it can follow."""
-        end = self._encode(TEXT_ENDS.get(format, '"'))
-        if matcher.validate_tokens(end) == len(end):
-            assert matcher.consume_tokens(end)
-            return end
+    def _end(self, matcher: LLMatcher, format: CallFormat) -> list[int]:
+        """Accepts the first of the format's ends that can follow."""
+        for end in map(self._encode, ENDS.get(format, ('"',))):
+            if matcher.validate_tokens(end) == len(end):
+                assert matcher.consume_tokens(end)
+                return end
         return []
 
     def _matcher(self, grammar: str) -> LLMatcher:
@@ -114,8 +128,8 @@ class Walks:
 
     def _allowed(self, matcher: LLMatcher) -> list[int]:
         words = matcher.compute_bitmask()
-        bits = int.from_bytes(words, "little")
-        return [each for each in range(self._ll.vocab_size) if bits >> each & 1]
+        bits = np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")
+        return list(map(int, np.flatnonzero(bits[: self._ll.vocab_size])))
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = []
