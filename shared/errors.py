@@ -7,6 +7,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     ├── InvalidRequest            400  the request is invalid: a retry fails again
     │   ├── PromptTooLong         413
     │   ├── PayloadTooLarge       413
+    │   ├── GrammarTooComplex     400  it compiles or advances too slowly
     │   └── UnknownModel          404
     ├── AuthenticationFailed      401
     ├── SenderMismatch            403  a message names another process as its sender
@@ -24,6 +25,8 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │       └── ContextFull       503  its KV cache is smaller than the request
     ├── StepFailed                503  a step raised for this request alone; another worker may not
     ├── DeviceFailed              503  this worker's device fails; another worker's may not
+    ├── GrammarFailed             400  its grammar cannot be followed: no worker is to blame
+    ├── GrammarReplayFailed       500  the output so far does not match the request's grammar
     ├── RequestBreaksWorkers      500  the request alone failed steps of several workers
     ├── UnknownPlacement          410  the worker never held it, or has removed it
     ├── ConfigError                    the process does not start
@@ -65,6 +68,10 @@ class PromptTooLong(InvalidRequest):
 class PayloadTooLarge(InvalidRequest):
     code = "payload_too_large"
     http_status = 413
+
+
+class GrammarTooComplex(InvalidRequest):
+    code = "grammar_too_complex"
 
 
 class UnknownModel(InvalidRequest):
@@ -145,6 +152,16 @@ class StepFailed(HearthError):
 class DeviceFailed(HearthError):
     code = "device_failed"
     http_status = 503
+
+
+class GrammarFailed(HearthError):
+    code = "grammar_failed"
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+
+class GrammarReplayFailed(HearthError):
+    code = "grammar_replay_failed"
 
 
 class RequestBreaksWorkers(HearthError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,8 @@ from litestar.types import ASGIApp
 
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
+from services.gateway.grammars.checks import CHECK_PROCESS, MAX_WAIT_S, GrammarChecks
+from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
@@ -46,6 +49,7 @@ from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.tokenization.tokenization import Tokenization
+from services.gateway.tools.family import PLAIN
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
@@ -78,6 +82,7 @@ class GatewayService:
         clock: Clock,
         randomness: Randomness,
         pool: PreparationPool | None = None,
+        check_pool: PreparationPool | None = None,
         prefix_redis: Store | None = None,
         redis_replica: Store | None = None,
         messages: UntypedMessages | None = None,
@@ -106,6 +111,10 @@ class GatewayService:
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
         self._pool = preparation_pool(config, files) if pool is None else pool
+        self._family = PLAIN
+        self._checks = GrammarChecks(
+            grammar_pool(config, files) if check_pool is None else check_pool
+        )
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
@@ -133,8 +142,13 @@ class GatewayService:
         config = self._config
         return Submission(
             max_requests=config.max_requests,
-            preparation=Preparation(config, self.files, self._randomness, public),
+            preparation=Preparation(
+                config, self.files, self._randomness, public, family=self._family
+            ),
             renderer=Renderer(self._pool, has_template=self.files.chat_template is not None),
+            grammars=RequestGrammars(
+                self._checks, self._family, self.files.tokenizer.added_token_id
+            ),
             limits=self._limits,
             usage=self._usage,
             catalog=self.catalog,
@@ -299,6 +313,7 @@ class GatewayService:
         await self._limits.stop()
         await self._health_monitor.stop()
         await self._pool.close()
+        await self._checks.close()
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
@@ -339,7 +354,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
     files = ModelFiles(config.model_dir)
     pool = preparation_pool(config, files)
-    await pool.start()
+    check_pool = grammar_pool(config, files)
+    await asyncio.gather(pool.start(), check_pool.start())
     clock = MonotonicClock()
     bus = await connect(config, "gateway")
     tls = redis_tls_of(config)
@@ -357,6 +373,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         clock=clock,
         randomness=SystemRandomness(),
         pool=pool,
+        check_pool=check_pool,
         prefix_redis=prefix_redis,
         redis_replica=replica,
         messages=bus.untyped,
@@ -367,6 +384,11 @@ def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPoo
     template = None if files.chat_template is None else files.chat_template.source
     setup = ProcessSetup(template, str(config.model_dir))
     return PreparationPool(setup, module=PREPARATION_PROCESS)
+
+
+def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
+    setup = ProcessSetup(None, str(config.model_dir), files.defaults.eos_token_ids)
+    return PreparationPool(setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S)
 
 
 def _installed_version() -> str:

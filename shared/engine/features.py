@@ -7,4 +7,11 @@ several releases can serve one model.
 
 from __future__ import annotations
 
-FEATURES: tuple[str, ...] = ()
+from shared.grammar.spec import GRAMMAR_FEATURE
+
+FEATURES: tuple[str, ...] = (GRAMMAR_FEATURE,)
+
+
+def features_of(*, has_vocabulary: bool) -> tuple[str, ...]:
+    """Of one worker. `has_vocabulary`: it can sample under a grammar, or samples no tokens."""
+    return FEATURES if has_vocabulary else tuple(f for f in FEATURES if f != GRAMMAR_FEATURE)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.grammars.spellings import constraint_of
 from services.gateway.openai.logprobs import ChatLogprobs
 from services.gateway.openai.request_fields import (
     NEUTRAL_VALUES,
@@ -74,7 +75,9 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
     check_stream_options(body)
-    conversation = Conversation(turns=turns_of(body.messages), sampling=body)
+    conversation = Conversation(
+        turns=turns_of(body.messages), output=constraint_of(body), sampling=body
+    )
     return GenerationRequest(
         model=default_model if body.model is None else body.model,
         prompt=chat_prompt(conversation),
@@ -86,6 +89,7 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",
         priority=body.priority,
+        output=conversation.output,
     )
 
 

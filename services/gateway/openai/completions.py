@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.grammars.spellings import constraint_of
 from services.gateway.openai.logprobs import CompletionLogprobs
 from services.gateway.openai.prompts import Prompts, to_prompts
 from services.gateway.openai.request_fields import (
@@ -50,6 +51,9 @@ def to_generation_requests(body: CompletionRequest, default_model: str) -> list[
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens=0 requires echo to be true", param="max_tokens")
     check_stream_options(body)
+    output = constraint_of(body)
+    if output is not None and num_choices > body.num_choices:
+        raise InvalidRequest(f"best_of and {output.param} exclude each other", param="best_of")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [
         GenerationRequest(
@@ -65,6 +69,7 @@ def to_generation_requests(body: CompletionRequest, default_model: str) -> list[
             priority=body.priority,
             has_echo=bool(body.echo),
             shows_output=body.max_tokens != 0,
+            output=output,
         )
         for prompt in prompts
     ]

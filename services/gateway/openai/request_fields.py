@@ -17,18 +17,13 @@ MAX_CACHE_KEY_CHARS = 256
 # nothing. Any other unknown field is ignored, since clients send many.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
     "return_token_ids": (None, False),
     "skip_special_tokens": (None, True),
-    "structured_outputs": (None,),
+    "structural_tag": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }

@@ -34,6 +34,8 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pushed_tokens: int | None
     num_preemptions: int | None
     num_resubmissions: int
+    # what of the request's schemas the output need not match; missing if there is none
+    warnings: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 def to_usage(usage: events.Usage) -> Usage:
@@ -50,6 +52,7 @@ def hearth_info_of(context: ResponseContext) -> HearthInfo:
     outputs = context.merger.outputs
     ends = [each.end for each in outputs]
     served = [each.served for each in outputs]
+    warnings = tuple(dict.fromkeys(text for each in outputs for text in each.warnings))
     return HearthInfo(
         request_id=context.request_id,
         decode_worker=_same(None if each is None else each.worker_id for each in ends),
@@ -57,6 +60,7 @@ def hearth_info_of(context: ResponseContext) -> HearthInfo:
         num_pushed_tokens=_sum(None if each is None else each.num_pushed_tokens for each in served),
         num_preemptions=_sum(None if each is None else each.num_preemptions for each in served),
         num_resubmissions=sum(0 if each is None else each.num_resubmissions for each in ends),
+        warnings=warnings or msgspec.UNSET,
     )
 
 

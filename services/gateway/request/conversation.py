@@ -72,8 +72,6 @@ def chat_prompt(conversation: Conversation) -> ChatPrompt:
     """
     if conversation.tools is not None:
         raise InvalidRequest("tools are not supported", param="tools")
-    if conversation.output is not None:
-        raise InvalidRequest("structured output is not supported", param="response_format")
     turns = enumerate(conversation.turns)
     return ChatPrompt(tuple(_message(index, turn) for index, turn in turns))
 

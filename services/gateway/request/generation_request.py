@@ -16,6 +16,7 @@ from services.gateway.tenancy.permissions import priority_of
 from services.gateway.tools.tool import ToolOptions
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
+from shared.grammar.spec import GRAMMAR_FEATURE
 from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
 from shared.tenancy.tenant import TenantRecord
@@ -58,6 +59,24 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             prompt.is_chat if isinstance(prompt, PackedPrompt) else isinstance(prompt, ChatPrompt)
         )
         return not is_chat
+
+
+def check_constrained(generation: GenerationRequest) -> None:
+    """Raises InvalidRequest for options that contradict a demanded form of the output."""
+    tools, sampling = generation.tools, generation.sampling
+    if generation.output is not None:
+        demand = generation.output.param
+    elif tools is not None and tools.is_forced:
+        demand = "tool_choice"
+    else:
+        return
+    for param, is_given in (
+        ("ignore_eos", bool(sampling.ignore_eos)),
+        ("min_tokens", bool(sampling.min_tokens)),
+        ("echo", generation.has_echo),
+    ):
+        if is_given:
+            raise InvalidRequest(f"{param} and {demand} exclude each other", param=param)
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,5 +206,10 @@ def build_request(
         pooling=generation.pooling,
         block_size=card.block_size,
         public_root=chain.public_root,
-        needs=generation.needs,
+        needs=_needs(generation, sampling),
     )
+
+
+def _needs(generation: GenerationRequest, sampling: SamplingParams) -> tuple[str, ...]:
+    own = () if sampling.grammar is None else (GRAMMAR_FEATURE,)
+    return tuple(dict.fromkeys((*generation.needs, *own)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.gateway.grammars.request_grammars import CheckedPlan
+from services.gateway.grammars.thinking import TAIL_TOKENS, spec_of, thinking_at_end
 from services.gateway.request.generation_request import (
     GenerationRequest,
     RequestContext,
@@ -19,9 +21,11 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
+from services.gateway.tools.family import PLAIN, Family
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
+from shared.grammar.spec import GrammarSpec
 from shared.messages import ModelCard, Request
 from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
@@ -37,6 +41,7 @@ class PreparedRequest:
     prompt_token_ids: list[int]
     echo: Echo | None
     stop: StopAutomaton
+    warnings: tuple[str, ...] = ()  # for the client
 
     @property
     def max_output_tokens(self) -> int:
@@ -71,7 +76,9 @@ class Preparation:
         files: ModelFiles,
         randomness: Randomness,
         public: PublicPrefixes | None = None,
+        family: Family = PLAIN,
     ) -> None:
+        self._family = family
         self._public = public
         self._config = config
         self._root_key = root_key(config.cluster_secret)
@@ -86,6 +93,7 @@ class Preparation:
         tenant: TenantRecord,
         request_id: str,
         max_payload_bytes: int,
+        checked: CheckedPlan | None = None,
     ) -> PreparedRequest:
         """Raises the InvalidRequest that rejects the request."""
         prompt = tokenize(generation.prompt, self._files, card)
@@ -106,12 +114,14 @@ class Preparation:
             default_seed=seed,
             card=card,
             files=self._files,
+            grammar=None if checked is None else self._grammar(generation, checked, prompt),
         )
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
         stop = StopAutomaton(generation.sampling.stop_strings)
-        prepared = PreparedRequest(generation, request, prompt, echo, stop)
+        warnings = () if checked is None else checked.warnings
+        prepared = PreparedRequest(generation, request, prompt, echo, stop, warnings)
         check_logprobs((prepared,))
         return prepared
 
@@ -138,6 +148,14 @@ class Preparation:
         )
         min_tokens = prepared.request.sampling.min_tokens
         return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+
+    def _grammar(
+        self, generation: GenerationRequest, checked: CheckedPlan, prompt: Sequence[int]
+    ) -> GrammarSpec:
+        tokenizer, family = self._files.tokenizer, self._family
+        tail = tokenizer.decode(prompt[-TAIL_TOKENS:])
+        thinking = "closed" if generation.continues_text else thinking_at_end(tail, family)
+        return spec_of(checked.plan, thinking, family, tokenizer.added_token_id)
 
     def _timeout_s(self, generation: GenerationRequest) -> float:
         longest = self._config.request_timeout_s

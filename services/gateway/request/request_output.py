@@ -124,6 +124,7 @@ class RequestOutput:
         self.request_id = prepared.request.request_id
         self.num_prompt_tokens = len(prepared.prompt_token_ids)
         self.echo = prepared.echo
+        self.warnings = prepared.warnings
         self.end: StreamEnd | None = None
         self.embedding: bytes | None = None
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, TypeVar
 
-import msgspec
 from msgspec import Meta
 
+from services.gateway.grammars.spellings import ConstraintFields
 from services.gateway.text.model_files import GenerationDefaults, ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
+from shared.grammar.spec import GrammarSpec
 from shared.messages import LogprobsMode, ModelCard, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -28,7 +29,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STRING_CHARS)]
 BadWord = Annotated[str, Meta(pattern=r"\S", max_length=MAX_STRING_CHARS)]  # not blank
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
     """Options as a client sends them, with their bounds. None: the model's default holds.
 
     An HTTP dialect inherits from this Struct where its field names are the same, or fills it.
@@ -63,6 +64,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         default_seed: int,
         card: ModelCard,
         files: ModelFiles,
+        grammar: GrammarSpec | None = None,
     ) -> SamplingParams:
         """The wire's form, with the defaults of the model's files.
 
@@ -96,6 +98,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             logprobs_mode="raw" if self.logprobs_mode is None else self.logprobs_mode,
+            grammar=grammar,
         )
 
     def _temperature(self, defaults: GenerationDefaults) -> float:

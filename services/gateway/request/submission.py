@@ -17,8 +17,13 @@ from functools import partial
 import msgspec
 
 from services.gateway.catalog import Catalog
+from services.gateway.grammars.request_grammars import CheckedPlan, RequestGrammars
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    check_constrained,
+    scoped_affinity_key,
+)
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
 from services.gateway.request.preparation_slots import PreparationSlots
@@ -53,6 +58,7 @@ class Submission:
         max_requests: int,
         preparation: Preparation,
         renderer: Renderer,
+        grammars: RequestGrammars,
         limits: Limits,
         usage: UsageCounter,
         catalog: Catalog,
@@ -66,6 +72,7 @@ class Submission:
         self._max_requests = max_requests
         self._preparation = preparation
         self._renderer = renderer
+        self._grammars = grammars
         self._limits = limits
         self._usage = usage
         self._catalog = catalog
@@ -136,8 +143,9 @@ class Submission:
         check_regions(tenant)
         card = self._catalog.card(generation.model)
         self._preparation.check_min_tokens(generation, tenant, card)
+        check_constrained(generation)
         async with self._preparing(tenant.tenant_id):
-            generation = await self._rendered(generation, tenant.tenant_id)
+            generation, checked = await self._rendered_and_checked(generation, tenant.tenant_id)
             prepare = partial(
                 self._preparation.prepare,
                 generation,
@@ -145,6 +153,7 @@ class Submission:
                 tenant=tenant,
                 request_id=request_id,
                 max_payload_bytes=self._max_payload_bytes(),
+                checked=checked,
             )
             if generation.prompt.num_chars > MAX_INLINE_CHARS:
                 return await asyncio.to_thread(prepare)
@@ -239,6 +248,17 @@ class Submission:
     def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
         """Settles limits after the last byte of a response has left."""
         self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
+
+    async def _rendered_and_checked(
+        self, generation: GenerationRequest, tenant_id: str
+    ) -> tuple[GenerationRequest, CheckedPlan | None]:
+        """Checks the grammar while the conversation is rendered."""
+        if generation.output is None and generation.tools is None:
+            return await self._rendered(generation, tenant_id), None
+        return await asyncio.gather(
+            self._rendered(generation, tenant_id),
+            self._grammars.checked_plan(generation.output, generation.tools, tenant_id),
+        )
 
     async def _rendered(self, generation: GenerationRequest, tenant_id: str) -> GenerationRequest:
         prompt = generation.prompt

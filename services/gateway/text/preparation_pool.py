@@ -1,4 +1,4 @@
-"""Processes that render, decode and tokenize for all tenants, in fair turns.
+"""Processes that render, decode, tokenize and check grammars for all tenants, in fair turns.
 
     waiting ──a process is free──▶ running ──reply, or its process ended──▶ settled
        └──`max_wait_s`: Overloaded
@@ -22,16 +22,14 @@ import structlog
 import services
 from services.gateway.text.fair_turns import FairTurns
 from services.gateway.text.process_jobs import (
-    LIMIT_S,
     SIZE,
-    BodyJob,
     Finished,
     Job,
     ProcessSetup,
-    Rejected,
     Reply,
     frame,
     limit_s,
+    over_limit,
 )
 from shared.background import Background
 from shared.errors import HearthError, NoCapacity, Overloaded
@@ -41,8 +39,8 @@ MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
 TEMPLATE_PROCESS = "services.gateway.text.template_process"
-RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"
-BODY_TIMEOUT = "the body took too much CPU time to decode, render and tokenize"
+# Of a process that its alarm ended, or whose native code found no memory or no stack.
+OVER_LIMIT = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
 ROOT = Path(services.__file__).resolve().parents[1]
 
 log = structlog.get_logger(__name__)
@@ -184,7 +182,7 @@ class PreparationPool:
     def _give_up(self, waiting: _Waiting) -> None:
         if all(seat.running is not waiting for seat in self._seats):
             self._turns.remove(waiting.tenant_id, waiting)
-            _fail(waiting, Overloaded("too many conversations to render", retry_after_s=1.0))
+            _fail(waiting, Overloaded("too many requests wait to be prepared", retry_after_s=1.0))
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────
 
@@ -253,13 +251,11 @@ def _settle(waiting: _Waiting, reply: Reply) -> None:
 
 
 def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
-    """Ends a job whose process ended: by its own alarm, or by something else, such as a kill."""
-    if process is None or process.returncode != -signal.SIGPROF:
+    """Ends a job whose process ended: by a limit, or by something else, such as a kill."""
+    if process is None or process.returncode not in OVER_LIMIT:
         _fail(waiting, NoCapacity("the preparation process ended", retry_after_s=1.0))
-    elif isinstance(waiting.job, BodyJob):
-        _settle(waiting, Rejected(BODY_TIMEOUT, None))
     else:
-        _settle(waiting, Rejected(RENDER_TIMEOUT))
+        _settle(waiting, over_limit(waiting.job))
 
 
 def _fail(waiting: _Waiting, error: HearthError) -> None:

@@ -1,7 +1,7 @@
 """Messages between the gateway and a preparation process: frames of msgpack with their size.
 
 ProcessSetup ────────────▶            once
-RenderJob or BodyJob ────▶            ◀──── Finished
+Job ─────────────────────▶            ◀──── Finished
 """
 
 from __future__ import annotations
@@ -13,18 +13,26 @@ from typing import Any
 import msgspec
 
 from services.gateway.text.chat_template import TemplateSource
+from shared.errors import GrammarTooComplex
 
 LIMIT_S = 2.0  # CPU time of a template, so that a busy or frozen machine does not matter
+CHECK_LIMIT_S = 1.0  # of a grammar
 LIMIT_S_PER_MIB = 1.0  # added for a body, whose decoding and tokenizing are linear in its size
 SIZE = struct.Struct("!I")
 MIB = 1 << 20
+RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"
+BODY_TIMEOUT = "the body took too much CPU time to decode, render and tokenize"
+CHECK_TIMEOUT = "the grammar takes too much time or memory"
 
 
 class ProcessSetup(msgspec.Struct, frozen=True, array_like=True):
-    """`template`: None for a model without one. `model_dir`: where the tokenizer is."""
+    """`template`: None for a model without one. `model_dir`: where the tokenizer is.
+    `eos_token_ids`: the model's, for grammars.
+    """
 
     template: TemplateSource | None
     model_dir: str = ""
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -47,6 +55,13 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_context_tokens: int | None = None
     max_input_tokens: int | None = None
     vocab_size: int | None = None
+
+
+class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A grammar to compile and to try. `kind`: a `GrammarKind`, or `gbnf`, which becomes Lark."""
+
+    kind: str
+    source: str
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +88,15 @@ class PreparedBody(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompts: list[TokenizedPrompt]
 
 
+class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A grammar that compiles. `source`: a GBNF grammar in Lark, else empty. `warnings`: what the
+    grammar does not enforce.
+    """
+
+    source: str
+    warnings: list[str]
+
+
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """`code`: of an InvalidRequest or of one of its subclasses."""
 
@@ -81,8 +105,8 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     code: str = "invalid_request"
 
 
-Job = RenderJob | BodyJob
-Reply = Rendered | PreparedBody | Rejected
+Job = RenderJob | BodyJob | CheckJob
+Reply = Rendered | PreparedBody | Checked | Rejected
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -97,9 +121,24 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def limit_s(job: Job | Rejected) -> float:
     """CPU seconds after which the process is killed."""
-    if isinstance(job, BodyJob):
-        return LIMIT_S + len(job.body) / MIB * LIMIT_S_PER_MIB
-    return LIMIT_S
+    match job:
+        case BodyJob():
+            return LIMIT_S + len(job.body) / MIB * LIMIT_S_PER_MIB
+        case CheckJob():
+            return CHECK_LIMIT_S
+        case _:
+            return LIMIT_S
+
+
+def over_limit(job: Job) -> Rejected:
+    """The reply for a job whose process exceeded a limit."""
+    match job:
+        case BodyJob():
+            return Rejected(BODY_TIMEOUT, None)
+        case CheckJob():
+            return Rejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
+        case RenderJob():
+            return Rejected(RENDER_TIMEOUT)
 
 
 def frame(message: ProcessSetup | Job | Finished) -> bytes:

@@ -19,6 +19,7 @@ from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.process_jobs import (
     SIZE,
     BodyJob,
+    CheckJob,
     Finished,
     Job,
     ProcessSetup,
@@ -45,20 +46,20 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
-    data = _read()
+    data = read_frame()
     if data is None:
         return
     setup = msgspec.msgpack.decode(data, type=ProcessSetup)
     template = None if setup.template is None else setup.template.compiled()
     handle_body: BodyHandler | None = None
-    while (data := _read()) is not None:
+    while (data := read_frame()) is not None:
         job = decoded(data)
         if isinstance(job, BodyJob) and handle_body is None and make_body_handler is not None:
             handle_body = make_body_handler(setup, template)
         signal.setitimer(signal.ITIMER_PROF, limit_s(job))
         reply = encoded_reply(template, job, handle_body)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _write(reply)
+        write_frame(reply)
 
 
 def decoded(data: bytes) -> Job | Rejected:
@@ -93,6 +94,8 @@ def _reply_to(
             return _rendered(template, job)
         case BodyJob():
             return _body(handle_body, job)
+        case CheckJob():
+            return Rejected("this process checks no grammars", None)
 
 
 def _failed(job: Job | Rejected, error: Exception) -> Rejected:
@@ -125,12 +128,12 @@ def _body(handle: BodyHandler | None, job: BodyJob) -> Reply:
     return Rejected("this process prepares no bodies", None)
 
 
-def _read() -> bytes | None:
+def read_frame() -> bytes | None:
     head = sys.stdin.buffer.read(SIZE.size)
     return sys.stdin.buffer.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
 
 
-def _write(data: bytes) -> None:
+def write_frame(data: bytes) -> None:
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 

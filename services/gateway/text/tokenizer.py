@@ -38,12 +38,18 @@ class PromptTokenizer:
         self._literal.encode_special_tokens = True
         self._encode, self._encode_literal = encoders(text, self.tokenizer, self._literal)
         self._added = _added_around(self.tokenizer)
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._added_ids = {each.content: token_id for token_id, each in added.items()}
         self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 
     @property
     def special_tokens(self) -> list[str]:
         added = self.tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
+
+    def added_token_id(self, text: str) -> int | None:
+        """The token that stands for this text alone, such as a marker of a chat template."""
+        return self._added_ids.get(text)
 
     @property
     def vocab_size(self) -> int:

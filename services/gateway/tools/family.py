@@ -42,3 +42,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     think_open: str = ""
     think_close: str = ""
     call_ids: CallIds = "own"  # the form of ids that its chat template requires
+
+
+PLAIN = Family(name="plain", call_format=None, response_template={})  # no calls, no reasoning

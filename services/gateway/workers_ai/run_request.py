@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.grammars.spellings import constraint_of
 from services.gateway.request.conversation import Conversation, TextPart, Turn, chat_prompt
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
@@ -39,10 +40,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "contexts": (None, []),
     "echo": (None, False),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "image": (None,),
     "image_b64": (None,),
     "input": (None,),
@@ -56,9 +53,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "request_id": (None,),
     "requests": (None, []),
-    "response_format": (None, {"type": "text"}),
     "source_lang": (None,),
-    "structured_outputs": (None,),
+    "structural_tag": (None,),
     "suffix": (None, ""),
     "target_lang": (None,),
     "tool_choice": (None, "none", "auto"),
@@ -135,6 +131,7 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
             sampling=_sampling(body),
             max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
+            output=constraint_of(body),
             is_queueable=body.is_queueable,
         )
     ]

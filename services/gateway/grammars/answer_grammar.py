@@ -1,0 +1,140 @@
+"""The grammar of an answer: its constraint, its tool calls, or either. Pure.
+
+constraint │ tool choice │ grammar                                  │ applies
+───────────┼─────────────┼──────────────────────────────────────────┼────────────────────────────
+yes        │ no tools    │ the constraint's                         │ from the first token
+no         │ auto        │ what follows the family's trigger token  │ after each trigger
+no, yes    │ forced      │ the call, or the calls                   │ from the first token
+yes        │ auto        │ the constraint's, or the calls           │ from the first token
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.grammars.constraint import OutputConstraint
+from services.gateway.grammars.grammar import (
+    Grammar,
+    TokenIdOf,
+    grammar_of,
+    joined,
+    json_grammar,
+    marker,
+)
+from services.gateway.tools.call_grammars import LarkRules, call_grammar
+from services.gateway.tools.family import CallFormat, Family
+from services.gateway.tools.tool import Tool, ToolOptions
+from shared.errors import InvalidRequest
+
+# Formats whose trigger opens one call; the trigger of the others opens all calls of an answer.
+_TRIGGER_PER_CALL: frozenset[CallFormat] = frozenset(
+    ("hermes", "qwen_xml", "mistral_args", "function_gemma", "gemma4")
+)
+
+
+class GrammarPart(msgspec.Struct, frozen=True):
+    """What a client wrote of a grammar. `param`: the request field that holds it."""
+
+    param: str
+    grammar: Grammar
+
+
+class GrammarPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """`trigger`: the tokens after which the grammar applies; empty: from the first token, after the
+    reasoning. `parts`: the client's, for errors; `param`: of an error that is in none of them.
+    """
+
+    grammar: Grammar
+    trigger: tuple[int, ...] = ()
+    is_required: bool = True
+    repeats: bool = False
+    parts: tuple[GrammarPart, ...]
+    param: str
+
+
+def answer_grammar(
+    output: OutputConstraint | None,
+    tools: ToolOptions | None,
+    family: Family,
+    token_id_of: TokenIdOf,
+) -> GrammarPlan | None:
+    """None: the answer is free. Raises InvalidRequest if a call is demanded of a model that calls
+    no tools.
+    """
+    offered = None if tools is None or tools.choice == "none" else tools
+    if offered is not None and offered.is_forced:
+        return _forced(offered, family, token_id_of)
+    if output is None:
+        return None if offered is None else _triggered(offered, family, token_id_of)
+    return _constrained(output, offered, family, token_id_of)
+
+
+def _constrained(
+    output: OutputConstraint, tools: ToolOptions | None, family: Family, token_id_of: TokenIdOf
+) -> GrammarPlan:
+    part = GrammarPart(output.param, grammar_of(output))
+    prefix = _final_channel(token_id_of) if family.call_format == "harmony" else ""
+    rules = None
+    if tools is not None:
+        rules = call_grammar(family, tools, token_id_of, after_trigger=False)
+    if tools is None or rules is None:
+        grammar = joined(f"{prefix}@constraint", "constraint", part.grammar)
+        grammar = grammar if prefix else part.grammar
+        return GrammarPlan(grammar=grammar, parts=(part,), param=part.param)
+    start = f"{prefix}@constraint | {rules.start}"
+    return GrammarPlan(
+        grammar=joined(start, "constraint", part.grammar, rules.rules),
+        parts=(part, *_tool_parts(tools)),
+        param=part.param,
+    )
+
+
+def _final_channel(token_id_of: TokenIdOf) -> str:
+    """What precedes the text of an answer in harmony."""
+    channel, constrain, message = (
+        marker(f"<|{each}|>", token_id_of) for each in ("channel", "constrain", "message")
+    )
+    return f'{channel} "final" (" "? {constrain} "json")? {message} '
+
+
+def _forced(tools: ToolOptions, family: Family, token_id_of: TokenIdOf) -> GrammarPlan:
+    rules = call_grammar(family, tools, token_id_of, after_trigger=False)
+    if rules is None:
+        raise InvalidRequest("tool_choice: this model calls no tools", param="tool_choice")
+    return GrammarPlan(grammar=_lark(rules), parts=_tool_parts(tools), param="tools")
+
+
+def _triggered(tools: ToolOptions, family: Family, token_id_of: TokenIdOf) -> GrammarPlan | None:
+    trigger = token_id_of(family.trigger) if family.trigger else None
+    if trigger is None:
+        return None
+    rules = call_grammar(family, tools, token_id_of, after_trigger=True)
+    if rules is None:
+        return None
+    return GrammarPlan(
+        grammar=_lark(rules),
+        trigger=(trigger,),
+        is_required=False,
+        repeats=tools.is_parallel and family.call_format in _TRIGGER_PER_CALL,
+        parts=_tool_parts(tools),
+        param="tools",
+    )
+
+
+def _lark(rules: LarkRules) -> Grammar:
+    return Grammar("lark", f"start: {rules.start}\n{rules.rules}")
+
+
+def _tool_parts(tools: ToolOptions) -> tuple[GrammarPart, ...]:
+    parts = (_tool_part(each) for each in tools.callable_tools)
+    return tuple(each for each in parts if each is not None)
+
+
+def _tool_part(tool: Tool) -> GrammarPart | None:
+    if tool.custom is None:
+        grammar = json_grammar(tool.parameters, is_strict=tool.is_strict)
+        return GrammarPart(f"{tool.param}.function.parameters", grammar)
+    if tool.custom.syntax == "text":
+        return None
+    grammar = Grammar(tool.custom.syntax, tool.custom.definition)
+    return GrammarPart(f"{tool.param}.custom.format.definition", grammar)

@@ -1,0 +1,85 @@
+"""Makes the grammar of a request, and has it checked.
+
+constraint, tools ──▶ plan ──checked──▶ its warnings, or an error that names the client's field
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from services.gateway.grammars.answer_grammar import GrammarPart, GrammarPlan, answer_grammar
+from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.grammars.constraint import OutputConstraint
+from services.gateway.grammars.grammar import TokenIdOf, grammar_of
+from services.gateway.grammars.schema_places import located
+from services.gateway.text.process_jobs import CHECK_TIMEOUT, Checked, Rejected
+from services.gateway.tools.family import Family
+from services.gateway.tools.tool import ToolOptions
+from shared.errors import GrammarTooComplex, InvalidRequest
+
+MAX_CHECK_S = 1.4  # of a request's grammar, with all waiting
+MAX_WARNINGS = 16
+
+
+class CheckedPlan(msgspec.Struct, frozen=True):
+    """`warnings`: what of the client's schemas the grammar does not enforce."""
+
+    plan: GrammarPlan
+    warnings: tuple[str, ...] = ()
+
+
+class RequestGrammars:
+    def __init__(self, checks: GrammarChecks, family: Family, token_id_of: TokenIdOf) -> None:
+        self._checks = checks
+        self._family = family
+        self._token_id_of = token_id_of
+
+    async def checked_plan(
+        self, output: OutputConstraint | None, tools: ToolOptions | None, tenant_id: str
+    ) -> CheckedPlan | None:
+        """None: the output is free. Answers within `MAX_CHECK_S`.
+
+        Raises InvalidRequest, GrammarTooComplex, Overloaded, NoCapacity.
+        """
+        param = "tools" if output is None else output.param
+        try:
+            async with asyncio.timeout(MAX_CHECK_S):
+                return await self._checked_plan(output, tools, tenant_id)
+        except TimeoutError:
+            raise GrammarTooComplex(f"{param}: {CHECK_TIMEOUT}", param=param) from None
+
+    async def _checked_plan(
+        self, output: OutputConstraint | None, tools: ToolOptions | None, tenant_id: str
+    ) -> CheckedPlan | None:
+        if output is not None and output.kind == "gbnf":
+            output = await self._as_lark(output, tenant_id)
+        plan = answer_grammar(output, tools, self._family, self._token_id_of)
+        if plan is None:
+            return None
+        verdict = await self._checks.check(plan.grammar, tenant_id)
+        if isinstance(verdict, Checked) and not verdict.warnings:
+            return CheckedPlan(plan)
+        warnings: list[str] = []
+        for part in plan.parts:  # the verdicts on the parts name the fields
+            found = await self._checks.check(part.grammar, tenant_id)
+            if isinstance(found, Rejected):
+                raise _error(found, part)
+            warnings += (f"{part.param}: {located(each, part.grammar)}" for each in found.warnings)
+        if isinstance(verdict, Rejected):
+            raise _error(verdict, GrammarPart(plan.param, plan.grammar))
+        return CheckedPlan(plan, tuple(dict.fromkeys(warnings))[:MAX_WARNINGS])
+
+    async def _as_lark(self, output: OutputConstraint, tenant_id: str) -> OutputConstraint:
+        part = GrammarPart(output.param, grammar_of(output))
+        verdict = await self._checks.check(part.grammar, tenant_id)
+        if isinstance(verdict, Rejected):
+            raise _error(verdict, part)
+        return msgspec.structs.replace(output, kind="lark", source=verdict.source)
+
+
+def _error(verdict: Rejected, part: GrammarPart) -> InvalidRequest:
+    kind = GrammarTooComplex if verdict.code == GrammarTooComplex.code else InvalidRequest
+    reason = located(verdict.reason, part.grammar)
+    return kind(f"{part.param}: {reason}", param=part.param)

@@ -1,0 +1,80 @@
+"""Where the grammar of an answer applies in the output of a model that thinks first. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from services.gateway.grammars.answer_grammar import GrammarPlan
+from services.gateway.grammars.grammar import Grammar, TokenIdOf, joined, literal, marker
+from services.gateway.tools.family import Family
+from shared.errors import InvalidRequest
+from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec
+
+# Of a prompt: it ends inside reasoning, or after it, or leaves it to the model.
+Thinking = Literal["open", "closed", "undecided"]
+
+TAIL_TOKENS = 16  # of a prompt, that show where it ends
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def thinking_at_end(prompt_tail: str, family: Family) -> Thinking:
+    """`prompt_tail`: the last text of the rendered prompt, which a template wrote."""
+    if not family.think_close:
+        return "closed"
+    tail = prompt_tail.rstrip()
+    if tail.endswith(family.think_close.rstrip()):
+        return "closed"
+    if family.think_open and tail.endswith(family.think_open.rstrip()):
+        return "open"
+    return "undecided"
+
+
+def spec_of(
+    plan: GrammarPlan, thinking: Thinking, family: Family, token_id_of: TokenIdOf
+) -> GrammarSpec:
+    """Raises InvalidRequest if the grammar is too long."""
+    grammar = plan.grammar
+    if plan.trigger:
+        return _spec(plan, grammar, starts_after=(plan.trigger,))
+    if family.call_format == "harmony":
+        start = f"{_analysis(token_id_of)}* @answer"
+        return _spec(plan, joined(start, "answer", grammar))
+    if thinking == "closed":
+        return _spec(plan, grammar)
+    opening, close = token_id_of(family.think_open), token_id_of(family.think_close)
+    if thinking == "open":
+        if close is not None:
+            return _spec(plan, grammar, starts_after=((close,),))
+        rule = f"thinking[suffix={literal(family.think_close)}]: {_ANY_TEXT}"
+        return _spec(plan, joined("thinking @answer", "answer", grammar, rule))
+    if opening is None or close is None:
+        return _spec(plan, grammar)
+    start = f"(<[{opening}]> {_ANY_TEXT} <[{close}]>)? @answer"
+    return _spec(plan, joined(start, "answer", grammar))
+
+
+def _analysis(token_id_of: TokenIdOf) -> str:
+    """A message of reasoning in harmony, and the start of the next."""
+    channel, message, end, start = (
+        marker(f"<|{name}|>", token_id_of) for name in ("channel", "message", "end", "start")
+    )
+    return f'({channel} "analysis" {message} {_ANY_TEXT} {end} {start} "assistant")'
+
+
+def _spec(
+    plan: GrammarPlan, grammar: Grammar, *, starts_after: tuple[tuple[int, ...], ...] = ()
+) -> GrammarSpec:
+    num_bytes = len(grammar.source.encode())
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise InvalidRequest(
+            f"{plan.param}: the grammar has {num_bytes} bytes, the limit is {MAX_SOURCE_BYTES}",
+            param=plan.param,
+        )
+    assert grammar.kind != "gbnf", "a checked plan has Lark"
+    return GrammarSpec(
+        kind=grammar.kind,
+        source=grammar.source,
+        starts_after=starts_after,
+        is_required=plan.is_required,
+        repeats=plan.repeats,
+    )

@@ -1,0 +1,87 @@
+"""Computes the mask after the next tokens of one sequence, on a thread of a lane."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.grammar.grammar_position import GrammarPosition
+from shared.engine.grammar.mask_lanes import SLOW_MASK_S
+from shared.errors import GrammarFailed, GrammarTooComplex, HearthError
+
+
+class MaskJob:
+    """A `TokenMask`. Until it is done, it alone uses `position`; if it fails, nothing does."""
+
+    def __init__(
+        self,
+        tenant_id: str,
+        position: GrammarPosition,
+        token_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`token_ids`: the output's next ones. The job does nothing if it is not wanted by then."""
+        self.tenant_id = tenant_id
+        self.error: HearthError | None = None
+        self.is_slow = False  # it took long, of CPU time
+        self.on_done: Callable[[], None] = lambda: None  # called on the job's thread
+        self._position = position
+        self._token_ids = token_ids
+        self._num_words = -(-vocab_size // 32)
+        self._is_wanted = is_wanted
+        self._words: NDArray[np.int32] | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> NDArray[np.int32] | None:
+        """As of `TokenMask`; also None after a failure."""
+        if not self._done.is_set() and (timeout_s <= 0 or not self._done.wait(timeout_s)):
+            return None
+        return self._words
+
+    def run(self) -> None:
+        if not self._is_wanted():
+            return
+        began_s = time.thread_time()
+        try:
+            self._position.advance(self._token_ids)
+            words = self._position.fill()
+        except GrammarTooComplex as error:
+            self.end(error=GrammarFailed(error.message))
+        except HearthError as error:
+            self.end(error=error)
+        except BaseException as error:  # native code panics with one; the lane continues
+            self.end(error=GrammarFailed(f"the grammar failed: {error!r}"))
+        else:
+            self.is_slow = time.thread_time() - began_s > SLOW_MASK_S
+            self.end(words)
+
+    def time_out(self) -> None:
+        self.end(error=GrammarFailed("the grammar takes too long for one token"))
+
+    def end(self, words: bytes | None = None, error: HearthError | None = None) -> None:
+        """`words`: of the mask; None: all tokens are allowed. The first end counts: a job that has
+        timed out may still return.
+        """
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.error = error
+            if error is None:
+                self._words = (
+                    np.full(self._num_words, -1, np.int32)
+                    if words is None
+                    else np.frombuffer(words, np.int32)
+                )
+            self._done.set()
+        self.on_done()

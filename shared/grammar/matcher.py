@@ -1,0 +1,118 @@
+"""The seam to llguidance: a compiled grammar at one position of an output.
+
+llguidance raises nothing for a bad grammar or a limit that is reached, but sets a flag and then
+allows anything or nothing; here every call checks the flag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from shared.errors import GrammarTooComplex, InvalidRequest
+
+# A lexer state takes 1 to 2 KB. Without the lower fuel, `^(a{1000}){1000}$` takes 1.8 s for its
+# first mask.
+LIMITS = LLParserLimits(initial_lexer_fuel=20_000, max_lexer_states=50_000, verbose_errors=False)
+MAX_TOKENS_AT_ONCE = 256  # to accept: 0.1 ms, in which no other thread runs Python
+MAX_REASON_CHARS = 400
+
+NO_OUTPUT = "no output matches the grammar, or a part of it"
+_IS_LIMIT = re.compile(r"too (complex|large|big|many|deep|much)|limit|fuel", re.IGNORECASE)
+
+
+class Matcher:
+    """Not for two threads at the same time. After an error it is of no use."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the tokens so far are a complete output."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tokens so far are a complete output that nothing can continue."""
+        return self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the grammar is ignored."""
+        return self._matcher.get_grammar_warnings()
+
+    def fill(self) -> bytes:
+        """[⌈vocab_size / 32⌉] little-endian 32-bit words: bit t % 32 of word t // 32 is set if
+        token t may follow. End-of-sequence tokens may follow a complete output. Releases the GIL.
+
+        Raises GrammarTooComplex for a limit, or if the tokens so far have no end.
+        """
+        words = self._matcher.compute_bitmask()
+        self._check()
+        return words
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Continues with the tokens. Returns how many it accepted: fewer than all if the grammar
+        does not allow one; the matcher stays before that. Raises GrammarTooComplex for a limit.
+        """
+        for begin in range(0, len(token_ids), MAX_TOKENS_AT_ONCE):
+            part = list(token_ids[begin : begin + MAX_TOKENS_AT_ONCE])
+            num_accepted = self._matcher.try_consume_tokens(part)
+            self._check()
+            if num_accepted < len(part):
+                return begin + num_accepted
+        return len(token_ids)
+
+    def copy(self) -> Matcher:
+        """At the same position; independent."""
+        return Matcher(self._matcher.deep_copy())
+
+    def _check(self) -> None:
+        matcher = self._matcher
+        if matcher.is_error():
+            raise GrammarTooComplex(_reason(matcher))
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise GrammarTooComplex(NO_OUTPUT)
+
+
+def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> Matcher:
+    """A matcher before the first token; `kind` and `source` as in `GrammarSpec`. Releases the GIL.
+
+    Raises InvalidRequest for an invalid grammar, GrammarTooComplex for one over a limit.
+    """
+    matcher = LLMatcher(tokenizer, _wrapped(kind, source), log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        reason = _reason(matcher)
+        is_limit = _IS_LIMIT.search(reason) is not None
+        raise (GrammarTooComplex if is_limit else InvalidRequest)(f"invalid grammar: {reason}")
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise InvalidRequest(f"invalid grammar: {NO_OUTPUT}")
+    return Matcher(matcher)
+
+
+def _wrapped(kind: str, source: str) -> str:
+    """The grammar as `LLMatcher` takes it. Raises InvalidRequest for a schema that is no JSON."""
+    match kind:
+        case "json_schema":
+            try:
+                return LLMatcher.grammar_from_json_schema(source)
+            except ValueError as error:
+                raise InvalidRequest(f"invalid grammar: {error}") from error
+        case "regex":
+            return LLMatcher.grammar_from_regex(source)
+        case "lark":
+            return LLMatcher.grammar_from_lark(source)
+    raise InvalidRequest(f"invalid grammar: its kind is {kind!r}")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The error, without the parser's state and the lines of the source that it quotes."""
+    text, _, _ = matcher.get_error().partition("<")
+    if text.startswith("NoExtension"):
+        return NO_OUTPUT
+    lines = [line.strip() for line in text.splitlines()]
+    kept = [line for line in lines if not re.match(r"\d+ \||\^", line)]
+    return " ".join(kept)[:MAX_REASON_CHARS]
