@@ -15,11 +15,14 @@ from services.prefill.service import PrefillService
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
-from shared.engine.features import FEATURES
+from shared.engine.features import features_of
+from shared.engine.grammar.mask_lanes import MaskLanes
+from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
-from shared.errors import ConfigError, DependencyUnavailable
+from shared.errors import CheckpointError, ConfigError, DependencyUnavailable
+from shared.grammar.vocabulary import load_vocabulary
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -117,6 +120,22 @@ def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
         return None
 
 
+def load_grammars(
+    config: WorkerConfig, runner: ModelledRunner, roles: tuple[Role, ...]
+) -> WorkerGrammars | None:
+    """None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
+    if "decode" not in roles:
+        return None
+    try:
+        vocabulary = load_vocabulary(
+            config.model_dir, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
+        )
+    except CheckpointError as error:
+        log.warning("grammars_unavailable", reason=error.message)
+        return None
+    return WorkerGrammars(vocabulary, MaskLanes())
+
+
 async def receive_kv(
     config: WorkerConfig, instance_id: bytes, codec: FrameCodec | None, link_keys: LinkKeys | None
 ) -> KvServer:
@@ -153,6 +172,7 @@ async def build_worker(
     await (await connect(config, roles[0])).close()  # loading may take minutes
     runner = await asyncio.to_thread(load, config)
     codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
+    grammars = await asyncio.to_thread(load_grammars, config, runner, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = _engine(config, runner)
@@ -170,7 +190,12 @@ async def build_worker(
         clock=clock,
         randomness=randomness,
         loop=EngineLoop(engine, runner, clock),
-        served=_served(config, runner, engine),
+        served=_served(
+            config,
+            runner,
+            engine,
+            features_of(has_vocabulary=grammars is not None or "decode" not in roles),
+        ),
         roles=roles,
         region=config.region,
         data_plane=None if receiver is None else receiver.address,
@@ -182,7 +207,7 @@ async def build_worker(
     if "prefill" in roles:
         handlers.append(PrefillService(worker, Dialer(codec=codec, security=security)))
     if receiver is not None:
-        handlers.append(DecodeService(worker, receiver, link_keys))
+        handlers.append(DecodeService(worker, receiver, link_keys, grammars))
     return WorkerProcess(worker, handlers, bus)
 
 
@@ -209,7 +234,9 @@ def _advertised_host(config: WorkerConfig) -> str | None:
     return gethostname()
 
 
-def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> ServedModel:
+def _served(
+    config: WorkerConfig, runner: ModelledRunner, engine: Engine, features: tuple[str, ...]
+) -> ServedModel:
     card = ModelCard(
         name=config.served_name,
         revision=runner.revision,
@@ -220,6 +247,6 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         kv_bytes_per_token=runner.kv_format.bytes_per_token,
         model_context_tokens=engine.model_context_tokens,
         numerics=runner.numerics,
-        features=FEATURES,
+        features=features,
     )
     return ServedModel(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

@@ -590,6 +590,10 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_unknown_kv_frames: Count = 0  # late, or for another worker
     num_refused_kv_frames: Count = 0  # duplicate, out of order, or of another format
     num_bad_kv_peers: Count = 0  # connections that violated the protocol, or ended within a frame
+    # of grammars since the process started
+    num_late_masks: Count = 0  # tokens that waited for a later step
+    num_failed_grammars: Count = 0  # choices that ended, because theirs could not be followed
+    num_abandoned_grammar_threads: Count = 0  # their job took too long
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.decode.active_handoffs import ActiveHandoffs
+from services.decode.choice_grammars import ChoiceGrammars
 from services.decode.handoff import Handoff
 from services.decode.output_buffer import Output, OutputBuffer
 from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
@@ -20,6 +21,7 @@ from services.decode.token_flusher import TokenFlusher
 from shared.background import Background
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
+from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
@@ -58,10 +60,17 @@ class Ended:
 
 class DecodeService:
     def __init__(
-        self, worker: EngineWorker, receiver: KvReceiver, link_keys: LinkKeys | None = None
+        self,
+        worker: EngineWorker,
+        receiver: KvReceiver,
+        link_keys: LinkKeys | None = None,
+        grammars: WorkerGrammars | None = None,
     ) -> None:
-        """`link_keys`: of the links to `receiver`; None: they are not sealed."""
+        """`link_keys`: of the links to `receiver`; None: they are not sealed. `grammars`: None on a
+        worker that does not announce the feature.
+        """
         self._worker = worker
+        self._grammars = ChoiceGrammars(worker, grammars)
         self._engine = worker.loop.engine
         self._output_buffer = OutputBuffer()
         self._token_flusher = TokenFlusher(worker, self._output_buffer)
@@ -76,6 +85,7 @@ class DecodeService:
     async def start(self) -> None:
         worker, bus = self._worker, self._worker.bus
         worker.count(self._active_handoffs.counted)
+        self._grammars.start()
         worker.loop.listen(self._on_step)
         worker.health_monitor.on_lost(self._on_peer_lost)
         await bus.subscribe(
@@ -98,6 +108,7 @@ class DecodeService:
         for placement_id in list(self._placements):
             self._abort(placement_id)
         await self._active_handoffs.stop()
+        self._grammars.stop()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -121,6 +132,7 @@ class DecodeService:
         self._worker.check_hashes(request, request.prompt_token_ids)
         for sequence in choices.values():
             self._engine.accept(sequence)
+        self._grammars.attach(request, choices)
         now = self._worker.clock.now()
         placement = RunningRequest(
             placement_id=placement_id,
@@ -212,6 +224,7 @@ class DecodeService:
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def _on_step(self, progress: list[StepProgress]) -> None:
+        self._grammars.step_ended()
         now = self._worker.clock.now()
         for each in progress:
             choice = self._unfinished.get(each.sequence)
@@ -245,6 +258,7 @@ class DecodeService:
         finish = None
         if progress.finish_reason is not None:
             finish = _finish_of(placement, progress, progress.finish_reason)
+            self._grammars.choice_ended(progress.error)
             self._end_choice(placement, progress.sequence)
         self._output_buffer.add(
             output,

@@ -19,8 +19,8 @@ class Vocabulary:
     def __init__(
         self, tokenizer_json: str, *, vocab_size: int | None, eos_token_ids: Collection[int]
     ) -> None:
-        """`tokenizer_json`: of Hugging Face's tokenizers. `vocab_size`: of the model's logits, which
-        may exceed the tokenizer's: the other ids are never allowed; None: the tokenizer's.
+        """`tokenizer_json`: of Hugging Face's tokenizers. `vocab_size`: of the model's logits; it
+        may exceed the tokenizer's, and the other ids are never allowed; None: the tokenizer's.
         `eos_token_ids` are allowed where a grammar may end.
 
         Takes 0.8 s for 131,072 tokens. Raises CheckpointError for a tokenizer that cannot be read.

@@ -10,61 +10,56 @@ from msgspec import Meta
 
 from services.gateway.grammars.spellings import constraint_of
 from services.gateway.openai.logprobs import ChatLogprobs
+from services.gateway.openai.messages import ChatMessage, turns_of
 from services.gateway.openai.request_fields import (
     NEUTRAL_VALUES,
     RequestFields,
     check_stream_options,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
-from services.gateway.request.conversation import Conversation, TextPart, Turn, chat_prompt
+from services.gateway.request.conversation import (
+    Conversation,
+    Effort,
+    ReasoningOptions,
+    chat_prompt,
+)
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
-from services.gateway.request.supported_fields import SupportedFields, check_count
+from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.tools.choice_fields import ToolChoiceField, tool_options
+from services.gateway.tools.tool_fields import ToolFields
 from shared.errors import InvalidRequest
-
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of one message
 
 CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
     "add_generation_prompt": (None, True),
     "audio": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "documents": (None, []),
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
-    "reasoning_effort": (None, "none"),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
 
 
-MAX_NAME_CHARS = 64
-
-
-class ContentPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    text: str
-
-
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
-    tool_calls: list[Any] | None = None  # only null or empty
-
-
 class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
+    """`include_reasoning`: whether the response has it, by default true."""
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: ToolFields | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
@@ -76,7 +71,14 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         raise InvalidRequest("best_of is for text completions", param="best_of")
     check_stream_options(body)
     conversation = Conversation(
-        turns=turns_of(body.messages), output=constraint_of(body), sampling=body
+        turns=turns_of(body.messages),
+        tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
+        reasoning=ReasoningOptions(
+            effort=body.reasoning_effort, is_shown=body.include_reasoning is not False
+        ),
+        variables=body.chat_template_kwargs or {},
+        output=constraint_of(body),
+        sampling=body,
     )
     return GenerationRequest(
         model=default_model if body.model is None else body.model,
@@ -89,30 +91,10 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",
         priority=body.priority,
+        tools=conversation.tools,
+        reasoning=conversation.reasoning,
         output=conversation.output,
     )
-
-
-def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    """Raises InvalidRequest, PayloadTooLarge."""
-    check_count("messages", len(messages), MAX_MESSAGES)
-    return tuple(_turn(index, each) for index, each in enumerate(messages))
-
-
-def _turn(index: int, message: ChatMessage) -> Turn:
-    if message.content is None and message.role != "assistant":
-        raise InvalidRequest("content must not be null", param=f"messages[{index}].content")
-    if message.tool_calls:
-        raise InvalidRequest("tool calls are not supported", param=f"messages[{index}].tool_calls")
-    role = "system" if message.role == "developer" else message.role
-    return Turn(role, _parts(index, message.content), message.name)
-
-
-def _parts(index: int, content: str | list[ContentPart] | None) -> tuple[TextPart, ...]:
-    if isinstance(content, list):
-        check_count(f"messages[{index}].content", len(content), MAX_PARTS)
-        return tuple(TextPart(part.text) for part in content)
-    return () if content is None else (TextPart(content),)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

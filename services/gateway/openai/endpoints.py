@@ -11,9 +11,10 @@ from services.gateway.openai import chat, completions, embeddings
 from services.gateway.openai.chat_response import ChatEncoder
 from services.gateway.openai.completion_response import CompletionEncoder
 from services.gateway.openai.embedding_response import EmbeddingEncoder
+from services.gateway.openai.messages import ChatMessage
 from services.gateway.request.endpoint import Endpoint
 
-NO_MESSAGES = [chat.ChatMessage(role="user", content="")]
+NO_MESSAGES = [ChatMessage(role="user", content="")]
 
 
 def _without_prompts(body: Any, count: int, *, field: str) -> Any:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.http.body import StrictBody
-from services.gateway.openai.chat import ChatMessage, turns_of
+from services.gateway.openai.messages import ChatMessage, turns_of
 from services.gateway.request.conversation import Conversation, chat_prompt
-from services.gateway.request.supported_fields import SupportedFields, check_count
-from shared.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.request.prompt import ChatPrompt
+from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.tools.choice_fields import tool_options
+from services.gateway.tools.tool_fields import ToolFields
+from shared.errors import InvalidRequest
 from shared.messages import IndexState
 
 MAX_TTL_S = 366 * 86_400
-MAX_TOOLS = 256
-MAX_TOOL_DEPTH = 32
-MAX_TOOL_VALUES = 16_384  # of all tools together
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +28,7 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None  # the gateway's only model
     system: str | None = None
     messages: list[ChatMessage] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: ToolFields | None = None
     ttl_s: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] | None = None
     cache_salt: str | None = None
 
@@ -42,7 +41,7 @@ class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     """`pinned_tokens`: the tokens of full blocks, which a request can hit. `state`: `warm` if all
     allowed workers hold them, `warming`, or `unknown` if the index does not reply. `messages` have
-    their roles and contents alone.
+    no names of participants, and `tools` the keys that templates expect.
     """
 
     object: Literal["prefix"] = "prefix"
@@ -140,29 +139,11 @@ class DryRunBody(StrictBody):
     fields = SupportedFields(DryRunRequest, {})
 
 
-def check_tools(tools: list[dict[str, Any]]) -> None:
-    """Raises PayloadTooLarge for values that are nested too deeply, or too many."""
-    level: list[Any] = list(tools)
-    num_values, depth = 0, 0
-    while level:
-        num_values, depth = num_values + len(level), depth + 1
-        check_count("tools", num_values, MAX_TOOL_VALUES)
-        if depth > MAX_TOOL_DEPTH:
-            raise PayloadTooLarge(f"tools: nested deeper than {MAX_TOOL_DEPTH}", param="tools")
-        level = [value for each in level for value in _children(each)]
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
-def conversation_of(body: PrefixRequest) -> list[dict[str, Any]]:
+def prompt_of(body: PrefixRequest) -> ChatPrompt:
     """Raises InvalidRequest for an empty conversation, PayloadTooLarge."""
-    check_tools(body.tools or [])
     system = [] if body.system is None else [ChatMessage(role="system", content=body.system)]
     turns = turns_of([*system, *(body.messages or [])])
     if not turns:
         raise InvalidRequest("a prefix needs `system` or `messages`", param="system")
-    return [dict(each) for each in chat_prompt(Conversation(turns=turns)).messages]
+    tools = tool_options(body.tools, None, None)
+    return chat_prompt(Conversation(turns=turns, tools=tools))

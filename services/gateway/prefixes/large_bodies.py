@@ -5,10 +5,10 @@ What passes has few values and prompts that may fit, so the gateway decodes it q
 
 from __future__ import annotations
 
-from services.gateway.prefixes.bodies import DryRunBody, DryRunRequest, PrefixBody, conversation_of
+from services.gateway.prefixes.bodies import DryRunBody, DryRunRequest, PrefixBody, prompt_of
 from services.gateway.prefixes.dry_run import to_generation_request
 from services.gateway.request.generation_request import check_min_tokens
-from services.gateway.request.prompt import ChatPrompt, Prompt
+from services.gateway.request.prompt import Prompt
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 
 PREFIX_KINDS = ("prefix", "dry_run")
@@ -28,6 +28,6 @@ def check_prefix_body(job: BodyJob, longest_token_chars: int | None) -> Prepared
 
 def _prompts(job: BodyJob) -> list[Prompt]:
     if job.kind == "prefix":
-        return [ChatPrompt(tuple(conversation_of(PrefixBody.fields.decode(job.body))))]
+        return [prompt_of(PrefixBody.fields.decode(job.body))]
     body: DryRunRequest = DryRunBody.fields.decode(job.body)
     return [to_generation_request(given, param, "").prompt for param, given in body.named]

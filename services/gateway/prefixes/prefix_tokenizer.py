@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,8 @@ TokenizeOfTenant = Callable[[Messages, Messages], Awaitable[list[int]]]
 ENVELOPE_BYTES = 4096  # of the pin message, besides tokens and hashes
 STORED_BYTES_PER_TOKEN = 16  # of a prefix's record in Redis: four of them are the token's id
 STORED_EXTRA_BYTES = 64 << 10
-STORED_FIELDS = ("role", "content")  # of a message
+# Of a message; also the name of a result's tool, but not of a participant.
+STORED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
 # Possible continuations: the first token of a continuation can merge with the text before it.
 PROBES = ("A", "0", "\u2026", " x")
 
@@ -63,7 +65,7 @@ class PrefixTokenizer:
         ExceedsLimit, PrefixTooShort and PrefixTooLarge.
         """
         check_min_tokens(
-            ChatPrompt(tuple(prefix.messages)),
+            ChatPrompt(tuple(prefix.messages), tools=tuple(prefix.tools)),
             self._longest_token_chars,
             max_context_tokens=card.max_context_tokens,
             max_input_tokens=max_input_tokens,
@@ -91,15 +93,17 @@ class PrefixTokenizer:
                 f"{self._max_payload_bytes()}",
                 param="messages",
             )
-        messages = [
-            {name: value for name, value in each.items() if name in STORED_FIELDS}
-            for each in prefix.messages
-        ]
+        messages = [_stored(each) for each in prefix.messages]
         stored = msgspec.structs.replace(
             prefix, messages=messages, token_ids=pack_token_ids(token_ids)
         )
         _check_size(stored, num_tokens)
         return stored
+
+
+def _stored(message: Mapping[str, Any]) -> dict[str, Any]:
+    names = (*STORED_FIELDS, "name") if message["role"] == "tool" else STORED_FIELDS
+    return {name: value for name, value in message.items() if name in names}
 
 
 def _check_size(prefix: PinnedPrefix, num_tokens: int) -> None:

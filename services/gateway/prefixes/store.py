@@ -14,7 +14,7 @@ from services.gateway.prefixes.bodies import (
     PrefixList,
     PrefixRequest,
     WorkerPrefix,
-    conversation_of,
+    prompt_of,
 )
 from services.gateway.prefixes.errors import UnknownPrefix, ZeroRetentionRejected
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
@@ -93,12 +93,13 @@ class PrefixStore:
         check_model(tenant, card.name)
         await self._check_room(tenant.tenant_id, name)
         now = int(self._wall_clock())
+        prompt = prompt_of(body)
         prefix = PinnedPrefix(
             name=name,
             tenant_id=tenant.tenant_id,
             model=card.name,
-            messages=conversation_of(body),
-            tools=body.tools or [],
+            messages=[dict(each) for each in prompt.messages],
+            tools=[dict(each) for each in prompt.tools],
             cache_salt=body.cache_salt or "",
             allowed_regions=tuple(tenant.allowed_regions or ()),
             created_at=now,

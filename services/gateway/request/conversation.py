@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -9,9 +10,13 @@ import msgspec
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.sampling import SamplingFields
-from services.gateway.tools.tool import ToolOptions
+from services.gateway.text.chat_template import RESERVED_VARIABLES, TOKEN_VARIABLE
+from services.gateway.tools.call_fields import CallField, name_and_arguments
+from services.gateway.tools.tool import ToolOptions, template_tool
+from services.gateway.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -54,36 +59,109 @@ class Turn(msgspec.Struct, frozen=True):
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`effort`: None leaves it to the template. `is_shown`: whether the client sees reasoning."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     is_shown: bool = True
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """`variables`: of the client, for the chat template, such as `enable_thinking`."""
+
     turns: tuple[Turn, ...]
     tools: ToolOptions | None = None
     output: OutputConstraint | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
     sampling: SamplingFields = SamplingFields()
 
 
 def chat_prompt(conversation: Conversation) -> ChatPrompt:
-    """Converts the turns to the dicts of chat templates, and joins the parts of each with newlines.
-    Raises InvalidRequest for what no model can be given yet.
+    """Converts the turns to the dicts of chat templates, and joins the texts of each with newlines.
+    Raises InvalidRequest for a result without a call before it, and for what no model can be given
+    yet.
     """
-    if conversation.tools is not None:
-        raise InvalidRequest("tools are not supported", param="tools")
-    turns = enumerate(conversation.turns)
-    return ChatPrompt(tuple(_message(index, turn) for index, turn in turns))
+    names: dict[str, str] = {}  # of the called tools, by the call's id
+    messages: list[dict[str, Any]] = []
+    for index, turn in enumerate(conversation.turns):
+        messages += _messages(index, turn, names)
+    options = conversation.tools
+    shown = () if options is None else options.shown_tools
+    variables = template_variables(conversation.variables, conversation.reasoning.effort)
+    return ChatPrompt(tuple(messages), tools=tuple(map(template_tool, shown)), variables=variables)
 
 
-def _message(index: int, turn: Turn) -> dict[str, Any]:
-    texts = []
+def template_variables(variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """The variables of a client, and those that the effort sets. Raises InvalidRequest for one that
+    is reserved or contradicts the effort, PayloadTooLarge.
+    """
+    field = "chat_template_kwargs"
+    check_values([dict(variables)], field)
+    for name in variables:
+        if name in RESERVED_VARIABLES or name.endswith(TOKEN_VARIABLE) or not name.isidentifier():
+            param = f"{field}.{name[:64]}"
+            raise InvalidRequest(f"{param}: a request cannot set this variable", param=param)
+    of_effort: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":  # templates have two names for it
+        of_effort |= {"enable_thinking": False, "thinking": False}
+    for name, value in of_effort.items():
+        if variables.get(name, value) != value:
+            message = f"reasoning_effort {effort!r} and {field}.{name} contradict each other"
+            raise InvalidRequest(message, param="reasoning_effort")
+    return {**of_effort, **variables}
+
+
+def tool_calls(fields: Sequence[CallField] | None, index: int) -> tuple[ToolCall, ...]:
+    """The calls of message `index`; one without an id gets one. Raises InvalidRequest."""
+    calls = []
+    for position, field in enumerate(fields or ()):
+        name, arguments = name_and_arguments(field, f"messages[{index}].tool_calls[{position}]")
+        call_id = f"call_{index}_{position}" if field.id is None else field.id
+        calls.append(ToolCall(call_id, name, arguments))
+    return tuple(calls)
+
+
+def _messages(index: int, turn: Turn, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Adds the turn's calls to `names`."""
+    if any(isinstance(part, ToolResult) for part in turn.parts):
+        return [_result(index, turn, part, names) for part in turn.parts]
+    texts, calls, reasoning = [], [], []
     for part in turn.parts:
-        if not isinstance(part, TextPart):
-            kind = type(part).__name__
-            raise InvalidRequest(f"a {kind} is not supported", param=f"messages[{index}]")
-        texts.append(part.text)
+        match part:
+            case TextPart():
+                texts.append(part.text)
+            case ToolCall():
+                names[part.id] = part.name
+                function = {"name": part.name, "arguments": part.arguments}
+                calls.append({"id": part.id, "type": "function", "function": function})
+            case Reasoning():
+                reasoning.append(part.text)
+            case _:
+                raise _unsupported(index, part)
     message: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
     if turn.name is not None:
         message["name"] = turn.name
-    return message
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+def _result(index: int, turn: Turn, part: Part, names: Mapping[str, str]) -> dict[str, Any]:
+    """A result without an id is of no known call."""
+    if not isinstance(part, ToolResult):
+        raise _unsupported(index, part)
+    message: dict[str, Any] = {"role": "tool", "content": part.text}
+    name = turn.name
+    if part.call_id:
+        if part.call_id not in names:
+            param = f"messages[{index}].tool_call_id"
+            reason = f"no call before this message has the id {part.call_id[:64]!r}"
+            raise InvalidRequest(f"{param}: {reason}", param=param)
+        message["tool_call_id"] = part.call_id
+        name = names[part.call_id]
+    return message if name is None else {**message, "name": name}
+
+
+def _unsupported(index: int, part: Part) -> InvalidRequest:
+    kind = type(part).__name__
+    return InvalidRequest(f"a {kind} is not supported", param=f"messages[{index}]")

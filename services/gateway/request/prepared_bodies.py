@@ -73,6 +73,7 @@ def _tokenized(
         pack_token_ids(token_ids),
         is_chat=isinstance(prompt, ChatPrompt),
         echo=None if echo is None else (echo.text, echo.offsets),
+        num_calls=prompt.num_calls if isinstance(prompt, ChatPrompt) else 0,
     )
 
 
@@ -81,7 +82,8 @@ def _rendered(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
         return prompt
     if template is None:
         raise InvalidRequest("this model has no chat template", param="messages")
-    return msgspec.structs.replace(prompt, parts=tuple(template.render(prompt.messages)))
+    parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
+    return msgspec.structs.replace(prompt, parts=tuple(parts))
 
 
 def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
@@ -89,4 +91,10 @@ def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
     if prompt.echo is not None:
         text, offsets = prompt.echo
         echo = Echo(text, unpack_token_ids(prompt.token_ids), offsets)
-    return PackedPrompt(prompt.token_ids, prompt.param, is_chat=prompt.is_chat, echo=echo)
+    return PackedPrompt(
+        prompt.token_ids,
+        prompt.param,
+        is_chat=prompt.is_chat,
+        echo=echo,
+        num_calls=prompt.num_calls,
+    )

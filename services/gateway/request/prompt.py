@@ -38,7 +38,13 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     @property
     def num_chars(self) -> int:
         """The cost of rendering and tokenizing, in characters; an empty message costs some too."""
-        return sum(MESSAGE_CHARS + len(message["content"]) for message in self.messages)
+        tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
+        return tools + sum(map(_num_chars, self.messages))
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls in the conversation."""
+        return sum(len(message.get("tool_calls", ())) for message in self.messages)
 
     @property
     def min_chars(self) -> int:
@@ -77,6 +83,7 @@ class PackedPrompt(msgspec.Struct, frozen=True):
     param: str
     is_chat: bool = False
     echo: Echo | None = None
+    num_calls: int = 0  # tool calls in the conversation
 
     @property
     def num_chars(self) -> int:
@@ -84,6 +91,12 @@ class PackedPrompt(msgspec.Struct, frozen=True):
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt | PackedPrompt
+
+
+def _num_chars(message: Mapping[str, Any]) -> int:
+    calls = message.get("tool_calls")
+    num_chars = MESSAGE_CHARS + len(message["content"]) + len(message.get("reasoning_content", ""))
+    return num_chars + len(msgspec.json.encode(calls)) if calls else num_chars
 
 
 def min_tokens(prompt: Prompt, longest_token_chars: int | None) -> int:

@@ -10,9 +10,10 @@ the way. Every dialect submits `GenerationRequest`s here and reads their deltas 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -37,7 +38,7 @@ from services.gateway.tenancy.permissions import check_model, check_regions
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
-from services.gateway.text.template_renderer import Messages, Renderer
+from services.gateway.text.template_renderer import NO_VARIABLES, Messages, Renderer
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
@@ -220,6 +221,7 @@ class Submission:
         tools: Messages,
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[int]:
         """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
         async with self._preparing(tenant_id):
@@ -228,6 +230,7 @@ class Submission:
                 tools,
                 tenant_id=tenant_id,
                 add_generation_prompt=add_generation_prompt,
+                variables=variables,
             )
             return await asyncio.to_thread(self._preparation.encode, parts)
 
@@ -264,7 +267,9 @@ class Submission:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        parts = await self._renderer.render(prompt.messages, tenant_id=tenant_id)
+        parts = await self._renderer.render(
+            prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
+        )
         self._check_draining()
         rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
         return msgspec.structs.replace(generation, prompt=rendered)

@@ -16,19 +16,39 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
+import jinja2.defaults
 import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
+from services.gateway.text.history.call_arguments import CallArguments
+from services.gateway.text.history.call_ids import CallIds, with_call_ids
+from services.gateway.text.history.hermes import in_hermes_format
 from shared.errors import ConfigError, InvalidRequest
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _REFERENCE = re.compile(f"{_OPEN}[0-9]+{_CLOSE}")
 
+# A template that compares a content with none expects none beside calls; others expect a text.
+_NULL_CONTENT = re.compile(r"""(?<![\w])content['"\]]*\s+is\s+(not\s+)?none""", re.IGNORECASE)
+_THINKING = re.compile(r"""message(\.|\[['"])thinking\b""")
+_EMPTY: Mapping[str, Any] = {}
+
+# Variables that a client cannot set: what the gateway passes, and what templates call.
+RESERVED_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("raise_exception", "strftime_now", "chat_template", "tokenize", "loop", "self"),
+        *jinja2.defaults.DEFAULT_NAMESPACE,
+    }
+)
+TOKEN_VARIABLE = "_token"  # end of the names of special tokens
+
 Today = Callable[[], datetime.datetime]
+ToolFormat = Literal["template", "hermes"]
 
 
 class LiteralText(str):
@@ -38,15 +58,25 @@ class LiteralText(str):
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """The data that another process needs to compile the same template."""
+    """The data that another process needs to compile the same template.
+
+    `call_ids`: the form of ids that the template requires. `tool_format`: how tools are given to a
+    template that knows none; by default such a request is rejected.
+    """
 
     source: str
     special_tokens: tuple[str, ...]
     variables: dict[str, str]
+    call_ids: CallIds = "own"
+    tool_format: ToolFormat = "template"
 
     def compiled(self) -> ChatTemplate:
         return ChatTemplate(
-            self.source, special_tokens=self.special_tokens, variables=self.variables
+            self.source,
+            special_tokens=self.special_tokens,
+            variables=self.variables,
+            call_ids=self.call_ids,
+            tool_format=self.tool_format,
         )
 
 
@@ -60,8 +90,12 @@ class ChatTemplate:
         special_tokens: Sequence[str],
         variables: Mapping[str, str],
         today: Today = datetime.datetime.now,
+        call_ids: CallIds = "own",
+        tool_format: ToolFormat = "template",
     ) -> None:
-        self.source = TemplateSource(source, tuple(special_tokens), dict(variables))
+        self.source = TemplateSource(
+            source, tuple(special_tokens), dict(variables), call_ids, tool_format
+        )
         # longest first, so that a token wins over its prefixes
         literals = sorted({*special_tokens, _OPEN, _CLOSE}, key=len, reverse=True)
         self._references = {each: f"{_OPEN}{i}{_CLOSE}" for i, each in enumerate(literals)}
@@ -73,6 +107,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self.takes_tools = "tools" in names
+            self._takes_calls = self.takes_tools or "tool_calls" in source
+            self._has_null_content = _NULL_CONTENT.search(source) is not None
+            self._has_thinking = _THINKING.search(source) is not None
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
@@ -82,22 +119,25 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = _EMPTY,
     ) -> list[str]:
         """Returns the prompt parts in order; a `LiteralText` is text without special tokens.
+        `variables`: of the client, such as `enable_thinking`.
 
         Raises InvalidRequest with the template's message if the template rejects the messages.
         """
-        guarded = [self._guard_message(message) for message in messages]
-        if tools and not self.takes_tools:
-            raise InvalidRequest("this model's chat template does not support tools", param="tools")
+        messages, tools = self._with_known_tools(messages, tools)
+        messages = with_call_ids(messages, self.source.call_ids)
+        context: dict[str, Any] = {
+            **{name: self._guard_tree(value) for name, value in variables.items()},
+            **self._variables,
+            "messages": [self._guard_message(message) for message in messages],
+            "tools": [self._guard_tree(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            prompt = self._template.render(
-                messages=guarded,
-                tools=[self._guard_tree(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
+            prompt = self._template.render(context)
         except jinja2.TemplateError as error:
             message = f"the chat template rejects these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
@@ -106,12 +146,46 @@ class ChatTemplate:
             raise InvalidRequest(message, param="messages") from error
         return self._split(prompt)
 
+    def _with_known_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """Tools, calls and results that the template renders, or else as text. Raises
+        InvalidRequest.
+        """
+        if tools and not self.takes_tools:
+            unknown = "tools"
+        elif not self._takes_calls and any(_is_of_tools(each) for each in messages):
+            unknown = "messages"
+        else:
+            return messages, tools
+        if self.source.tool_format == "hermes":
+            return in_hermes_format(messages, tools), ()
+        raise InvalidRequest("this model's chat template does not support tools", param=unknown)
+
     def _guard_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         # the role is already checked against a fixed set, and templates compare it
-        return {
+        guarded = {
             key: value if key == "role" else self._guard_tree(value)
             for key, value in message.items()
+            if key != "tool_calls"
         }
+        calls = message.get("tool_calls")
+        if calls:
+            guarded["tool_calls"] = [self._guard_call(call) for call in calls]
+            if self._has_null_content and not message["content"]:
+                guarded["content"] = None
+        if self._has_thinking and "reasoning_content" in guarded:
+            guarded["thinking"] = guarded["reasoning_content"]
+        return guarded
+
+    def _guard_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Parses the arguments, which templates expect as a mapping."""
+        text = call["function"]["arguments"]
+        guarded = self._guard_tree(call)
+        values = self._guard_tree(json.loads(text))
+        guarded["function"]["arguments"] = CallArguments(values, self._guard(text))
+        assert isinstance(guarded, dict)
+        return guarded
 
     def _guard_tree(self, value: Any) -> Any:
         """The JSON value with every string guarded: templates render keys as they render values."""
@@ -139,6 +213,10 @@ class ChatTemplate:
                 yield LiteralText(literal)
                 end = hit.end()
         yield prompt[end:]
+
+
+def _is_of_tools(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def _environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvironment:

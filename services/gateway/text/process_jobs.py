@@ -36,11 +36,12 @@ class ProcessSetup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A conversation to render."""
+    """A conversation to render. `variables`: of the client, for the template."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -65,12 +66,15 @@ class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids`: packed. `echo`: the prompt's text and the start of each token, if requested."""
+    """`token_ids`: packed. `echo`: the prompt's text and the start of each token, if requested.
+    `num_calls`: tool calls in the conversation.
+    """
 
     param: str
     token_ids: bytes
     is_chat: bool = False
     echo: tuple[str, list[int]] | None = None
+    num_calls: int = 0
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -110,7 +110,10 @@ def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
         return Rejected("this model has no chat template")
     try:
         parts = template.render(
-            job.messages, job.tools, add_generation_prompt=job.add_generation_prompt
+            job.messages,
+            job.tools,
+            add_generation_prompt=job.add_generation_prompt,
+            variables=job.variables,
         )
     except HearthError as error:
         return Rejected(error.message, error.param)

@@ -17,6 +17,7 @@ from services.gateway.text.process_jobs import (
 from shared.errors import HearthError, InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
+NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Renderer:
@@ -33,13 +34,15 @@ class Renderer:
         *,
         tenant_id: str = "",
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[str]:
         """As ChatTemplate.render. Raises InvalidRequest, also for too much time or memory;
         Overloaded if the tenant's turn does not come; NoCapacity.
         """
         if not self._has_template:
             raise InvalidRequest("this model has no chat template", param="messages")
-        reply = await self._pool.run(tenant_id, RenderJob(messages, tools, add_generation_prompt))
+        job = RenderJob(messages, tools, add_generation_prompt, variables)
+        reply = await self._pool.run(tenant_id, job)
         if isinstance(reply, Rejected):
             raise _error_of(reply)
         assert isinstance(reply, Rendered), "the reply to a RenderJob"

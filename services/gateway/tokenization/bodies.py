@@ -9,17 +9,18 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from services.gateway.openai.chat import ChatMessage, turns_of
-from services.gateway.prefixes.bodies import MAX_TOOLS, check_tools
+from services.gateway.openai.messages import ChatMessage, turns_of
 from services.gateway.request.conversation import Conversation, chat_prompt
+from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.tools.choice_fields import tool_options
+from services.gateway.tools.tool_fields import ToolFields
 from shared.errors import InvalidRequest
 from shared.messages import TokenId
 
 # Fields that would change the tokens and are not supported, with the values that change nothing.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "mm_processor_kwargs": (None, {}),
 }
@@ -34,7 +35,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None  # the gateway's only model
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: ToolFields | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -106,8 +108,9 @@ def check_tokenize(body: TokenizeRequest) -> None:
     if body.prompt is None and body.messages is None:
         raise InvalidRequest("prompt: send a `prompt` or `messages`", param="prompt")
     if body.messages is None:
-        if body.tools:
-            raise InvalidRequest("tools is only allowed with `messages`", param="tools")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise InvalidRequest(f"{name} is only allowed with `messages`", param=name)
     elif body.prompt is not None:
         raise InvalidRequest("messages: send either `prompt` or `messages`", param="messages")
     elif body.add_special_tokens:
@@ -117,8 +120,11 @@ def check_tokenize(body: TokenizeRequest) -> None:
         )
 
 
-def conversation_of(body: TokenizeRequest) -> list[dict[str, Any]]:
-    """The messages as dicts for the chat template. Raises InvalidRequest, PayloadTooLarge."""
-    check_tools(body.tools or [])
-    turns = turns_of(body.messages or [])
-    return [dict(each) for each in chat_prompt(Conversation(turns=turns)).messages]
+def prompt_of(body: TokenizeRequest) -> ChatPrompt:
+    """The messages and tools for the chat template. Raises InvalidRequest, PayloadTooLarge."""
+    conversation = Conversation(
+        turns=turns_of(body.messages or []),
+        tools=tool_options(body.tools, None, None),
+        variables=body.chat_template_kwargs or {},
+    )
+    return chat_prompt(conversation)

@@ -10,7 +10,7 @@ from services.gateway.tokenization.bodies import (
     TokenizeRequest,
     TokenizeResponse,
     check_tokenize,
-    conversation_of,
+    prompt_of,
 )
 from shared.errors import InvalidRequest
 
@@ -66,9 +66,11 @@ def chat_tokens(
     check_tokenize(body)
     if template is None:
         raise InvalidRequest("this model has no chat template", param="messages")
+    prompt = prompt_of(body)
     parts = template.render(
-        conversation_of(body),
-        body.tools or (),
+        prompt.messages,
+        prompt.tools,
         add_generation_prompt=body.add_generation_prompt is not False,
+        variables=prompt.variables,
     )
     return tokenizer.encode(parts)

@@ -20,7 +20,7 @@ from services.gateway.tokenization.bodies import (
     TOKENIZE_FIELDS,
     TokenizeRequest,
     check_tokenize,
-    conversation_of,
+    prompt_of,
 )
 from services.gateway.tokenization.conversion import detokenize, tokenize
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
@@ -84,11 +84,13 @@ class Tokenization:
         if body.messages is None:
             return None
         check_tokenize(body)
+        prompt = prompt_of(body)
         return await self._submission.tokenize(
             tenant.tenant_id,
-            conversation_of(body),
-            body.tools or (),
+            prompt.messages,
+            prompt.tools,
             add_generation_prompt=body.add_generation_prompt is not False,
+            variables=prompt.variables,
         )
 
     async def _answer_large(self, tenant: TenantRecord, kind: str, data: bytes) -> bytes:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.text.history.call_ids import CallIds
+
 CallFormat = Literal[
     "hermes",
     "qwen_xml",
@@ -22,7 +24,6 @@ CallFormat = Literal[
     "deepseek_v31",
     "harmony",
 ]
-CallIds = Literal["own", "kimi", "mistral"]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):

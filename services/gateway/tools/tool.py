@@ -29,6 +29,20 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     param: str = "tools"  # the request field that holds it, for errors, such as `tools[2]`
 
 
+def template_tool(tool: Tool) -> dict[str, Any]:
+    """The tool as chat templates expect it: with all keys, which some read without a check."""
+    description = tool.description
+    if tool.custom is not None and tool.custom.definition:
+        kind = "regular expression" if tool.custom.syntax == "regex" else "Lark grammar"
+        rule = f"`input` matches this {kind}:\n{tool.custom.definition}"
+        description = f"{description}\n\n{rule}" if description else rule
+    parameters = tool.parameters
+    if "properties" not in parameters:
+        parameters = {"type": "object", "properties": {}, **parameters}
+    function = {"name": tool.name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 class NamedTool(msgspec.Struct, frozen=True):
     name: str
 
@@ -37,11 +51,12 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`tools`: those that may be called, at least one. `is_parallel`: whether an answer may hold
-    several calls.
+    """`tools`: those that may be called, at least one. `offered`: those that the model is shown, if
+    they are more. `is_parallel`: whether an answer may hold several calls.
     """
 
     tools: tuple[Tool, ...]
+    offered: tuple[Tool, ...] = ()
     choice: ToolChoice = "auto"
     is_parallel: bool = True
 
@@ -59,3 +74,8 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
             name = self.choice.name
             return tuple(each for each in self.tools if each.name == name)
         return self.tools
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """What the chat template is given."""
+        return () if self.choice == "none" else self.offered or self.tools

@@ -7,28 +7,34 @@ text       a text or texts to embed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.grammars.spellings import constraint_of
-from services.gateway.request.conversation import Conversation, TextPart, Turn, chat_prompt
+from services.gateway.request.conversation import (
+    Conversation,
+    Effort,
+    ReasoningOptions,
+    TextPart,
+    Turn,
+    chat_prompt,
+)
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import MAX_INT, SamplingFields
-from services.gateway.request.supported_fields import SupportedFields, check_count
+from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.tools.choice_fields import ToolChoiceField, tool_options
+from services.gateway.tools.tool_fields import ToolFields
 from services.gateway.workers_ai.errors import LoraNotSupported
+from services.gateway.workers_ai.messages import RunMessage, turns_of
 from shared.errors import InvalidRequest
 from shared.messages import Pooling
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_POOLING: Pooling = "mean"
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of one message
 MAX_TEXTS = 100
-MAX_NAME_CHARS = 64
 PROMPT_KEYS = ("messages", "prompt", "text")
 
 # Keys that would change the output and that are not supported, with the values that change nothing.
@@ -36,7 +42,6 @@ PROMPT_KEYS = ("messages", "prompt", "text")
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
-    "chat_template_kwargs": (None, {}),
     "contexts": (None, []),
     "echo": (None, False),
     "functions": (None, []),
@@ -50,28 +55,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "query": (None,),
     "reasoning": (None, {}),
-    "reasoning_effort": (None, "none"),
     "request_id": (None,),
     "requests": (None, []),
     "source_lang": (None,),
     "structural_tag": (None,),
     "suffix": (None, ""),
     "target_lang": (None,),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "top_logprobs": (None, 0),
 }
-
-
-class RunPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    text: str
-
-
-class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | RunPart | list[RunPart] | None = None
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
-    tool_calls: list[Any] | None = None  # only null or empty
 
 
 class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
@@ -97,6 +88,11 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=2)] | None = None
     lora: str | None = None
+    tools: ToolFields | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     options: RunOptions | None = None
 
     @property
@@ -124,15 +120,18 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
     _check_keys(body)
     if body.text is not None:
         return _embeddings(body, model)
+    conversation = _conversation(body)
     return [
         GenerationRequest(
             model=model,
-            prompt=_prompt(body),
+            prompt=_prompt(body, conversation),
             sampling=_sampling(body),
             max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             output=constraint_of(body),
             is_queueable=body.is_queueable,
+            tools=conversation.tools,
+            reasoning=conversation.reasoning,
         )
     ]
 
@@ -154,48 +153,39 @@ def _check_keys(body: RunRequest) -> None:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
     if body.raw and given != ["prompt"]:
         raise InvalidRequest("raw is for a prompt", param="raw")
+    is_templated = given != ["text"] and not body.raw
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(body, name) and not is_templated:
+            raise InvalidRequest(f"{name} is for messages, or a prompt without raw", param=name)
     if body.stream and given == ["text"]:
         raise InvalidRequest("embeddings are not streamed", param="stream")
 
 
-def _prompt(body: RunRequest) -> ChatPrompt | TextPrompt:
-    if body.messages is not None:
-        return chat_prompt(Conversation(turns=_turns(body.messages)))
-    assert body.prompt is not None
-    if body.raw:
-        return TextPrompt(body.prompt, "prompt")
-    return chat_prompt(Conversation(turns=(Turn("user", (TextPart(body.prompt),)),)))
+def _conversation(body: RunRequest) -> Conversation:
+    """Of the messages, or of the prompt as the message of a user."""
+    if body.messages is None:
+        assert body.prompt is not None, "one of the keys is given"
+        turns: tuple[Turn, ...] = (Turn("user", (TextPart(body.prompt),)),)
+    else:
+        turns = turns_of(body.messages)
+    return Conversation(
+        turns=turns,
+        tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
+        reasoning=ReasoningOptions(effort=body.reasoning_effort),
+        variables=body.chat_template_kwargs or {},
+    )
+
+
+def _prompt(body: RunRequest, conversation: Conversation) -> ChatPrompt | TextPrompt:
+    if not body.raw:
+        return chat_prompt(conversation)
+    assert body.prompt is not None, "`raw` is of a prompt"
+    return TextPrompt(body.prompt, "prompt")
 
 
 def _sampling(body: RunRequest) -> SamplingFields:
     is_wide = body.top_p is not None and body.top_p > 1
     return msgspec.structs.replace(body, top_p=1.0) if is_wide else body
-
-
-def _turns(messages: Sequence[RunMessage]) -> tuple[Turn, ...]:
-    check_count("messages", len(messages), MAX_MESSAGES)
-    return tuple(_turn(f"messages[{index}]", each) for index, each in enumerate(messages))
-
-
-def _turn(place: str, message: RunMessage) -> Turn:
-    if message.content is None and message.role != "assistant":
-        raise InvalidRequest("content must not be null", param=f"{place}.content")
-    if message.tool_calls:
-        raise InvalidRequest("tool calls are not supported", param=f"{place}.tool_calls")
-    role = "system" if message.role == "developer" else message.role
-    return Turn(role, _parts(place, message.content), message.name)
-
-
-def _parts(place: str, content: str | RunPart | list[RunPart] | None) -> tuple[TextPart, ...]:
-    match content:
-        case None:
-            return ()
-        case str():
-            return (TextPart(content),)
-        case RunPart():
-            return (TextPart(content.text),)
-    check_count(f"{place}.content", len(content), MAX_PARTS)
-    return tuple(TextPart(each.text) for each in content)
 
 
 def _embeddings(body: RunRequest, model: str) -> list[GenerationRequest]:

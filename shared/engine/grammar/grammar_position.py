@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shared.errors import GrammarFailed
 from shared.grammar.matcher import Matcher
 from shared.grammar.spec import GrammarSpec
 
@@ -28,16 +27,20 @@ class GrammarPosition:
         self._new_matcher = new_matcher
         self._matcher: Matcher | None = None
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """The output continues. Raises GrammarFailed for a token that the grammar does not allow,
-        GrammarTooComplex for one of its limits.
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """The output continues. Returns how many of the tokens are allowed, one after the other.
+        Raises GrammarTooComplex for a limit of the grammar.
         """
         begin = 0
         while begin < len(token_ids):
             if self.is_free:
                 begin = self._advance_freely(token_ids, begin)
-            else:
-                begin += self._advance_constrained(token_ids[begin:])
+                continue
+            begin += self._constraining().accept(token_ids[begin:])
+            self._free_at_end()
+            if not self.is_free:
+                break
+        return begin
 
     def fill(self) -> bytes | None:
         """The words of the next token's mask, as of `Matcher.fill`; None: all are allowed.
@@ -60,15 +63,6 @@ class GrammarPosition:
                 return index + 1
             del self._recent[: -self._longest_start]
         return len(token_ids)
-
-    def _advance_constrained(self, token_ids: Sequence[int]) -> int:
-        """Returns how many of the tokens are the grammar's."""
-        num_accepted = self._constraining().accept(token_ids)
-        self._free_at_end()
-        if num_accepted < len(token_ids) and not self.is_free:
-            token_id = token_ids[num_accepted]
-            raise GrammarFailed(f"the grammar does not allow token {token_id} here")
-        return num_accepted
 
     def _constraining(self) -> Matcher:
         if self._matcher is None:

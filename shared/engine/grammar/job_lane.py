@@ -1,4 +1,4 @@
-"""Threads beside the event loop that run jobs in turns of tenants, one at a time unless one is slow.
+"""Threads beside the event loop that run jobs: one at a time, in turns of tenants.
 
 A job in native code cannot be stopped. While it takes longer than `takeover_s`, another thread runs
 the jobs behind it; after `MAX_JOB_S` it fails, and its thread ends whenever it returns.
@@ -64,10 +64,10 @@ class JobLane:
         now = time.monotonic()
         with self._changed:
             active = self._active
-            if active is not None and active.age_s(now) > self._takeover_s:
-                if len(self._slow) < MAX_THREADS - 1 and not self._is_closed:
-                    self._slow.append(active)
-                    self._start_runner()
+            is_slow = active is not None and active.age_s(now) > self._takeover_s
+            if active is not None and is_slow and self._may_take_over():
+                self._slow.append(active)
+                self._start_runner()
             overdue = [each for each in self._runners() if each.age_s(now) > self._max_job_s]
             jobs = [each.job for each in overdue if not each.is_abandoned]
             for each in overdue:
@@ -88,6 +88,9 @@ class JobLane:
         for thread in threads:
             thread.join(CLOSE_S / len(threads))
 
+    def _may_take_over(self) -> bool:
+        return len(self._slow) < MAX_THREADS - 1 and not self._is_closed
+
     def _runners(self) -> list[_Runner]:
         return [*self._slow, *([] if self._active is None else [self._active])]
 
@@ -107,7 +110,7 @@ class JobLane:
     def _next(self, runner: _Runner) -> Job | None:
         """Waits for a job. None: this thread ends."""
         with self._changed:
-            runner.job = None
+            runner.job, runner.is_abandoned = None, False
             while self._active is runner and not self._jobs and not self._is_closed:
                 self._changed.wait()
             if self._active is not runner or self._is_closed:

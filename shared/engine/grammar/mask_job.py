@@ -25,8 +25,11 @@ class MaskJob:
         *,
         vocab_size: int,
         is_wanted: Callable[[], bool] = lambda: True,
+        refusal: type[HearthError] = GrammarFailed,
     ) -> None:
-        """`token_ids`: the output's next ones. The job does nothing if it is not wanted by then."""
+        """`token_ids`: the output's next ones; `refusal`: the error if the grammar does not allow
+        one of them. The job computes nothing if it is not wanted by then.
+        """
         self.tenant_id = tenant_id
         self.error: HearthError | None = None
         self.is_slow = False  # it took long, of CPU time
@@ -35,6 +38,7 @@ class MaskJob:
         self._token_ids = token_ids
         self._num_words = -(-vocab_size // 32)
         self._is_wanted = is_wanted
+        self._refusal = refusal
         self._words: NDArray[np.int32] | None = None
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -51,11 +55,11 @@ class MaskJob:
 
     def run(self) -> None:
         if not self._is_wanted():
+            self.end(error=GrammarFailed("the choice has ended"))
             return
         began_s = time.thread_time()
         try:
-            self._position.advance(self._token_ids)
-            words = self._position.fill()
+            words = self._advance()
         except GrammarTooComplex as error:
             self.end(error=GrammarFailed(error.message))
         except HearthError as error:
@@ -65,6 +69,14 @@ class MaskJob:
         else:
             self.is_slow = time.thread_time() - began_s > SLOW_MASK_S
             self.end(words)
+
+    def _advance(self) -> bytes | None:
+        """The next words, as of `GrammarPosition.fill`."""
+        num_allowed = self._position.advance(self._token_ids)
+        if num_allowed < len(self._token_ids):
+            token_id = self._token_ids[num_allowed]
+            raise self._refusal(f"the grammar does not allow token {token_id} in the output")
+        return self._position.fill()
 
     def time_out(self) -> None:
         self.end(error=GrammarFailed("the grammar takes too long for one token"))

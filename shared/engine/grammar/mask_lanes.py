@@ -7,6 +7,7 @@ grammars whose last one took long; its threads yield the processor to the model'
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 from shared.engine.grammar.job_lane import MAX_JOB_S, Job, JobLane
@@ -23,7 +24,12 @@ class AwaitedJob(Job, Protocol):
 
 
 class Lanes(Protocol):
-    def submit(self, jobs: list[Job]) -> None:
+    @property
+    def num_abandoned_threads(self) -> int:
+        """Since the start: their job took longer than MAX_JOB_S."""
+        ...
+
+    def submit(self, jobs: Sequence[Job]) -> None:
         """Runs them beside the next step's forward pass."""
         ...
 
@@ -32,6 +38,8 @@ class Lanes(Protocol):
     def watch(self, job: AwaitedJob) -> None:
         """Somebody waits for it: it may not take long without being noticed."""
         ...
+
+    def close(self) -> None: ...
 
 
 class MaskLanes:
@@ -47,10 +55,9 @@ class MaskLanes:
 
     @property
     def num_abandoned_threads(self) -> int:
-        """Since the start."""
         return self._fast.num_abandoned + self._slow.num_abandoned
 
-    def submit(self, jobs: list[Job]) -> None:
+    def submit(self, jobs: Sequence[Job]) -> None:
         self._fast.submit(jobs)
 
     def submit_slow(self, job: Job) -> None:

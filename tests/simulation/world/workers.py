@@ -12,6 +12,7 @@ from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
+from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
@@ -45,7 +46,7 @@ from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, Simulated
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 
-MODEL, REVISION, BLOCK_SIZE = "timing", "r1", 16
+MODEL, REVISION, BLOCK_SIZE, EOS = "timing", "r1", 16, 2
 
 
 class CopyingRunner(TimingRunner):
@@ -115,9 +116,11 @@ class SimulatedWorker:
         variant: int = 0,
         features: tuple[str, ...] = (),
         is_older: bool = False,
+        grammars: WorkerGrammars | None = None,
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
-        `TimingRunner`. `is_older`: the worker does not check what a request needs.
+        `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
+        vocabulary of 32,000 tokens whose end is `EOS`.
         """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
@@ -159,7 +162,7 @@ class SimulatedWorker:
             clock=clock,
             randomness=randomness,
             loop=EngineLoop(self.engine, self.runner, clock),
-            served=ServedModel(card=card, eos_token_ids=frozenset({2})),
+            served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
             roles=roles,
             data_plane=self.receiver.address,
             on_device_lost=self._exit,
@@ -167,7 +170,9 @@ class SimulatedWorker:
         if is_older:
             self.worker.check_needs = lambda needs: None  # type: ignore[method-assign]
         self.prefill = PrefillService(self.worker, self.dialer) if "prefill" in roles else None
-        self.decode = DecodeService(self.worker, self.receiver) if "decode" in roles else None
+        self.decode: DecodeService | None = None
+        if "decode" in roles:
+            self.decode = DecodeService(self.worker, self.receiver, grammars=grammars)
 
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:

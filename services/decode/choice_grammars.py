@@ -1,0 +1,60 @@
+"""The grammars of the choices on this worker; without any if it does not announce the feature."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from shared.engine.batching.sequence import Sequence
+from shared.engine.grammar.worker_grammars import WorkerGrammars
+from shared.engine.worker import EngineWorker
+from shared.errors import HearthError, WorkerUnfit
+from shared.grammar.spec import GRAMMAR_FEATURE
+from shared.messages import Request
+
+
+class ChoiceGrammars:
+    def __init__(self, worker: EngineWorker, grammars: WorkerGrammars | None) -> None:
+        self._worker = worker
+        self._grammars = grammars
+
+    def start(self) -> None:
+        """Wakes the engine, from then on, when a stalled choice may continue."""
+        if self._grammars is None:
+            return
+        event_loop, wake = asyncio.get_running_loop(), self._worker.loop.wake
+
+        def wake_from_thread() -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                event_loop.call_soon_threadsafe(wake)
+
+        self._grammars.on_ready(wake_from_thread)
+        self._worker.count(self._grammars.counted)
+
+    def attach(self, request: Request, choices: dict[int, Sequence]) -> None:
+        """Gives each choice its grammar, if the request has one. Returns at once: no token is
+        sampled before the grammar is compiled and has replayed the output so far.
+
+        Raises WorkerUnfit on a worker without grammars.
+        """
+        spec = request.sampling.grammar
+        if spec is None or request.pooling is not None:
+            return
+        if self._grammars is None:
+            raise WorkerUnfit(f"{self._worker.worker_id} does not have {GRAMMAR_FEATURE}")
+        for sequence in choices.values():
+            output_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+            sequence.grammar = self._grammars.start(request.tenant_id, spec, output_ids)
+
+    def step_ended(self) -> None:
+        """Starts to fill the next masks, while the step's tokens are sent."""
+        if self._grammars is not None:
+            self._grammars.flush()
+
+    def choice_ended(self, error: HearthError | None) -> None:
+        if self._grammars is not None:
+            self._grammars.record_end(error)
+
+    def stop(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
