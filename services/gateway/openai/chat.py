@@ -32,17 +32,7 @@ from shared.errors import InvalidRequest
 
 CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
-    "add_generation_prompt": (None, True),
-    "audio": (None,),
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
-    "documents": (None, []),
     "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "verbosity": (None,),
-    "web_search_options": (None,),
 }
 
 

@@ -25,7 +25,16 @@ from shared.errors import InvalidRequest
 DEFAULT_MAX_TOKENS = 16
 MAX_ALL_CHOICES = 1024  # over all prompts
 
-COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "suffix": (None, "")}
+COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL_VALUES,
+    "chat_template_kwargs": (None, {}),
+    "max_completion_tokens": (None,),
+    "reasoning_effort": (None, "none"),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+}
 
 
 class CompletionRequest(RequestFields, frozen=True, kw_only=True):

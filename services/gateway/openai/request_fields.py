@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.request.sampling import MAX_INT, SamplingFields
+from services.gateway.request.supported_fields import FOREIGN_FIELDS
 from shared.errors import InvalidRequest
 
 MAX_CHOICES = 128
@@ -15,18 +16,7 @@ MAX_CACHE_KEY_CHARS = 256
 
 # Fields that would change the output and that Hearth does not support, with the values that change
 # nothing. Any other unknown field is ignored, since clients send many.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (None,),
-    "include_stop_str_in_output": (None, False),
-    "length_penalty": (None, 1),
-    "logits_processors": (None, []),
-    "prompt_logprobs": (None,),
-    "return_token_ids": (None, False),
-    "skip_special_tokens": (None, True),
-    "structural_tag": (None,),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-}
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**FOREIGN_FIELDS, "options": (None, {})}
 
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 

@@ -12,6 +12,85 @@ from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_NEUTRAL_BYTES = 256  # of a neutral value, with the spaces that a client writes
 
+# Fields of other servers that change an answer, or what is returned of it, with the values that
+# change nothing. No dialect supports them; each adds its own.
+FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
+    # OpenAI, and of chat templates
+    "add_generation_prompt": (None, True),
+    "audio": (None,),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    # vLLM
+    "allowed_token_ids": (None,),
+    "early_stopping": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
+    "return_prompt_text": (None, False),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "structural_tag": (None,),
+    "thinking_token_budget": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "vllm_xargs": (None, {}),
+    "watermarking": (None, False),
+    # SGLang
+    "custom_logit_processor": (None,),
+    "input_ids": (None,),
+    "lora_path": (None,),
+    "no_stop_trim": (None, False),
+    "return_hidden_states": (None, False),
+    "return_meta_info": (None, False),
+    "return_prompt_token_ids": (None, False),
+    "return_routed_experts": (None, False),
+    "separate_reasoning": (None, True),
+    "session_params": (None, {}),
+    "stop_regex": (None, [], ""),
+    "task": (None,),
+    # Text Generation Inference
+    "adapter_id": (None,),
+    "decoder_input_details": (None, False),
+    "details": (None, False),
+    "do_sample": (None, True),
+    "guideline": (None,),
+    "inputs": (None,),
+    "max_new_tokens": (None,),
+    "parameters": (None, {}),
+    "return_full_text": (None, False),
+    "tool_prompt": (None,),
+    "top_n_tokens": (None, 0),
+    "truncate": (None,),
+    "typical_p": (None, 1),
+    "watermark": (None, False),
+    # llama.cpp and Ollama
+    "dry_multiplier": (None, 0),
+    "dynatemp_range": (None, 0),
+    "format": (None, ""),
+    "grammar": (None, ""),
+    "mirostat": (None, 0),
+    "n_predict": (None, -1),
+    "n_probs": (None, 0),
+    "num_predict": (None,),
+    "repeat_penalty": (None, 1),
+    "samplers": (None,),
+    "tfs_z": (None, 1),
+    "think": (None,),
+    "xtc_probability": (None, 0),
+}
+
 # msgspec appends the path to a message that may repeat text of the client.
 _AT = " - at "
 _PATH = re.compile(r"(?:`key` in )?`\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])?`")

@@ -24,7 +24,7 @@ from services.gateway.request.conversation import (
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import MAX_INT, SamplingFields
-from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.request.supported_fields import FOREIGN_FIELDS, SupportedFields
 from services.gateway.tools.choice_fields import ToolChoiceField, tool_options
 from services.gateway.tools.tool_fields import ToolFields
 from services.gateway.workers_ai.errors import LoraNotSupported
@@ -40,12 +40,13 @@ PROMPT_KEYS = ("messages", "prompt", "text")
 # Keys that would change the output and that are not supported, with the values that change nothing.
 # Any other unknown key is ignored, since clients send many.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
+    **FOREIGN_FIELDS,
+    "add_special_tokens": (None, True),
     "best_of": (None, 1),
     "contexts": (None, []),
     "echo": (None, False),
-    "functions": (None, []),
     "image": (None,),
+    "include_reasoning": (None, True),
     "image_b64": (None,),
     "input": (None,),
     "input_text": (None,),
@@ -58,7 +59,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "request_id": (None,),
     "requests": (None, []),
     "source_lang": (None,),
-    "structural_tag": (None,),
     "suffix": (None, ""),
     "target_lang": (None,),
     "top_logprobs": (None, 0),

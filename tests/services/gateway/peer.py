@@ -345,6 +345,7 @@ class PeerScheduler:
             request_id=request.request_id,
             placement_id=placement_id,
             worker_id=worker.worker_id,
+            needs=request.needs,
             has_unlike_prefill=self.has_unlike_prefill,
         )
         await self.bus.publish(subjects.placement(request.gateway_id), placed)
