@@ -26,9 +26,9 @@ from services.gateway.text.process_jobs import (
     limit_s,
 )
 from services.gateway.text.template_process import read_frame, write_frame
-from shared.errors import CheckpointError, GrammarTooComplex, HearthError
+from shared.errors import CheckpointError, GrammarTooComplex, HearthError, InvalidRequest
 from shared.grammar.gbnf import lark_of
-from shared.grammar.matcher import Matcher
+from shared.grammar.matcher import NO_OUTPUT, Matcher
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
 
 MAX_MEMORY_BYTES = 512 << 20  # besides the vocabulary
@@ -71,7 +71,8 @@ def check(job: CheckJob, vocabulary: Vocabulary) -> Checked | Rejected:
     try:
         return _checked(job, vocabulary)
     except HearthError as error:
-        return Rejected(error.message, None, error.code)
+        is_empty = NO_OUTPUT in error.message
+        return Rejected(error.message, None, InvalidRequest.code if is_empty else error.code)
     except MemoryError:
         return Rejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
     except BaseException as error:  # a panic of native code, which is no Exception

@@ -31,7 +31,7 @@ _WRAPPER_KEYS = {"name", "description", "schema", "strict"}
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`disable_fallback`: of vLLM's choice of library, which changes no answer."""
 
-    json: msgspec.Raw | None = None
+    json: Any = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
@@ -45,8 +45,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
-    json_schema: msgspec.Raw | None = None
-    schema: msgspec.Raw | None = None  # of a `json_object`, as other servers take it
+    json_schema: Any = None
+    schema: Any = None  # of a `json_object`, as other servers take it
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +54,14 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw | None = None
+    guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    json_schema: msgspec.Raw | None = None
+    json_schema: Any = None
 
 
 def constraint_of(body: ConstraintFields) -> OutputConstraint | None:
@@ -110,7 +110,6 @@ def _of_response_format(given: ResponseFormat) -> Iterator[OutputConstraint]:
         case "json_object" if given.schema is None:
             yield OutputConstraint(kind="json_object", param=param)
         case "json_object":
-            assert given.schema is not None
             yield _schema(_schema_of(given.schema, f"{param}.schema"), f"{param}.schema")
         case "json_schema":
             yield _of_wrapper(given.json_schema, f"{param}.json_schema")
@@ -122,19 +121,19 @@ def _of_response_format(given: ResponseFormat) -> Iterator[OutputConstraint]:
             )
 
 
-def _of_wrapper(raw: msgspec.Raw | None, param: str) -> OutputConstraint:
+def _of_wrapper(given: Any, param: str) -> OutputConstraint:
     """OpenAI's `{name, schema, strict}`, or the schema itself."""
-    if raw is None:
+    if given is None:
         raise InvalidRequest(f"{param} is missing", param=param)
-    given = _decoded(raw, param)
     if not isinstance(given, dict) or not given.keys() <= _WRAPPER_KEYS:
         return _schema(_checked_schema(given, param), param)
-    param = f"{param}.schema"
-    if given.get("schema") is None:
-        raise InvalidRequest(f"{param} is missing", param=param)
     strict = given.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequest("strict must be a boolean", param="response_format.json_schema.strict")
+        param = f"{param}.strict"
+        raise InvalidRequest(f"{param} must be a boolean", param=param)
+    param = f"{param}.schema" if given else param
+    if given.get("schema") is None:
+        raise InvalidRequest(f"{param} is missing", param=param)
     return _schema(_checked_schema(given["schema"], param), param, is_strict=bool(strict))
 
 
@@ -193,9 +192,8 @@ def _choice(choices: list[str], param: str) -> OutputConstraint:
     return OutputConstraint(kind="choice", source=source, param=param)
 
 
-def _schema_of(raw: msgspec.Raw, param: str) -> Any:
+def _schema_of(given: Any, param: str) -> Any:
     """A schema, given as such or as its JSON text."""
-    given = _decoded(raw, param)
     return _checked_schema(_decoded(given, param) if isinstance(given, str) else given, param)
 
 
@@ -207,9 +205,9 @@ def _checked_schema(schema: Any, param: str) -> Any:
     return schema
 
 
-def _decoded(data: msgspec.Raw | str, param: str) -> Any:
+def _decoded(text: str, param: str) -> Any:
     try:
-        return msgspec.json.decode(data)
+        return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{param}: invalid JSON: {error}", param=param) from error
     except RecursionError:

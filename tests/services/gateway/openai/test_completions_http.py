@@ -314,7 +314,7 @@ async def test_lost_worker_does_not_change_the_response(cluster: Cluster, is_str
         ({"echo": "yes"}, "echo"),
         ({"stop": ""}, "stop"),
         ({"stream_options": {}}, "stream_options"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
     ],
 )
 async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -> None:

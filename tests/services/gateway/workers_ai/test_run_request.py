@@ -133,8 +133,8 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         ({"requests": [{"prompt": "x"}]}, "requests"),
         ({"request_id": "r"}, "request_id"),
         ({**CHAT, "tools": [{"name": "f"}]}, "tools"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
-        ({**CHAT, "guided_json": {"type": "object"}}, "guided_json"),
+        ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
+        ({**CHAT, "guided_json": []}, "guided_json"),
     ],
 )  # fmt: skip
 def test_bad_body_names_the_field(fields: dict[str, Any], param: str | None) -> None:
