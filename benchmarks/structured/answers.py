@@ -96,6 +96,7 @@ async def _row(target: Served, sampling: Sampling, cases: list[SchemaCase]) -> R
         "bounded ended": counts["bounded ended"] / max(1, bounded),
         "strict refused": counts["strict refused"] / len(cases),
         "lenient refused": counts["lenient refused"] / len(cases),
+        "refused though supported": counts["refused though supported"],
         "lenient valid": counts["lenient valid"],
         "lenient invalid": counts["lenient invalid"],
         "streamed otherwise": counts["streamed otherwise"],
@@ -110,6 +111,9 @@ async def _count(
     answer, kind = await _answer(target, sampling, body), ""
     if answer.status == 400:
         counts["strict refused"] += 1
+        if not case.unsupported and not case.is_unreadable:
+            counts["refused though supported"] += 1
+            _show(sampling, case, f"refused: {answer.text[:300]}", counts)
         body = _body(target, sampling, case, number, is_strict=False)
         answer, kind = await _answer(target, sampling, body), "lenient "
         if answer.status == 400:

@@ -20,6 +20,7 @@ from shared.messages import Heartbeat, WorkerLoad
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.end_to_end.cluster import receive_heartbeats
 
+MODEL = "model-under-test"
 CHAT = "/v1/chat/completions"
 QUESTION = "What is the KV cache?"
 TIMEOUT_S = 300.0
@@ -48,11 +49,11 @@ class Served:
 
     cluster: LocalCluster
     http: httpx.AsyncClient
-    model: str
+
 
     def chat(self, **fields: Any) -> Body:
         messages = [{"role": "user", "content": QUESTION}]
-        return {"model": self.model, "messages": messages, "temperature": 0, **fields}
+        return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
 
     async def ask(self, body: Body) -> Answer:
         """One chat completion, not streamed."""
@@ -77,7 +78,7 @@ class Served:
         fields = {name: value for name, value in body.items() if name != "model"}
         account = f"/client/v4/accounts/{self.cluster.tenant_id}"
         began = time.perf_counter()
-        response = await self.http.post(f"{account}/ai/run/{self.model}", json=fields)
+        response = await self.http.post(f"{account}/ai/run/{MODEL}", json=fields)
         seconds = time.perf_counter() - began
         if response.status_code != 200:
             return Answer(response.status_code, response.text, seconds)
@@ -123,7 +124,9 @@ class Served:
 async def served(model_dir: Path, **options: Any) -> AsyncIterator[Served]:
     """`options`: further ones of `UpOptions`; by default one prefill and one decode worker."""
     with TemporaryDirectory(prefix="hearth-structured-") as folder:
-        up = UpOptions(model_dir=model_dir, http_port=0, device="cpu", **options)
+        up = UpOptions(
+            model_dir=model_dir, model_name=MODEL, http_port=0, device="cpu", **options
+        )
         cluster = LocalCluster(up, MonotonicClock(), state_parent=Path(folder))
         async with (
             cluster,
@@ -135,7 +138,7 @@ async def served(model_dir: Path, **options: Any) -> AsyncIterator[Served]:
                 limits=httpx.Limits(max_connections=None),
             ) as http,
         ):
-            yield Served(cluster, http, cluster.model_name)
+            yield Served(cluster, http)
 
 
 async def at_most_at_once(
