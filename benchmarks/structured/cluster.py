@@ -50,7 +50,6 @@ class Served:
     cluster: LocalCluster
     http: httpx.AsyncClient
 
-
     def chat(self, **fields: Any) -> Body:
         messages = [{"role": "user", "content": QUESTION}]
         return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
@@ -124,9 +123,7 @@ class Served:
 async def served(model_dir: Path, **options: Any) -> AsyncIterator[Served]:
     """`options`: further ones of `UpOptions`; by default one prefill and one decode worker."""
     with TemporaryDirectory(prefix="hearth-structured-") as folder:
-        up = UpOptions(
-            model_dir=model_dir, model_name=MODEL, http_port=0, device="cpu", **options
-        )
+        up = UpOptions(model_dir=model_dir, model_name=MODEL, http_port=0, device="cpu", **options)
         cluster = LocalCluster(up, MonotonicClock(), state_parent=Path(folder))
         async with (
             cluster,

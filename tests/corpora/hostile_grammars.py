@@ -14,29 +14,29 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Hostile:
-    """`members`: of the request's body, without braces. `is_refused`: with a status of 400 (413 for
-    too large a body); None: it may also be answered.
+    """`members`: of the request's body, without braces. `is_refused`: it must be, with a status of
+    400, or 413 for too large a body; else it may also be answered.
     """
 
     name: str
     members: bytes
-    is_refused: bool | None = True
+    is_refused: bool = True
 
 
 def hostile_grammars() -> list[Hostile]:
     return [*_references(), *_schemas(), *_sizes(), *_texts(), *_regexes(), *_grammars(), *_tools()]
 
 
-def _case(name: str, is_refused: bool | None = True, **fields: Any) -> Hostile:
+def _case(name: str, is_refused: bool = True, **fields: Any) -> Hostile:
     return Hostile(name, json.dumps(fields)[1:-1].encode(), is_refused)
 
 
-def _schema(name: str, schema: Any, is_refused: bool | None = True) -> Hostile:
+def _schema(name: str, schema: Any, is_refused: bool = True) -> Hostile:
     constraint = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     return _case(name, is_refused, response_format=constraint)
 
 
-def _raw_schema(name: str, schema: bytes, is_refused: bool | None = True) -> Hostile:
+def _raw_schema(name: str, schema: bytes, is_refused: bool = True) -> Hostile:
     head = b'"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":'
     return Hostile(name, head + schema + b"}}", is_refused)
 
@@ -66,18 +66,18 @@ def _references() -> list[Hostile]:
     return [
         _schema("itself", {"$ref": "#"}),
         _schema("two that refer to each other", {"$ref": "#/$defs/a", "$defs": loop}),
-        _schema("an object that needs itself", {"$ref": "#/$defs/a", "$defs": endless}),
+        _schema("an object that needs itself", {"$ref": "#/$defs/a", "$defs": endless}, False),
         _schema("remote", {"$ref": "http://127.0.0.1:1/schema.json"}),
         _schema("metadata service", {"$ref": "http://169.254.169.254/latest/meta-data"}),
         _schema("local file", {"$ref": "file:///etc/passwd"}),
         _schema("missing", {"$ref": "#/$defs/missing"}),
         _schema("path traversal", {"$ref": "#/../../../etc/passwd"}),
         _schema("no text", {"$ref": 5}),
-        _schema("doubled 24 times", first | {"$defs": doubling | {"a24": last}}, None),
-        _schema("2^30 documents", first | {"$defs": wide | {"a30": last}}, None),
-        _schema("2,000 in a row", first | {"$defs": row | {"a2000": last}}, None),
+        _schema("doubled 24 times", first | {"$defs": doubling | {"a24": last}}, False),
+        _schema("2^30 documents", first | {"$defs": wide | {"a30": last}}, False),
+        _schema("2,000 in a row", first | {"$defs": row | {"a2000": last}}, False),
         _schema("$id of elsewhere", {"$id": "http://127.0.0.1:1/", "$ref": "other.json"}),
-        _schema("unknown $schema", {"$schema": "http://127.0.0.1:1/", "type": "string"}, None),
+        _schema("unknown $schema", {"$schema": "http://127.0.0.1:1/", "type": "string"}, False),
     ]  # fmt: skip
 
 
@@ -90,10 +90,10 @@ def _schemas() -> list[Hostile]:
     contradiction = {"allOf": [{"type": "string"}, {"type": "integer"}]}
     return [
         _schema("allOf of anyOf of patterns", bomb),
-        _schema("8^8 merged objects", {"allOf": objects}, None),
-        _schema("allOf of 5,000", {"allOf": [{"type": "string"}] * 5000}, None),
-        _schema("anyOf of 5,000", {"anyOf": [{"const": n} for n in range(5000)]}, None),
-        _schema("oneOf of 300 objects", {"oneOf": [*map(_tagged, range(300))]}, None),
+        _schema("8^8 merged objects", {"allOf": objects}, False),
+        _schema("allOf of 5,000", {"allOf": [{"type": "string"}] * 5000}, False),
+        _schema("anyOf of 5,000", {"anyOf": [{"const": n} for n in range(5000)]}, False),
+        _schema("oneOf of 300 objects", {"oneOf": [*map(_tagged, range(300))]}, False),
         _schema("contradiction", contradiction),
         _schema("empty enum", {"enum": []}),
         _schema("crossed bounds of items", {"type": "array", "minItems": 3, "maxItems": 2}),
@@ -104,22 +104,22 @@ def _schemas() -> list[Hostile]:
         _schema("properties as list", {"properties": [1]}),
         _schema("false", False),
         _schema("number", 5),
-        _schema("null", None),
+        _schema("null", False),
         _schema("empty list", []),
         _schema("bad pattern", {"type": "string", "pattern": "["}),
         _schema("slow pattern", {"type": "string", "pattern": "^(a{1000}){1000}$"}),
-        _schema("slow name", {"type": "object", "patternProperties": {"^(a{99}){999}$": {}}}, None),
-        _schema("a million items", {"type": "array", "items": {}, "minItems": 10**6}, None),
-        _schema("length of 10^9", {"type": "string", "minLength": 10**9}, None),
-        _schema("length of 10^30", {"type": "string", "maxLength": 10**30}, None),
-        _schema("negative length", {"type": "string", "minLength": -1}, None),
-        _schema("10^6 properties", {"type": "object", "minProperties": 10**6}, None),
-        _schema("multiple of 10^-300", {"type": "number", "multipleOf": 1e-300}, None),
-        _schema("multiple of zero", {"type": "number", "multipleOf": 0}, None),
-        _schema("integers of 300 digits", {"type": "integer", "minimum": 10**300}, None),
-        _schema("bounds of infinity", {"type": "number", "minimum": 1e308}, None),
-        _schema("own options", {"type": "string", "x-guidance": {"lenient": True}}, None),
-        _schema("own whitespace", {"x-guidance": {"whitespace_pattern": "(a{999}){999}"}}, None),
+        _schema("slow name", {"type": "object", "patternProperties": {"^(a{99}){999}$": {}}}, False),
+        _schema("a million items", {"type": "array", "items": {}, "minItems": 10**6}, False),
+        _schema("length of 10^9", {"type": "string", "minLength": 10**9}, False),
+        _schema("length of 10^30", {"type": "string", "maxLength": 10**30}, False),
+        _schema("negative length", {"type": "string", "minLength": -1}, False),
+        _schema("10^6 properties", {"type": "object", "minProperties": 10**6}, False),
+        _schema("multiple of 10^-300", {"type": "number", "multipleOf": 1e-300}, False),
+        _schema("multiple of zero", {"type": "number", "multipleOf": 0}, False),
+        _schema("integers of 300 digits", {"type": "integer", "minimum": 10**300}, False),
+        _schema("bounds of infinity", {"type": "number", "minimum": 1e308}, False),
+        _schema("own options", {"type": "string", "x-guidance": {"lenient": True}}, False),
+        _schema("own whitespace", {"x-guidance": {"whitespace_pattern": "(a{999}){999}"}}, False),
     ]  # fmt: skip
 
 
@@ -128,15 +128,15 @@ def _sizes() -> list[Hostile]:
     deep, deeper = 120, 20_000
     names = _object(**{f"property_{n}": {"type": "integer"} for n in range(2000)})
     return [
-        _raw_schema(f"{deep} levels", b'{"items":' * deep + b"{}" + b"}" * deep, None),
+        _raw_schema(f"{deep} levels", b'{"items":' * deep + b"{}" + b"}" * deep, False),
         _raw_schema(f"{deeper} levels", b'{"items":' * deeper + b"{}" + b"}" * deeper),
         _raw_schema(f"{deeper} lists", b"[" * deeper + b"]" * deeper),
         _raw_schema("never closed", b'{"items":' * 3000),
         _schema("100,000 values", {"enum": [f"{n:06}" for n in range(100_000)]}),
-        _schema("2,000 members", names, None),
-        _schema("a constant of 200 KiB", {"const": "a" * 200 * KIB}, None),
+        _schema("2,000 members", names, False),
+        _schema("a constant of 200 KiB", {"const": "a" * 200 * KIB}, False),
         _schema("1 MiB", {"const": "a" * 1024 * KIB}),
-        _schema("1 MiB of description", {"description": "a" * 1024 * KIB}, None),
+        _schema("1 MiB of description", {"description": "a" * 1024 * KIB}, False),
     ]
 
 
@@ -146,12 +146,12 @@ def _texts() -> list[Hostile]:
         _raw_schema("invalid UTF-8", b'{"const":"\xff\xfe"}'),
         _raw_schema("half a surrogate", rb'{"const":"\ud800"}'),
         _raw_schema("overlong UTF-8", b'{"const":"\xc0\xaf"}'),
-        _raw_schema("NUL", rb'{"const":"\u0000"}', None),
+        _raw_schema("NUL", rb'{"const":"\u0000"}', False),
         _raw_schema("a NUL byte", b'{"const":"\x00"}'),
-        _raw_schema("1e999", b'{"const":1e999}', None),
+        _raw_schema("1e999", b'{"const":1e999}', False),
         _raw_schema("NaN", b'{"const":NaN}'),
-        _raw_schema("one name twice", b'{"type":"string","type":"integer"}', None),
-        _case("a name of NUL", None, guided_json=_object(**{"\0": {"type": "integer"}})),
+        _raw_schema("one name twice", b'{"type":"string","type":"integer"}', False),
+        _case("a name of NUL", False, guided_json=_object(**{"\0": {"type": "integer"}})),
         _case("text that is no JSON", guided_json='{"type": "string"'),
         _case("spaces of 10^9", guided_json={}, guided_whitespace_pattern="[ ]{0,1000000000}"),
         _case("spaces of anything", guided_json={}, guided_whitespace_pattern="(.|\n)*"),
@@ -183,7 +183,7 @@ def _regexes() -> list[Hostile]:
     }
     return [
         *(_case(f"regex: {name}", regex=each) for name, each in patterns.items()),
-        *(_case(f"regex: {name}", None, guided_regex=each) for name, each in doubtful.items()),
+        *(_case(f"regex: {name}", False, guided_regex=each) for name, each in doubtful.items()),
         _case("regex: empty", regex=""),
     ]
 
@@ -215,7 +215,7 @@ def _grammars() -> list[Hostile]:
     tag = {"type": "structural_tag", "format": {}}
     return [
         *(_case(f"grammar: {name}", guided_grammar=each) for name, each in lark.items()),
-        *(_case(f"grammar: {name}", None, guided_grammar=each) for name, each in doubtful.items()),
+        *(_case(f"grammar: {name}", False, guided_grammar=each) for name, each in doubtful.items()),
         _case("1,024 choices of 4 KB", guided_choice=choices),
         _case("2,000 choices", guided_choice=["a"] * 2000),
         _case("no choice", guided_choice=[]),
@@ -232,7 +232,7 @@ def _tools() -> list[Hostile]:
     large = _object(**{f"p{n}": {"type": "string", "maxLength": 40} for n in range(25)})
     many = [tool(f"f{n}", large) for n in range(256)]
     return [
-        _case("256 large tools", None, tools=many, tool_choice="required"),
+        _case("256 large tools", False, tools=many, tool_choice="required"),
         _case("257 tools", tools=[*many, tool("last", {})]),
         _case("a tool that needs itself", tools=[tool("f", {"$ref": "#"})], tool_choice="required"),
         _case("a tool with a slow pattern", tool_choice="required",
