@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -156,5 +157,5 @@ def gaps_s(exchanges: Sequence[Exchange], *, skip: int = 2) -> list[float]:
     found: list[float] = []
     for each in exchanges:
         times = each.arrivals[skip:]
-        found += [after - before for before, after in zip(times, times[1:], strict=False)]
+        found += [after - before for before, after in itertools.pairwise(times)]
     return found
