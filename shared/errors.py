@@ -8,6 +8,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │   ├── PromptTooLong         413
     │   ├── PayloadTooLarge       413
     │   ├── GrammarTooComplex     400  it compiles or advances too slowly
+    │   │   └── GrammarFailed     400  found by a worker, maybe after some output
     │   └── UnknownModel          404
     ├── AuthenticationFailed      401
     ├── SenderMismatch            403  a message names another process as its sender
@@ -25,7 +26,6 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │       └── ContextFull       503  its KV cache is smaller than the request
     ├── StepFailed                503  a step raised for this request alone; another worker may not
     ├── DeviceFailed              503  this worker's device fails; another worker's may not
-    ├── GrammarFailed             400  its grammar cannot be followed: no worker is to blame
     ├── GrammarReplayFailed       500  the output so far does not match the request's grammar
     ├── RequestBreaksWorkers      500  the request alone failed steps of several workers
     ├── UnknownPlacement          410  the worker never held it, or has removed it
@@ -72,6 +72,10 @@ class PayloadTooLarge(InvalidRequest):
 
 class GrammarTooComplex(InvalidRequest):
     code = "grammar_too_complex"
+
+
+class GrammarFailed(GrammarTooComplex):
+    code = "grammar_failed"
 
 
 class UnknownModel(InvalidRequest):
@@ -152,12 +156,6 @@ class StepFailed(HearthError):
 class DeviceFailed(HearthError):
     code = "device_failed"
     http_status = 503
-
-
-class GrammarFailed(HearthError):
-    code = "grammar_failed"
-    http_status = 400
-    openai_type = "invalid_request_error"
 
 
 class GrammarReplayFailed(HearthError):

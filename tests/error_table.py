@@ -72,7 +72,7 @@ MEANING = {
     "request_cancelled": "the client has cancelled the request (over NATS)",
     "internal_error": "a defect of Hearth; the log has the request's id",
     "grammar_too_complex": "the grammar compiles or advances too slowly",
-    "grammar_failed": "the output's grammar takes too long, or has no end that it could reach",
+    "grammar_failed": "the grammar was too complex on a worker, maybe after some output",
     "grammar_replay_failed": "the output so far does not match the grammar: a defect of Hearth",
     "request_breaks_workers": "steps of two workers raised for this request alone",
     "no_capacity": "no worker can serve this now",

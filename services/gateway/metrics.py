@@ -49,6 +49,11 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         "Operations of a worker's device that raised: step or zeroing.",
         labels=["worker", "operation"],
     )
+    grammars = CounterMetricFamily(
+        "hearth_worker_grammars",
+        "Of a decode worker's grammars: late masks, failed choices, and abandoned threads.",
+        labels=["worker", "outcome"],
+    )
     mismatches = CounterMetricFamily(
         "hearth_impostor_messages",
         "Messages that a process rejected because the stated sender had not sent them.",
@@ -59,12 +64,14 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         if each.load is not None and "decode" in each.roles:
             for outcome, count in _frames(each.load).items():
                 frames.add_metric([each.process_id, outcome], count)
+            for outcome, count in _grammars(each.load).items():
+                grammars.add_metric([each.process_id, outcome], count)
         if each.load is not None and "prefill" in each.roles:
             saved.add_metric([each.process_id], each.load.saved_kv_bytes)
         if each.load is not None:
             failed.add_metric([each.process_id, "step"], each.load.num_failed_steps)
             failed.add_metric([each.process_id, "zeroing"], each.load.num_failed_zeroings)
-    yield from (frames, saved, failed, mismatches)
+    yield from (frames, saved, failed, grammars, mismatches)
 
 
 def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
@@ -89,6 +96,14 @@ def _frames(load: WorkerLoad) -> dict[str, int]:
         "unknown": load.num_unknown_kv_frames,
         "refused": load.num_refused_kv_frames,
         "broken_off": load.num_bad_kv_peers,
+    }
+
+
+def _grammars(load: WorkerLoad) -> dict[str, int]:
+    return {
+        "late_mask": load.num_late_masks,
+        "failed": load.num_failed_grammars,
+        "abandoned_thread": load.num_abandoned_grammar_threads,
     }
 
 

@@ -60,7 +60,7 @@ class MaskJob:
         began_s = time.thread_time()
         try:
             words = self._advance()
-        except GrammarTooComplex as error:
+        except GrammarTooComplex as error:  # or a refusal
             self.end(error=GrammarFailed(error.message))
         except HearthError as error:
             self.end(error=error)

@@ -17,6 +17,7 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         num_impostors=3,
     )
     load = WorkerLoad(step=1, step_budget_s=1.0, num_kv_frames=70, num_corrupt_kv_frames=2)
+    load = msgspec.structs.replace(load, num_late_masks=4, num_failed_grammars=1)
     decode = msgspec.structs.replace(
         gateway, process_id="decode-1", roles=("decode",), load=load, num_impostors=0
     )
@@ -42,6 +43,9 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         'hearth_worker_kv_saved_bytes_total{worker="prefill-1"} 4096.0',
         'hearth_worker_failed_steps_total{operation="step",worker="prefill-1"} 3.0',
         'hearth_worker_failed_steps_total{operation="zeroing",worker="decode-1"} 0.0',
+        'hearth_worker_grammars_total{outcome="late_mask",worker="decode-1"} 4.0',
+        'hearth_worker_grammars_total{outcome="failed",worker="decode-1"} 1.0',
+        'hearth_worker_grammars_total{outcome="abandoned_thread",worker="decode-1"} 0.0',
         'hearth_impostor_messages_total{process="gateway-1"} 3.0',
         'hearth_impostor_messages_total{process="decode-1"} 0.0',
         'hearth_kv_index_exact{process="kv_index-1"} 1.0',
