@@ -2,8 +2,8 @@
 
     x' = x if bit t % 32 of word t // 32 is set, else -inf,  for each token t
 
-A grammar mostly allows a few tokens, or forbids a few: then only these are addressed one by one.
-Other rows are compared with a table of eight tokens for each byte of the mask.
+Logits are compared with a limit from a table, for eight tokens at a time. A grammar mostly allows a
+few tokens, or forbids a few: if there are many words, only these are then addressed, one by one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+MANY_WORDS = 8192  # fewer are compared in less time than they are searched
 SPARSE_SHARE = 16  # a mask is sparse if at most one in 16 words has tokens to address
-PIECE = 1 << 18  # tokens compared at a time: 1 MiB, which stays in a core's cache
+PIECE = 1 << 16  # words whose limits are held at a time: 8 MiB
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Like kernels.reference.apply_token_mask."""
+    if words.numel() < MANY_WORDS:
+        _compare(logits, rows, words)
+        return
     most_words = words.shape[1] // SPARSE_SHARE
     allows_few = words.count_nonzero(1) <= most_words
     forbids_few = (~words).count_nonzero(1) <= most_words
@@ -54,14 +58,16 @@ def _places(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor
 
 
 def _compare(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    vocab_size = logits.shape[1]
-    limits = _limits(logits.device)
-    for row, row_words in zip(rows.tolist(), words, strict=True):
-        for first in range(0, vocab_size, PIECE):
-            piece = logits[row, first : first + PIECE]
-            mask = row_words[first // 32 : (first + PIECE) // 32].view(torch.uint8).int()
-            limit = embedding(mask, limits).flatten()[: len(piece)]
-            torch.minimum(piece, limit, out=piece)
+    vocab_size, table = logits.shape[1], _limits(logits.device)
+    num_rows = max(1, PIECE // words.shape[1])
+    for first in range(0, len(rows), num_rows):
+        part = slice(first, first + num_rows)
+        limits = embedding(words[part].view(torch.uint8).int(), table).flatten(1)[:, :vocab_size]
+        if len(rows) == len(logits):  # all, in order
+            torch.minimum(logits[part], limits, out=logits[part])
+            continue
+        for row, limit in zip(rows[part].tolist(), limits, strict=True):
+            torch.minimum(logits[row], limit, out=logits[row])
 
 
 @cache

@@ -15,6 +15,7 @@ from shared.engine.runner import (
     PromptSuccessors,
     SamplingInputs,
     StepInputs,
+    TokenMask,
     TokenMasks,
 )
 from shared.messages import LogprobsMode, SamplingParams
@@ -144,13 +145,14 @@ def _is_penalized(params: SamplingParams) -> bool:
 
 def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
     """Returns the fields that are empty unless a row needs them."""
+    masks = _masks(requesting)
     return {
         "banned": [
             (row, token_id)
             for row, sequence, params in requesting
-            for token_id in _banned(sequence, params)
+            for token_id in _banned(sequence, params, is_masked=row in masks)
         ],
-        "masks": _masks(requesting),
+        "masks": _token_masks(masks),
         "bias": _bias(requesting),
         "penalties": _penalties(requesting),
         "raw_logprobs": _num_logprobs(requesting, "raw"),
@@ -158,11 +160,13 @@ def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
     }
 
 
-def _banned(sequence: Sequence, params: SamplingParams) -> list[int]:
+def _banned(sequence: Sequence, params: SamplingParams, *, is_masked: bool) -> list[int]:
     """Returns token ids, possibly with duplicates."""
     banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
-    bans_stop = sequence.grammar is not None and sequence.grammar.bans_stop
-    if bans_stop or sequence.num_output_tokens < params.min_tokens:
+    bans_stop = sequence.num_output_tokens < params.min_tokens
+    if sequence.grammar is not None and not is_masked:
+        bans_stop = bans_stop or sequence.grammar.bans_stop
+    if bans_stop:
         banned += sequence.stop_token_ids
     return banned
 
@@ -174,16 +178,18 @@ def _ends_with(token_ids: list[int], tail: tuple[int, ...]) -> bool:
     return token_ids[-1] == tail[-1] and tuple(token_ids[-len(tail) :]) == tail
 
 
-def _masks(requesting: list[SampledRow]) -> TokenMasks | None:
-    masks = [
-        (row, mask)
+def _masks(requesting: list[SampledRow]) -> dict[int, TokenMask]:
+    return {
+        row: mask
         for row, sequence, _ in requesting
         if sequence.grammar is not None and (mask := sequence.grammar.mask()) is not None
-    ]
+    }
+
+
+def _token_masks(masks: dict[int, TokenMask]) -> TokenMasks | None:
     if not masks:
         return None
-    rows, each = zip(*masks, strict=True)
-    return TokenMasks(np.array(rows, dtype=np.int64), each)
+    return TokenMasks(np.array(list(masks), dtype=np.int64), tuple(masks.values()))
 
 
 def _bias(requesting: list[SampledRow]) -> LogitBias | None:

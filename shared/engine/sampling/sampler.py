@@ -83,10 +83,9 @@ def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) 
 def _mask_tensors(words: Mapping[int, Words], device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows [M] and words [M, ⌈vocab_size / 32⌉]; these go to the device as one pinned copy."""
     each = list(words.values())
-    host = torch.empty(
-        (len(each), len(each[0])), dtype=torch.int32, pin_memory=device.type == "cuda"
-    )
-    np.stack(each, out=host.numpy())
+    shape = len(each), len(each[0])
+    host = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(each, out=host.numpy().reshape(-1))
     return torch.tensor(list(words), device=device), host.to(device, non_blocking=True)
 
 

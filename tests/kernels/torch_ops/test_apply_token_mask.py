@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.apply_token_mask import apply_token_mask as reference
-from kernels.torch_ops.apply_token_mask import PIECE, apply_token_mask
+from kernels.torch_ops.apply_token_mask import MANY_WORDS, PIECE, apply_token_mask
 
 INFINITY = float("inf")
 
@@ -33,7 +33,7 @@ def test_the_mask_decides_by_bit_and_word() -> None:
     }
 
 
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 2047, PIECE + 70])
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 2047, 8 * MANY_WORDS + 1, 8 * PIECE])
 def test_equals_the_reference_for_sparse_and_dense_masks(
     vocab_size: int, generator: torch.Generator
 ) -> None:
@@ -42,10 +42,10 @@ def test_equals_the_reference_for_sparse_and_dense_masks(
     num_words = -(-vocab_size // 32)
     words = torch.stack([_words(num_words, share, generator) for share in shares])
     words[0, -1], words[5, -1] = -1, 0
-    rows = torch.tensor([7, 0, 3, 5, 1, 6])
-    logits = torch.randn(8, vocab_size, generator=generator)
-    logits[:, 0], logits[:, -1] = -INFINITY, INFINITY
-    expected = logits.clone()
-    reference(expected, rows, words)
-    apply_token_mask(logits, rows, words)
-    assert torch.equal(logits, expected)
+    for rows in ([0, 1, 3, 5, 6, 7], range(len(shares))):
+        logits = torch.randn(8 if rows[-1] == 7 else 6, vocab_size, generator=generator)
+        logits[:, 0], logits[:, -1] = -INFINITY, INFINITY
+        expected = logits.clone()
+        reference(expected, torch.tensor(rows), words)
+        apply_token_mask(logits, torch.tensor(rows), words)
+        assert torch.equal(logits, expected)

@@ -22,7 +22,7 @@ def _masks(rows: list[int], vocab_size: int, device: torch.device) -> tuple[Tens
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 33, 4097, 9000])
-@pytest.mark.parametrize("rows", [[], [6], [5, 0, 2]])
+@pytest.mark.parametrize("rows", [[], [6], [0, 2, 5]])
 def test_equals_reference_bit_for_bit(
     rows: list[int], vocab_size: int, device: torch.device
 ) -> None:
