@@ -49,7 +49,7 @@ from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.tokenization.tokenization import Tokenization
-from services.gateway.tools.family import PLAIN
+from services.gateway.tools.families import family_of_template
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
@@ -111,7 +111,8 @@ class GatewayService:
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
         self._pool = preparation_pool(config, files) if pool is None else pool
-        self._family = PLAIN
+        template = files.chat_template
+        self._family = family_of_template(None if template is None else template.source.source)
         self._checks = GrammarChecks(
             grammar_pool(config, files) if check_pool is None else check_pool
         )

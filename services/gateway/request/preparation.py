@@ -21,7 +21,8 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
-from services.gateway.tools.family import PLAIN, Family
+from services.gateway.tools.families import PLAIN
+from services.gateway.tools.family import Family
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest

@@ -43,6 +43,3 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     think_open: str = ""
     think_close: str = ""
     call_ids: CallIds = "own"  # the form of ids that its chat template requires
-
-
-PLAIN = Family(name="plain", call_format=None, response_template={})  # no calls, no reasoning

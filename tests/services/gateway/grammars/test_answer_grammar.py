@@ -10,22 +10,14 @@ from services.gateway.grammars.answer_grammar import GrammarPlan, answer_grammar
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.grammar import TokenIdOf
 from services.gateway.grammars.thinking import Thinking, spec_of, thinking_at_end
-from services.gateway.tools.family import PLAIN, Family
+from services.gateway.tools.families import HARMONY, HERMES, PLAIN, with_thinking
+from services.gateway.tools.family import Family
 from services.gateway.tools.tool import CustomFormat, NamedTool, Tool, ToolOptions
 from shared.errors import InvalidRequest
 from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec
 from tests.services.gateway.grammars.conftest import Accepts
 
-HERMES = Family(
-    name="hermes",
-    call_format="hermes",
-    response_template={},
-    trigger="<tool_call>",
-    call_close="</tool_call>",
-    think_open="<think>",
-    think_close="</think>",
-)
-HARMONY = Family(name="harmony", call_format="harmony", response_template={})
+THINKING_HERMES = with_thinking(HERMES, "<think>", "</think>")
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -42,7 +34,7 @@ def spec(
     output: OutputConstraint | None = OBJECT,
     tools: ToolOptions | None = None,
     *,
-    family: Family = HERMES,
+    family: Family = THINKING_HERMES,
     thinking: Thinking = "closed",
 ) -> GrammarSpec:
     return spec_of(plan(token_id_of, output, tools, family), thinking, family, token_id_of)
@@ -52,7 +44,7 @@ def plan(
     token_id_of: TokenIdOf,
     output: OutputConstraint | None,
     tools: ToolOptions | None,
-    family: Family = HERMES,
+    family: Family = THINKING_HERMES,
 ) -> GrammarPlan:
     found = answer_grammar(output, tools, family, token_id_of)
     assert found is not None
@@ -125,9 +117,9 @@ def test_reasoning_whose_end_is_several_tokens(token_id_of: TokenIdOf, accepts: 
 @pytest.mark.parametrize(
     ("tail", "family", "expected"),
     [
-        ("<|im_start|>assistant\n<think>\n", HERMES, "open"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", HERMES, "closed"),
-        ("<think><|im_end|>\n<|im_start|>assistant\n", HERMES, "undecided"),
+        ("<|im_start|>assistant\n<think>\n", THINKING_HERMES, "open"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINKING_HERMES, "closed"),
+        ("<think><|im_end|>\n<|im_start|>assistant\n", THINKING_HERMES, "undecided"),
         ("<|im_start|>assistant\n<think>\n", PLAIN, "closed"),
     ],
 )
@@ -191,8 +183,8 @@ def test_constraint_or_call(token_id_of: TokenIdOf, accepts: Accepts) -> None:
 def test_free_answers(token_id_of: TokenIdOf) -> None:
     none = ToolOptions(tools=(CLOCK,), choice="none")
     for output, tools, family in (
-        (None, None, HERMES),
-        (None, none, HERMES),
+        (None, None, THINKING_HERMES),
+        (None, none, THINKING_HERMES),
         (None, ToolOptions(tools=(CLOCK,)), PLAIN),
     ):
         assert answer_grammar(output, tools, family, token_id_of) is None
