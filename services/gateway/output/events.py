@@ -89,6 +89,20 @@ Event = (
 )
 
 
+def bytes_of_event(event: Event) -> int:
+    """Bytes of its text and packed logprobs."""
+    match event:
+        case TextDelta():
+            return event.num_bytes
+        case ReasoningDelta():
+            return bytes_of_texts(event.texts)
+        case ToolCallStart():
+            return bytes_of_texts((event.id, event.name))
+        case ToolArgumentsDelta():
+            return bytes_of_texts((event.text,))
+    return 0
+
+
 def with_ends(events: Sequence[Event]) -> Iterable[tuple[Event, Finished | None]]:
     """Returns each text together with its choice's end if that follows at once, so that one chunk
     can hold both; all other events alone.

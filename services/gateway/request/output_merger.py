@@ -109,6 +109,7 @@ class OutputMerger:
             prompt=sum(each.num_prompt_tokens for each in self.outputs),
             cached=sum(known) if len(known) == len(cached) else None,
             output=sum(each.num_output_tokens for each in self.outputs),
+            reasoning=sum(each.num_reasoning_tokens for each in self.outputs),
         )
 
     def _wake(self, output: RequestOutput) -> None:

@@ -15,7 +15,7 @@ from services.gateway.request.generation_request import (
     check_payload,
     max_output_tokens,
 )
-from services.gateway.request.prompt import Echo, echo_of, tokenize
+from services.gateway.request.prompt import ChatPrompt, Echo, PackedPrompt, echo_of, tokenize
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
@@ -23,6 +23,8 @@ from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.tools.families import PLAIN
 from services.gateway.tools.family import Family
+from services.gateway.tools.parsing.output_assembler import OutputAssembler
+from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
@@ -80,6 +82,7 @@ class Preparation:
         family: Family = PLAIN,
     ) -> None:
         self._family = family
+        self._parsing = ResponseParsing(family, files.tokenizer.added_ids)
         self._public = public
         self._config = config
         self._root_key = root_key(config.cluster_secret)
@@ -141,14 +144,38 @@ class Preparation:
         """Tokenizes the parts of a rendered conversation."""
         return self._files.tokenizer.encode(parts)
 
-    def assembler(self, prepared: PreparedRequest) -> TextAssembler:
+    def assembler(
+        self, prepared: PreparedRequest, choice_index: int = 0
+    ) -> TextAssembler | OutputAssembler:
+        """One that splits calls and reasoning off, where the response can have them."""
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []
         tokenizer = self._files.tokenizer
         detokenizer = Detokenizer(
             tokenizer.tokenizer, context[-CONTEXT_TOKENS:], complete_texts=tokenizer.complete_texts
         )
         min_tokens = prepared.request.sampling.min_tokens
-        return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+        generation = prepared.generation
+        if generation.continues_text or not self._parsing.applies(generation.tools):
+            return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+        prompt = generation.prompt
+        parser = self._parsing.parser(
+            generation.tools,
+            choice_index,
+            request_id=prepared.request.request_id,
+            prompt_tail=tokenizer.decode(prepared.prompt_token_ids[-TAIL_TOKENS:]),
+            num_earlier_calls=prompt.num_calls
+            if isinstance(prompt, ChatPrompt | PackedPrompt)
+            else 0,
+        )
+        return OutputAssembler(
+            detokenizer,
+            parser,
+            self._parsing.markers,
+            prepared.stop,
+            choice_index,
+            min_tokens=min_tokens,
+            shows_reasoning=generation.reasoning.is_shown,
+        )
 
     def _grammar(
         self, generation: GenerationRequest, checked: CheckedPlan, prompt: Sequence[int]

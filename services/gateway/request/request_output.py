@@ -15,6 +15,7 @@ from services.gateway.output.events import (
     Event,
     Finished,
     TextDelta,
+    bytes_of_event,
     bytes_of_texts,
     bytes_of_tokens,
 )
@@ -22,6 +23,8 @@ from services.gateway.request.preparation import PreparedRequest
 from services.gateway.streams.stream import StreamEnd
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 from services.gateway.text.text_assembler import TextAssembler
+from services.gateway.tools.parsing.choice_events import ChoiceEvents
+from services.gateway.tools.parsing.output_assembler import OutputAssembler
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
@@ -62,8 +65,27 @@ class _ChoiceText:
     def has_output(self) -> bool:
         return bool(self._texts or self._tokens)
 
-    def add(self, texts: Sequence[str], tokens: Sequence[ScoredToken]) -> int:
-        """Returns the bytes that the output takes until it is in a delta."""
+    @property
+    def num_calls(self) -> int:
+        """Complete calls."""
+        return 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0
+
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+        """Returns the bytes that the new output takes until it is in a delta."""
+        fresh = self.assembler.feed(token_ids, logprobs)
+        scored = self.assembler.take_scored() if logprobs else ()
+        return self._add(fresh, scored) if fresh or scored else 0
+
+    def flush(self) -> int:
+        """At the end of the choice; returns bytes as `feed`."""
+        fresh = self.assembler.flush()
+        return self._add((fresh,) if fresh else (), self.assembler.take_scored())
+
+    def _add(self, texts: Sequence[str], tokens: Sequence[ScoredToken]) -> int:
         self._texts += texts
         if tokens:
             self._tokens.extend(tokens)
@@ -105,6 +127,44 @@ class _ChoiceText:
         return TextDelta(choice_index, [text[:num_chars]], tokens)
 
 
+class _ChoiceParts:
+    """The content, reasoning and calls of one choice since the last delta."""
+
+    def __init__(self, assembler: OutputAssembler) -> None:
+        self.assembler = assembler
+        self.finish_reason: EndReason | None = None
+        self.is_taken = False  # including the finish reason
+        self.served: Served | None = None
+        self.last_token_at: float | None = None
+        self._events = ChoiceEvents()
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self._events)
+
+    @property
+    def num_calls(self) -> int:
+        return self.assembler.num_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self.assembler.num_reasoning_tokens
+
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+        return self._events.add(self.assembler.feed(token_ids, logprobs))
+
+    def flush(self) -> int:
+        return self._events.add(self.assembler.flush())
+
+    def take(self, choice_index: int) -> list[Event]:
+        events = self._events.take(choice_index)
+        if not self.has_output and self.finish_reason is not None and not self.is_taken:
+            self.is_taken = True
+            stop_sequence = self.assembler.stop_sequence
+            events.append(Finished(choice_index, self.finish_reason, stop_sequence))
+        return events
+
+
 class RequestOutput:
     """A `stream.Receiver` that buffers the output until `take()`.
 
@@ -114,7 +174,7 @@ class RequestOutput:
     def __init__(
         self,
         prepared: PreparedRequest,
-        assemblers: Sequence[TextAssembler],
+        assemblers: Sequence[TextAssembler | OutputAssembler],
         metrics: GatewayMetrics,
         clock: Clock,
         *,
@@ -131,7 +191,7 @@ class RequestOutput:
         self.first_choice_index = 0
         self.on_update: Callable[[], None] = lambda: None
         self.num_buffered_bytes = 0  # of the texts that `take` would return
-        self._texts = [_ChoiceText(each) for each in assemblers]
+        self._texts = [_choice(each) for each in assemblers]
         self.has_more = False
         self._first_taken = 0  # the choice that `take` returns first
         self._shows_output = prepared.generation.shows_output
@@ -146,6 +206,10 @@ class RequestOutput:
     @property
     def num_output_tokens(self) -> int:
         return sum(text.assembler.num_tokens for text in self._texts)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(text.num_reasoning_tokens for text in self._texts)
 
     @property
     def served(self) -> Served | None:
@@ -197,13 +261,12 @@ class RequestOutput:
         self._observe_gap(text)
         if not self._shows_output:
             return True
-        fresh = text.assembler.feed(token_ids, logprobs)
-        scored = text.assembler.take_scored() if logprobs else ()
-        if fresh or scored:
-            self.num_buffered_bytes += text.add(fresh, scored)
+        num_bytes = text.feed(token_ids, logprobs)
+        if num_bytes:
+            self.num_buffered_bytes += num_bytes
             self.on_update()
         if text.assembler.is_stopped:
-            text.finish_reason = "stop"
+            text.finish_reason = "tool_calls" if text.num_calls else "stop"
             self.on_update()
             return False
         return True
@@ -219,9 +282,7 @@ class RequestOutput:
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         text = self._texts[choice_index]
-        fresh = text.assembler.flush()
-        scored = text.assembler.take_scored()
-        self.num_buffered_bytes += text.add((fresh,) if fresh else (), scored)
+        self.num_buffered_bytes += text.flush()
         text.finish_reason = self._finish_reason(text, finish)
         text.served = finish.served
         self.embedding = finish.embedding
@@ -245,19 +306,18 @@ class RequestOutput:
 
     def _count_taken(self, taken: Sequence[Event]) -> None:
         if self.has_more:
-            deltas = (each for each in taken if isinstance(each, TextDelta))
-            self.num_buffered_bytes -= sum(each.num_bytes for each in deltas)
+            self.num_buffered_bytes -= sum(map(bytes_of_event, taken))
         else:
             self.num_buffered_bytes = 0
 
-    def _finish_reason(self, text: _ChoiceText, finish: Finish) -> EndReason:
+    def _finish_reason(self, text: _ChoiceText | _ChoiceParts, finish: Finish) -> EndReason:
         if not self._shows_output:  # the client requested no tokens
             return "length"
         if text.assembler.is_stopped or finish.reason == "stop":
-            return "stop"
+            return "tool_calls" if text.num_calls else "stop"
         return "length"  # a failed choice is resubmitted, or ends the stream with its error
 
-    def _observe_gap(self, text: _ChoiceText) -> None:
+    def _observe_gap(self, text: _ChoiceText | _ChoiceParts) -> None:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""
         now = self._clock.now()
         if text.last_token_at is not None:
@@ -265,3 +325,9 @@ class RequestOutput:
         elif all(each.last_token_at is None for each in self._texts):
             self._metrics.observe_ttft(now - self._opened_at)
         text.last_token_at = now
+
+
+def _choice(assembler: TextAssembler | OutputAssembler) -> _ChoiceText | _ChoiceParts:
+    if isinstance(assembler, OutputAssembler):
+        return _ChoiceParts(assembler)
+    return _ChoiceText(assembler)

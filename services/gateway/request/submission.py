@@ -191,7 +191,10 @@ class Submission:
     def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
         """Sends the request to a scheduler. Raises the HearthError that rejects the request."""
         self._check_admission()
-        assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
+        assemblers = [
+            self._preparation.assembler(prepared, each.choice_index)
+            for each in prepared.request.choices
+        ]
         output = RequestOutput(
             prepared, assemblers, self._metrics, self._clock, on_end=reservation.ended
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -50,6 +50,11 @@ class PromptTokenizer:
     def added_token_id(self, text: str) -> int | None:
         """The token that stands for this text alone, such as a marker of a chat template."""
         return self._added_ids.get(text)
+
+    @property
+    def added_ids(self) -> Mapping[str, int]:
+        """Added tokens, by text."""
+        return self._added_ids
 
     @property
     def vocab_size(self) -> int:

@@ -4,6 +4,8 @@ Outer frames are Hugging Face's `response_template`; `parsing/response_template.
 body formats beside its own are. The wire formats are those of the models' chat templates.
 """
 
+# ruff: noqa: RUF001  # DeepSeek's markers have fullwidth bars
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,11 +24,27 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     return {"type": _FUNCTION, _FUNCTION: {"name": name, "arguments": arguments}}
 
 
-def _template(anchor: str, calls: Mapping[str, Any] | None) -> dict[str, Any]:
+def _template(
+    anchor: str, calls: Mapping[str, Any] | None, *, section_end: str = ""
+) -> dict[str, Any]:
+    """`section_end`: after all calls; a field that is not shown."""
     fields: dict[str, Any] = {"content": {"content": "text"}}
     if calls is not None:
         fields["tool_calls"] = {"repeats": True, "content": "json", **calls}
+    if section_end:
+        fields["section_end"] = {"open": section_end, "close_pattern": ""}
     return {"defaults": {"role": "assistant"}, "start_anchor": anchor, "fields": fields}
+
+
+def with_thinking(family: Family, opening: str, close: str) -> Family:
+    template = family.response_template
+    thinking = {"open": opening, "close": close, "repeats": True, "join": "\n"}
+    return msgspec.structs.replace(
+        family,
+        think_open=opening,
+        think_close=close,
+        response_template={**template, "fields": {**template["fields"], "thinking": thinking}},
+    )
 
 
 _CHATML = "<|im_start|>assistant\n"
@@ -35,7 +53,7 @@ _BY_CONTENT = _call("{content.name}", "{content.arguments}")
 _BY_ITEM = _call("{name}", "{arguments}")
 _BY_CAPTURE = _call("{name}", "{content}")
 _DEEPSEEK_OPEN = r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-_DEEPSEEK_CLOSE = r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"
+_DEEPSEEK_CLOSE = "<｜tool▁call▁end｜>"
 
 HERMES = Family(
     name="hermes",
@@ -82,7 +100,8 @@ PYTHONIC = Family(
     response_template=_template(
         _LLAMA,
         {
-            "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_])",
+            "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w.]*\()",
+            "close": "<|python_end|>",
             "content": "python-calls",
             "transform": _BY_ITEM,
             "transform_each": True,
@@ -144,22 +163,24 @@ FUNCTION_GEMMA = Family(
         },
     ),
 )
-GEMMA4 = Family(
-    name="gemma4",
-    call_format="gemma4",
-    trigger="<|tool_call>",
-    call_close="<tool_call|>",
-    think_open="<|channel>thought\n",
-    think_close="<channel|>",
-    response_template=_template(
-        "<|turn>model\n",
-        {
-            "open_pattern": r"<\|tool_call>call:(?P<name>[^{\s]+)(?=\{)",
-            "close": "<tool_call|>",
-            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": _BY_CAPTURE,
-        },
+GEMMA4 = with_thinking(
+    Family(
+        name="gemma4",
+        call_format="gemma4",
+        trigger="<|tool_call>",
+        call_close="<tool_call|>",
+        response_template=_template(
+            "<|turn>model\n",
+            {
+                "open_pattern": r"<\|tool_call>call:(?P<name>[^{\s]+)(?=\{)",
+                "close": "<tool_call|>",
+                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                "transform": _BY_CAPTURE,
+            },
+        ),
     ),
+    "<|channel>thought\n",
+    "<channel|>",
 )
 KIMI = Family(
     name="kimi",
@@ -174,9 +195,10 @@ KIMI = Family(
                 r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
                 r"(?:functions\.)?(?P<name>[^:<>\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
             ),
-            "close_pattern": r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+            "close": "<|tool_call_end|>",
             "transform": _BY_CAPTURE,
         },
+        section_end="<|tool_calls_section_end|>",
     ),
 )
 DEEPSEEK_V3 = Family(
@@ -190,9 +212,10 @@ DEEPSEEK_V3 = Family(
             "open_pattern": (
                 _DEEPSEEK_OPEN + r"function<｜tool▁sep｜>(?P<name>[^\n<`]+)\n```json\s*"
             ),
-            "close_pattern": r"```" + _DEEPSEEK_CLOSE,
+            "close": "```" + _DEEPSEEK_CLOSE,
             "transform": _BY_CAPTURE,
         },
+        section_end="<｜tool▁calls▁end｜>",
     ),
 )
 DEEPSEEK_V31 = Family(
@@ -204,9 +227,10 @@ DEEPSEEK_V31 = Family(
         "<｜Assistant｜>",
         {
             "open_pattern": _DEEPSEEK_OPEN + r"(?P<name>[^\n<]+)<｜tool▁sep｜>\s*",
-            "close_pattern": _DEEPSEEK_CLOSE,
+            "close": _DEEPSEEK_CLOSE,
             "transform": _BY_CAPTURE,
         },
+        section_end="<｜tool▁calls▁end｜>",
     ),
 )
 HARMONY = Family(
@@ -303,14 +327,3 @@ def _with_thinking(family: Family, source: str) -> Family:
         if close in source:
             return with_thinking(family, opening, close)
     return family
-
-
-def with_thinking(family: Family, opening: str, close: str) -> Family:
-    template = family.response_template
-    thinking = {"open": opening, "close": close, "repeats": True, "join": "\n"}
-    return msgspec.structs.replace(
-        family,
-        think_open=opening,
-        think_close=close,
-        response_template={**template, "fields": {**template["fields"], "thinking": thinking}},
-    )

@@ -1,0 +1,380 @@
+"""Splits the text of one choice into content, reasoning and calls, while it arrives. Pure.
+
+                ┌──── close ◀── thinking ◀── open ──┐
+outside (content) ◀── close ◀── content  ◀── open ──┤ outside
+                └──── close ◀── a call   ◀── open ──┘
+
+A text may be split anywhere: what may be a part of a delimiter is held back. A call that cannot be
+read, or is of a tool that is not offered, becomes content as it is written. If its arguments began
+before that, it stays without an end, and the rest becomes content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.gateway.output.events import (
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from services.gateway.tools.parsing.call_bodies import ArgumentsBody, CallsBody
+from services.gateway.tools.parsing.marker_tokens import MarkerTokens
+from services.gateway.tools.parsing.response_template import Delimiter, Region, ResponseTemplate
+from services.gateway.tools.parsing.whole_bodies import (
+    MAX_BODY_CHARS,
+    lax_json,
+    python_calls,
+    xml_parameters,
+)
+
+MAX_HELD_CHARS = 4096  # of a delimiter, or of spaces
+CallIdOf = Callable[[int, str], str]  # of the call's index and name
+
+
+class ResponseParser:
+    """`schemas`: of the arguments of each offered tool, by name. `is_thinking`: whether the prompt
+    ends inside of reasoning. `num_calls`: complete calls.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        markers: MarkerTokens,
+        choice_index: int,
+        *,
+        schemas: Mapping[str, Mapping[str, Any]],
+        call_id_of: CallIdOf,
+        is_thinking: bool = False,
+    ) -> None:
+        self.num_calls = 0
+        self._template = template
+        self._markers = markers
+        self._choice = choice_index
+        self._schemas = schemas
+        self._call_id_of = call_id_of
+        self._openings = [each for each in template.regions if each.open is not None]
+        self._outside = next((r for r in template.regions if r.open is None), None)
+        self._region = template.first("thinking") if is_thinking else None
+        self._events: list[Event] = []
+        self._buffer = ""
+        self._is_at_start = True
+        self._call_index = -1
+        self._body: ArgumentsBody | CallsBody | None = None
+        self._raw = ""  # of a call, as long as it can become content
+        self._captures: dict[str, str] = {}
+        self._is_closing = False
+        self._spaces = ""
+        self._skips_spaces = is_thinking
+        self._shown_kinds: set[str] = set()
+        self._join = ""
+        self._is_ended = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._region is not None and self._region.kind == "thinking"
+
+    @property
+    def is_in_content(self) -> bool:
+        """Whether text is shown, or may be, as content."""
+        return self._region is None or self._region.kind == "content"
+
+    def feed(self, text: str) -> list[Event]:
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """At the end of the text: nothing is held back any more."""
+        self._is_ended = True
+        while self._step():
+            pass
+        if self._is_closing or self._region is None or self._region.kind != "calls":
+            self._end_spaces()
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # Each step returns whether another one can do more.
+
+    def _step(self) -> bool:
+        if self._region is None:
+            return self._step_outside()
+        if self._is_closing:
+            return self._step_closing()
+        if self._region.kind != "calls":
+            return self._step_text(self._region)
+        return self._step_streamed() if self._body is not None else self._step_whole(self._region)
+
+    def _step_outside(self) -> bool:
+        if not self._buffer:
+            return False
+        best, held = self._find(self._openings)
+        if best is None:
+            if held > 0:
+                self._is_at_start = False
+            self._show("content", self._advance(held))
+            return False
+        region, found = best
+        before = self._advance(found.start())
+        self._show("content", before)
+        self._open(region, found)
+        return True
+
+    def _find(self, regions: list[Region]) -> tuple[tuple[Region, Any] | None, int]:
+        """The first opening, else None and the characters before what may be one."""
+        best: tuple[Region, Any] | None = None
+        held = len(self._buffer)
+        for region in regions:
+            assert region.open is not None
+            if region.open.is_at_start and not self._is_at_start:
+                continue
+            found, is_pending = self._search(region.open)
+            if found is None:
+                continue
+            if is_pending:
+                held = min(held, found.start())
+            elif best is None or (found.start(), -found.end()) < (
+                best[1].start(),
+                -best[1].end(),
+            ):
+                best = region, found
+        if best is not None and best[1].start() >= held:
+            best = None
+        return best, held
+
+    def _search(self, delimiter: Delimiter) -> tuple[Any, bool]:
+        """The match and whether more text may change it. One that grows too long is no match."""
+        ended = self._is_ended
+        found = delimiter.pattern.search(self._buffer, partial=not ended)
+        if found is None or ended:
+            return found, False
+        at_end = found.end() == len(self._buffer)
+        is_pending = found.partial or (at_end and (delimiter.can_grow or not found[0]))
+        if is_pending and len(found[0]) > MAX_HELD_CHARS:
+            return (None, False) if found.partial else (found, False)
+        return found, is_pending
+
+    def _open(self, region: Region, found: Any) -> None:
+        opening = self._advance(len(found[0]))
+        self._spaces = ""
+        self._region, self._raw = region, opening
+        self._is_closing = False
+        self._captures = {k: v for k, v in found.groupdict().items() if v is not None}
+        self._skips_spaces = True
+        if region.kind != "calls":
+            self._join = region.join if region.kind in self._shown_kinds else ""
+            return
+        name = self._captures.get(region.name[0])
+        if name is not None and name not in self._schemas:
+            self._fail()
+        elif region.is_streamed:
+            self._body = self._json_body(region, name)
+
+    def _json_body(self, region: Region, name: str | None) -> ArgumentsBody | CallsBody:
+        if name is not None and region.has_arguments_only:
+            return ArgumentsBody(name, self)
+        key = region.arguments[-1]
+        keys = tuple(dict.fromkeys((key, "arguments", "parameters")))
+        return CallsBody(
+            self,
+            self._schemas.__contains__,
+            name_key=region.name[-1],
+            arguments_keys=keys,
+            separator=region.args.get("separator", ""),
+        )
+
+    def _step_text(self, region: Region) -> bool:
+        if region.close is None:
+            self._show(region.kind, self._advance(len(self._buffer)))
+            return False
+        found, is_pending = self._search(region.close)
+        if found is not None and not is_pending:
+            self._show(region.kind, self._advance(found.start()))
+            self._advance(len(found[0]))
+            self._leave()
+            self._is_at_start = region.kind == "thinking"
+            return True
+        end = len(self._buffer) if found is None else found.start()
+        self._show(region.kind, self._advance(end))
+        return False
+
+    def _step_streamed(self) -> bool:
+        body = self._body
+        assert body is not None
+        end = body.feed(self._buffer, 0)
+        taken = self._advance(end)
+        if self._call_index < 0 or not self._is_call_open:
+            self._raw += taken
+        if self._is_ended and isinstance(body, CallsBody):
+            body.finish()
+        if body.is_complete:
+            self._body, self._is_closing = None, True
+            return True
+        if body.is_bad or self._is_ended:
+            self._fail()
+            return True
+        return False
+
+    def _step_closing(self) -> bool:
+        region = self._region
+        assert region is not None
+        if region.close is None:
+            self._leave()
+            return True
+        stripped = self._buffer.lstrip()
+        if not stripped and not self._is_ended:
+            return False
+        found = region.close.pattern.match(stripped, partial=not self._is_ended)
+        if found is not None and not self._is_ended:
+            at_end = found.end() == len(stripped)
+            if found.partial or (at_end and region.close.can_grow):
+                return False
+        if found is not None:
+            self._buffer = stripped[found.end() :]
+        self._leave()
+        return True
+
+    def _step_whole(self, region: Region) -> bool:
+        """A body that is read when it is complete."""
+        found, is_pending = None, False
+        if region.close is not None:
+            found, is_pending = self._search(region.close)
+        is_closed = found is not None and not is_pending
+        if is_closed or self._is_ended:
+            body = self._buffer[: found.start()] if found is not None else self._buffer
+            close = found[0] if found is not None else ""
+            if found is None and region.close is not None and region.content != "python-calls":
+                self._fail(len(self._buffer))
+            elif self._read_whole(region, body):
+                self._advance(len(body) + len(close))
+                self._leave()
+            else:
+                self._fail(len(body) + len(close))
+            return True
+        if len(self._buffer) > MAX_BODY_CHARS:
+            self._fail(len(self._buffer))
+            return True
+        return False
+
+    def _read_whole(self, region: Region, body: str) -> bool:
+        try:
+            calls = self._calls_of(region, body)
+            texts = [(name, json.dumps(args, ensure_ascii=False)) for name, args in calls]
+            for name, text in texts:
+                text.encode()
+                if name not in self._schemas:
+                    return False
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, TimeoutError):
+            return False
+        for name, text in texts:
+            self.start(name)
+            self.arguments(text)
+            self.end()
+        return bool(texts)
+
+    def _calls_of(self, region: Region, body: str) -> list[tuple[str, Any]]:
+        """Raises what a malformed body leads to."""
+        match region.content:
+            case "python-calls":
+                content: Any = python_calls(body)
+            case "xml-inline":
+                schema = self._schemas[self._captures[region.name[0]]]
+                content = xml_parameters(body, region.args, schema)
+            case _:
+                content = lax_json(body, region.args)
+        scopes = content if region.is_list else [{"content": content}]
+        calls = []
+        for scope in scopes:
+            values = {**self._captures, **scope}
+            name, arguments = _at(values, region.name), _at(values, region.arguments)
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise ValueError("not a name and its arguments")
+            calls.append((name, arguments))
+        return calls
+
+    def _fail(self, num_chars: int = 0) -> None:
+        """The call that was being read is content, and `num_chars` of the buffer."""
+        raw = self._raw + self._advance(num_chars)
+        self._leave()
+        self._skips_spaces = False
+        self._is_at_start = False
+        self._is_call_open = False
+        self._show("content", raw)
+
+    def _leave(self) -> None:
+        region = self._region
+        if region is not None and region.kind != "calls":
+            self._spaces = ""
+        self._region, self._body, self._raw = None, None, ""
+        self._is_closing = False
+        self._skips_spaces = True
+        self._is_at_start = False
+
+    def _advance(self, num_chars: int) -> str:
+        taken, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
+        return taken
+
+    def _show(self, kind: str, text: str) -> None:
+        """Spaces beside a delimiter belong to it: those at an end wait for what follows."""
+        if not text or kind not in ("content", "thinking"):
+            return
+        text = self._markers.restored(self._spaces + text)
+        self._spaces = ""
+        if self._skips_spaces:
+            text = text.lstrip()
+            if not text:
+                return
+            self._skips_spaces = False
+        bare = text.rstrip()
+        if len(text) - len(bare) <= MAX_HELD_CHARS:
+            text, self._spaces = bare, text[len(bare) :]
+        if text:
+            self._emit(kind, text)
+
+    def _end_spaces(self) -> None:
+        kind = "content" if self._region is None else self._region.kind
+        text, self._spaces = self._spaces, ""
+        if text and kind in ("content", "thinking"):
+            self._emit(kind, text)
+
+    def _emit(self, kind: str, text: str) -> None:
+        text, self._join = self._join + text, ""
+        self._shown_kinds.add(kind)
+        if kind == "content":
+            self._events.append(TextDelta(self._choice, (text,)))
+        else:
+            self._events.append(ReasoningDelta(self._choice, (text,)))
+
+    # ── CallReceiver ─────────────────────────────────────────────────────────────────────────────
+
+    _is_call_open = False
+
+    def start(self, name: str) -> None:
+        self._call_index += 1
+        self._is_call_open = True
+        self._raw = ""
+        call_id = self._call_id_of(self._call_index, name)
+        self._events.append(ToolCallStart(self._choice, self._call_index, call_id, name))
+
+    def arguments(self, text: str) -> None:
+        self._events.append(ToolArgumentsDelta(self._choice, self._call_index, text))
+
+    def end(self) -> None:
+        self._is_call_open = False
+        self.num_calls += 1
+        self._events.append(ToolCallEnd(self._choice, self._call_index))
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values

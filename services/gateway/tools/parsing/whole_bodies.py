@@ -1,0 +1,155 @@
+"""Bodies of calls that are read when they are complete. All raise ValueError for what they cannot
+read.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import regex
+
+MAX_BODY_CHARS = 1024 * 1024
+MATCH_TIMEOUT_S = 0.1
+_UNQUOTED_KEY = regex.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+def lax_json(text: str, args: Mapping[str, Any]) -> Any:
+    """JSON with strings between other marks and keys without quotes."""
+    if "\x00" in text:
+        raise ValueError("NUL in a call")
+    strings: list[str] = []
+    for opening, close in args.get("string_delims", ()):
+        parts = text.split(opening) if opening == close else _between(text, opening, close)
+        if len(parts) % 2 == 0:
+            raise ValueError(f"a string has no closing {close!r}")
+        for index in range(1, len(parts), 2):
+            strings.append(parts[index])
+            parts[index] = f'"\x00{len(strings) - 1}"'
+        text = "".join(parts)
+    if args.get("unquoted_keys"):
+        text = _UNQUOTED_KEY.sub(r'\1"\2":', text, timeout=MATCH_TIMEOUT_S)
+    value = json.JSONDecoder(strict=False, parse_constant=_no_constant).decode(text.strip())
+    return _restored(value, strings)
+
+
+def _between(text: str, opening: str, close: str) -> list[str]:
+    """Alternates what is outside and inside of the marks."""
+    parts = []
+    for index, part in enumerate(text.split(opening)):
+        parts += part.split(close, 1) if index else [part]
+    return parts
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _restored(value: Any, strings: Sequence[str]) -> Any:
+    match value:
+        case str() if value.startswith("\x00"):
+            return strings[int(value[1:])]
+        case dict():
+            return {
+                _restored(key, strings): _restored(each, strings) for key, each in value.items()
+            }
+        case list():
+            return [_restored(each, strings) for each in value]
+    return value
+
+
+def xml_parameters(text: str, args: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
+    """An object of the tags, with values of the types that the schema of the arguments declares."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    found: dict[str, Any] = {}
+    end = 0
+    for tag in regex.finditer(
+        args["tag_pattern"], text, flags=regex.DOTALL, timeout=MATCH_TIMEOUT_S
+    ):
+        if text[end : tag.start()].strip():
+            raise ValueError("text between parameters")
+        end = tag.end()
+        found[tag["key"]] = typed(tag["value"], properties.get(tag["key"]))
+    if text[end:].strip():
+        raise ValueError("text after the parameters")
+    return found
+
+
+def typed(text: str, schema: Any) -> Any:
+    """The value of a text whose type only the schema tells; the text where it has none of them."""
+    types = _declared_types(schema)
+    bare = text.strip()
+    value: Any = _WORDS.get(bare.lower(), text)
+    if value is text:
+        try:
+            value = json.loads(bare, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            return text
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        value = int(value)
+    return value if any(_is_of_type(value, each) for each in types) else text
+
+
+def _declared_types(schema: Any) -> list[str]:
+    if not isinstance(schema, dict):
+        return []
+    declared = schema.get("type")
+    types = [declared] if isinstance(declared, str) else list(declared or ())
+    for key in ("anyOf", "oneOf"):
+        types += [each for option in schema.get(key) or () for each in _declared_types(option)]
+    if "enum" in schema and not types:
+        types = [name for name in _TYPES if any(_is_of_type(e, name) for e in schema["enum"])]
+    return types
+
+
+def _is_of_type(value: Any, name: Any) -> bool:
+    if isinstance(value, bool):
+        return bool(name == "boolean")
+    return isinstance(value, _TYPES.get(name, ()))
+
+
+def python_calls(text: str) -> list[dict[str, Any]]:
+    """`[f(a='x'), g(b=1)]` as names and arguments. Only literals are allowed."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            raise ValueError("not a list")
+        return [_python_call(each) for each in tree.elts]
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a list of calls: {error}") from error
+
+
+def _python_call(node: ast.expr) -> dict[str, Any]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with named arguments")
+    arguments = {}
+    for each in node.keywords:
+        if each.arg is None:
+            raise ValueError("** is not a named argument")
+        arguments[each.arg] = _literal(each.value)
+    return {"name": ast.unparse(node.func), "arguments": arguments}
+
+
+def _literal(node: ast.expr) -> Any:
+    """`true`, `false` and `null` are also read as JSON's."""
+    match node:
+        case ast.Name(id=("true" | "false" | "null") as word):
+            return _WORDS[word]
+        case ast.List(elts=items):
+            return [_literal(each) for each in items]
+        case ast.Dict(keys=keys, values=values):
+            pairs = zip(keys, values, strict=True)
+            return {str(_literal(key)): _literal(value) for key, value in pairs if key is not None}
+    return ast.literal_eval(node)
