@@ -1,7 +1,8 @@
 """The engine under random operations, also between the start and the end of a step.
 
 The tokens of each sequence equal those of its solo run, despite chunks, cache hits, preemption,
-pushes, forks, failed steps and aborts. At the end no sequence is left and no block is referenced.
+pushes, forks, failed steps, late masks and aborts. At the end no sequence is left and no block is
+referenced.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.messages import SamplingParams
 from tests.shared.engine.batching.test_block_pool import listing, replay
+from tests.shared.engine.support.masked import SumGrammar
 from tests.shared.engine.support.rig import (
     Rig,
     greedy,
@@ -45,7 +47,18 @@ SAMPLINGS = st.builds(
     st.booleans(),
 )
 STOPS = st.sampled_from([(), (17,), (16, 20)])
+LATE_AT = st.none() | st.sets(st.integers(0, 23), max_size=6)
 TENANTS = st.sampled_from(["tenant-a", "tenant-a", "tenant-b"])
+
+
+def late_grammar(late_at: set[int] | None, output_ids: list[int]) -> SumGrammar | None:
+    """One that allows every token, so that it changes none."""
+    if late_at is None:
+        return None
+    num_polls = len(late_at)
+    return SumGrammar(
+        VOCAB_SIZE, modulus=1, late_at=late_at, compiled_after=num_polls, output_ids=output_ids
+    )
 
 
 def states(*wanted: SequenceState):  # type: ignore[no-untyped-def]
@@ -78,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant_id=TENANTS,
         is_reserved=st.booleans(),
         share_received=st.sampled_from([0.0, 0.0, 0.5]),
+        late_at=LATE_AT,
     )
     def submit(
         self,
@@ -87,10 +101,12 @@ class EngineMachine(RuleBasedStateMachine):
         tenant_id: str,
         is_reserved: bool,
         share_received: float,
+        late_at: set[int] | None,
     ) -> None:
         full_output = solo(tuple(ids), sampling, stop, vocab_size=VOCAB_SIZE)
         received = full_output[: int(len(full_output) * share_received)]
         sequence = new_sequence(ids, sampling, output_ids=received, stop=stop, tenant_id=tenant_id)
+        sequence.grammar = late_grammar(late_at, received)
         if not is_reserved:
             self.rig.add(sequence)
         elif not self.rig.reserve(sequence):
@@ -117,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
         sampling=SAMPLINGS,
         stop=STOPS,
         shares_received=st.lists(st.sampled_from([0.0, 0.0, 0.3, 0.6]), max_size=5),
+        late_at=LATE_AT,
     )
     def fork(
         self,
@@ -124,6 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
         sampling: SamplingParams,
         stop: tuple[int, ...],
         shares_received: list[float],
+        late_at: set[int] | None,
     ) -> None:
         """Forks the choices of a prompt from a held prefill of all but its last token."""
         parent = self.draw(data, SequenceState.HELD)
@@ -144,6 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
                 tenant_id=parent.tenant_id,
                 choice_index=index,
             )
+            child.grammar = late_grammar(late_at, received)
             self.expected[child] = full_output[len(received) :]
             children.append(child)
         self.rig.fork(parent, children)

@@ -39,7 +39,7 @@ class LateMask:
 
 
 class SumGrammar:
-    """Each token, modulo 5, is the sum of all before it plus 1. After `length` tokens, only `end`.
+    """Each token, by modulus, is the sum of those before plus 1. After `length` tokens, only `end`.
 
     `late_at`: the output positions at which the first mask is late. After it, and first for
     `compiled_after` polls, the sequence is stalled: each poll brings the mask nearer.
@@ -51,6 +51,7 @@ class SumGrammar:
         *,
         late_at: Iterable[int] = (),
         compiled_after: int = 0,
+        modulus: int = MODULUS,
         length: int | None = None,
         end: int = 0,
         output_ids: Iterable[int] = (),
@@ -62,6 +63,7 @@ class SumGrammar:
         self._vocab_size = vocab_size
         self._late_at = set(late_at)
         self._num_polls = compiled_after
+        self._modulus = modulus
         self._length = length
         self._end = end
 
@@ -73,8 +75,8 @@ class SumGrammar:
     def allowed(self) -> list[int]:
         if self._length is not None and len(self.accepted) >= self._length:
             return [self._end]
-        first = (sum(self.accepted) + 1) % MODULUS
-        return list(range(first, self._vocab_size, MODULUS))
+        first = (sum(self.accepted) + 1) % self._modulus
+        return list(range(first, self._vocab_size, self._modulus))
 
     def mask(self) -> ReadyMask | LateMask:
         assert self._num_polls == 0, "a stalled sequence samples"
