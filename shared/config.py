@@ -20,6 +20,7 @@ WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
 KV_COMPRESSIONS = ("auto", "off")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
+TOOL_FORMATS = ("template", "hermes")
 DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
@@ -108,6 +109,7 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_unsent_bytes: int = 8 * 1024 * 1024  # of one stream: text and packed logprobs
     max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required
+    tool_format: str = "template"  # hermes: as text, for a chat template without tools
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
 
     @property
@@ -133,6 +135,8 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
             *("default_max_tokens", "write_timeout_s", "keep_alive_s"),
             *("max_unsent_bytes", "max_tenant_unsent_bytes"),
         )
+        if self.tool_format not in TOOL_FORMATS:
+            yield f"tool_format {self.tool_format!r} is none of {', '.join(TOOL_FORMATS)}"
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         if not 0 <= self.http_port < 65536:

@@ -59,6 +59,8 @@ HELP = {
     "max_unsent_bytes": "Maximum output of one stream that its client has not read.",
     "max_tenant_unsent_bytes": "Maximum output that waits for all clients of a tenant.",
     "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
+    "tool_format": "template (a chat template without tools rejects requests that have them) or "
+    "hermes: such a template gets tools, calls and results as text.",
     "padding": "Random padding in the events of Workers AI's streams, so that sizes of encrypted "
     "records do not show the lengths of tokens.",
     "max_queued_requests": "Maximum requests in the queue; further requests are rejected with 429.",

@@ -43,6 +43,7 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.usage_counter import UsageCounter
+from services.gateway.text.history.call_ids import CallIds
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
@@ -381,8 +382,15 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     )
 
 
-def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
+def preparation_pool(
+    config: GatewayConfig, files: ModelFiles, call_ids: CallIds = "own"
+) -> PreparationPool:
+    """`call_ids`: the form that the chat template requires."""
     template = None if files.chat_template is None else files.chat_template.source
+    if template is not None:
+        template = msgspec.structs.replace(
+            template, call_ids=call_ids, tool_format=config.tool_format
+        )
     setup = ProcessSetup(template, str(config.model_dir))
     return PreparationPool(setup, module=PREPARATION_PROCESS)
 

@@ -45,7 +45,7 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),  # by the template
-        ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{**USER, "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
@@ -68,7 +68,8 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"seed": 1.5}, "seed"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),  # by the template
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),

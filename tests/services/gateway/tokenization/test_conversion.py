@@ -24,6 +24,7 @@ from services.gateway.tokenization.bodies import (
     TokenizeRequest,
 )
 from services.gateway.tokenization.conversion import chat_tokens, detokenize, tokenize
+from services.gateway.tools.tool_fields import ToolField
 from shared.errors import InvalidRequest, PayloadTooLarge
 
 SPECIAL = ["<|user|>", "<|end|>", "<|endoftext|>", "<|im_start|>", "<|us", "er|>"]
@@ -106,7 +107,7 @@ def test_tokens_of_messages_follow_the_template(model_files: ModelFiles) -> None
     with pytest.raises(InvalidRequest, match="no chat template"):
         chat_tokens(body, None, tokenizer)
     with pytest.raises(InvalidRequest, match="does not support tools"):
-        chat_tokens(msgspec.structs.replace(body, tools=[{}]), template, tokenizer)
+        chat_tokens(msgspec.structs.replace(body, tools=[ToolField(name="f")]), template, tokenizer)
 
 
 # ── invalid bodies ───────────────────────────────────────────────────────────────────────────────
@@ -142,7 +143,10 @@ def run_detokenize(data: bytes, files: ModelFiles) -> Any:
         (run_tokenize, encoded(messages=[]), "messages"),
         (run_tokenize, encoded(messages=[{"role": "user"}]), "messages[0].content"),
         (run_tokenize, encoded(messages=MESSAGES, add_special_tokens=True), "add_special_tokens"),
-        (run_tokenize, encoded(prompt="a", tools=[{}]), "tools"),
+        (run_tokenize, encoded(prompt="a", tools=[{"name": "f"}]), "tools"),
+        (run_tokenize, encoded(prompt="a", chat_template_kwargs={"a": 1}), "chat_template_kwargs"),
+        (run_tokenize, encoded(messages=MESSAGES, chat_template_kwargs={"tools": 1}),
+         "chat_template_kwargs.tools"),
         (run_tokenize, encoded(messages=MESSAGES, chat_template="x"), "chat_template"),
         (run_tokenize, encoded(messages=MESSAGES, continue_final_message=True),
          "continue_final_message"),
@@ -184,8 +188,9 @@ def test_invalid_body_is_rejected_with_its_field(
     caught.value.message.encode()
 
 
-@pytest.mark.parametrize("tools", [[{"a": DEEP}], [{"a": [0] * 20_000}]])
-def test_tools_are_bounded(tools: list[Any], model_files: ModelFiles) -> None:
+@pytest.mark.parametrize("parameters", [{"a": DEEP}, {"a": [0] * 20_000}])
+def test_tools_are_bounded(parameters: dict[str, Any], model_files: ModelFiles) -> None:
+    tools = [{"name": "f", "parameters": parameters}]
     with pytest.raises(PayloadTooLarge) as caught:
         run_tokenize(encoded(messages=MESSAGES, tools=tools), model_files)
     assert caught.value.param == "tools"

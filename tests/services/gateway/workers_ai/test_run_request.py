@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.workers_ai.errors import LoraNotSupported
+from services.gateway.workers_ai.messages import MAX_MESSAGES
 from services.gateway.workers_ai.run_request import (
     DEFAULT_MAX_TOKENS,
-    MAX_MESSAGES,
     NEUTRAL_VALUES,
     RUN_FIELDS,
     RunRequest,
@@ -105,8 +105,11 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]},
+         "messages[0].tool_call_id"),
+        ({"messages": [USER, {**USER, "tool_calls": [{"name": "f"}]}]}, "messages[1].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+         "messages[0].tool_calls[0].arguments"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({**CHAT, "prompt": "x"}, "prompt"),
         ({"prompt": "x", "text": "x"}, "text"),
@@ -132,7 +135,10 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         ({"query": "q", "contexts": [{"text": "c"}]}, "contexts"),
         ({"requests": [{"prompt": "x"}]}, "requests"),
         ({"request_id": "r"}, "request_id"),
-        ({**CHAT, "tools": [{"name": "f"}]}, "tools"),
+        ({**CHAT, "tools": [{"name": "f g"}]}, "tools[0].name"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+        ({"text": "x", "tools": [{"name": "f"}]}, "tools"),
+        ({"prompt": "x", "raw": True, "tools": [{"name": "f"}]}, "tools"),
         ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
         ({**CHAT, "guided_json": []}, "guided_json"),
     ],
