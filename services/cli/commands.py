@@ -157,7 +157,8 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 @app.command(
     rich_help_panel=START,
-    epilog="Examples:  hearth chat  ·  hearth chat --url http://site-a:8000 --api-key KEY",
+    epilog="Examples:  hearth chat  ·  hearth chat --url http://site-a:8000 --api-key KEY"
+    "  ·  hearth chat --tools clock,dice  ·  hearth chat --json SCHEMA.json",
 )
 def chat(
     url: Annotated[
@@ -167,11 +168,18 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key (default: local cluster's).")
     ] = None,
+    tools: Annotated[
+        str, typer.Option(metavar="NAMES", help="Local tools: clock,dice (default: none).")
+    ] = "",
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON Schema of the answers (default: free text)."),
+    ] = None,
 ) -> None:
     """Chat with the model in this terminal."""
     from services.cli.chat import run_chat
 
-    run_chat(url, api_key)
+    run_chat(url, api_key, tools=tools, schema=json)
 
 
 @app.command(

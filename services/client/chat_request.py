@@ -18,8 +18,23 @@ T = TypeVar("T")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
+class RequestedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """`arguments`: as the model wrote them, which should be JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As the chat API takes it in the history."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
+    calls: tuple[RequestedCall, ...] = ()
     ttft_s: float
     itl_s: tuple[float, ...]  # gaps between the chunks that carried text
     usage: dict[str, Any]
@@ -41,8 +56,20 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return cached if isinstance(cached, int) else 0
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
 class _Text(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -90,26 +117,34 @@ async def first_model(client: httpx.AsyncClient) -> ServedModel:
 async def stream_chat(
     client: httpx.AsyncClient,
     model: str,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     clock: Clock,
     on_text: Callable[[str], None],
+    **options: Any,
 ) -> Reply:
-    """Raises HearthError if the gateway rejects the request or the stream fails."""
+    """`options` are fields of the request. Raises HearthError if the gateway rejects the request
+    or the stream fails.
+    """
     body = {
         "model": model,
         "messages": messages,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **options,
     }
     started = clock.now()
     arrivals: list[float] = []
     texts: list[str] = []
+    calls: dict[int, RequestedCall] = {}
     usage: dict[str, Any] = {}
     hearth: dict[str, Any] = {}
     async for event in _events(client, body):
         for choice in event.choices or ():
-            text = None if choice.delta is None else choice.delta.content
-            if text:
+            if choice.delta is None:
+                continue
+            for call in choice.delta.tool_calls or ():
+                calls[call.index] = _continued(calls.get(call.index), call)
+            if text := choice.delta.content:
                 arrivals.append(clock.now())
                 texts.append(text)
                 on_text(text)
@@ -117,10 +152,21 @@ async def stream_chat(
         hearth = event.hearth or hearth
     return Reply(
         text="".join(texts),
+        calls=tuple(call for _, call in sorted(calls.items())),
         ttft_s=(arrivals[0] if arrivals else clock.now()) - started,
         itl_s=tuple(after - before for before, after in itertools.pairwise(arrivals)),
         usage=usage,
         hearth=hearth,
+    )
+
+
+def _continued(call: RequestedCall | None, delta: _Call) -> RequestedCall:
+    function = delta.function or _Function()
+    before = RequestedCall(id="", name="", arguments="") if call is None else call
+    return RequestedCall(
+        id=delta.id or before.id,
+        name=function.name or before.name,
+        arguments=before.arguments + (function.arguments or ""),
     )
 
 

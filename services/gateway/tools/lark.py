@@ -1,0 +1,82 @@
+"""Text and markers in llguidance's Lark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from shared.errors import InvalidRequest
+
+TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else None
+
+# What a string of JSON or Python holds as itself, so that no character needs an escape.
+UNESCAPED = r'/[^"\\\x00-\x1f\x7f]*/'
+
+_TOKEN = re.compile(
+    r"""(?P<comment>(?://|\#)[^\n]*)
+    |(?P<text>"(?:[^"\\\n]|\\.)*")(?P<flag>i?)(?P<range>\s*\.\.)?
+    |(?P<regex>/(?:[^/\\\n]|\\.)+/[imslux]*)
+    |(?P<refused>%(?!ignore)\w+|~(?!\s*\d)|<[^>\n]*>|[@&][\w-]*)""",
+    re.VERBOSE,
+)
+
+
+def literal(text: str) -> str:
+    """The text as a string of Lark: JSON's form, but Lark refuses one character as such."""
+    return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f")
+
+
+def marker(text: str, token_id_of: TokenIdOf) -> str:
+    """A marker of a model's format: its token, or its text."""
+    token_id = token_id_of(text)
+    return literal(text) if token_id is None else f"<[{token_id}]>"
+
+
+def any_of(expressions: Iterable[str]) -> str:
+    return f"({' | '.join(expressions)})"
+
+
+def in_slashes(expression: str) -> str:
+    """A regular expression of Lark, which newlines and bare slashes would end."""
+    escaped, is_escaped = [], False
+    for char in expression.replace("\n", "\\n"):
+        escaped.append("\\/" if char == "/" and not is_escaped else char)
+        is_escaped = char == "\\" and not is_escaped
+    return f"/{''.join(escaped)}/"
+
+
+def in_string(grammar: str, param: str) -> str:
+    """The grammar of texts inside a quoted string: literals have their escapes, expressions match
+    only what needs none.
+
+    As a text is escaped character by character, what the result matches is the escaped form of what
+    the grammar matches. Raises InvalidRequest for what cannot be translated so: `%` directives but
+    `%ignore`, `~`, `&`, special tokens, and ranges of a quote or backslash.
+    """
+    terminals: dict[str, str] = {}
+
+    def translated(found: re.Match[str]) -> str:
+        if found["comment"] is not None:
+            return ""
+        if found["regex"] is not None:
+            name = f"IN_STRING_{len(terminals)}"
+            return terminals.setdefault(found["regex"], name)
+        if found["text"] is None or (found["range"] and '\\"' in found["text"]):
+            raise InvalidRequest(
+                f"{param}: {found[0]} is not supported in the input of a tool", param=param
+            )
+        return found[0] if found["range"] else _escaped_twice(found["text"], param) + found["flag"]
+
+    rules = _TOKEN.sub(translated, grammar)
+    lines = (f"{name}: {regex} & {UNESCAPED}" for regex, name in terminals.items())
+    return "\n".join([rules, *lines])
+
+
+def _escaped_twice(text: str, param: str) -> str:
+    try:
+        value = msgspec.json.decode(text, type=str)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{param}: {text} is not a string: {error}", param=param) from None
+    return literal(literal(value)[1:-1])
