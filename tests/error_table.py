@@ -39,6 +39,7 @@ MODULES = (
 )
 MEANING = {
     "invalid_request": "the body is wrong; `param` names the field",
+    "grammar_too_complex": "the grammar of the output takes too much time or memory",
     "missing_body": "the request has no body (Workers AI)",
     "malformed_model_id": "the path ends with no possible model id (Workers AI)",
     "lora_not_supported": "LoRA adapters are not supported (Workers AI)",

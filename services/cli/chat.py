@@ -51,7 +51,7 @@ def run_chat(
     that answers match. Raises ConfigError, for these too.
     """
     local_tools = find_tools(tools) if tools else ()
-    options = {} if schema is None else {"response_format": _response_format(schema)}
+    options = {} if schema is None else {"response_format": response_format(schema)}
     found_url, found_key = find_gateway(url, api_key)
     with asyncio.Runner() as runner:
         client = gateway_client(found_url, found_key)
@@ -65,7 +65,7 @@ def run_chat(
             runner.run(client.aclose())
 
 
-def _response_format(path: Path) -> dict[str, Any]:
+def response_format(path: Path) -> dict[str, Any]:
     """Raises ConfigError for a file that cannot be read or is not JSON's object."""
     try:
         schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
