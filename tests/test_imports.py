@@ -55,7 +55,9 @@ RULES = {
         "services.scheduler shared", BASE, {"numpy", "numba"}, excluded="shared.engine"
     ),
     "services/kv_index": rule("services.kv_index shared", BASE, excluded="shared.engine"),
-    "services/gateway": rule("services.gateway shared", BASE, WEB, excluded="shared.engine"),
+    "services/gateway": rule(
+        "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
+    ),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(

@@ -64,9 +64,7 @@ class ArgumentsBody:
 
 
 class CallsBody:
-    """`is_offered`: whether a name is one of the tools. `num_begun`: characters since the last
-    complete call are not in any event as long as `is_started` is false.
-    """
+    """`is_offered`: whether a name is one of the tools. `has_ended_call`: in the last `feed`."""
 
     def __init__(
         self,
@@ -79,6 +77,7 @@ class CallsBody:
     ) -> None:
         self.is_complete = False
         self.is_bad = False
+        self.has_ended_call = False
         self._receiver = receiver
         self._is_offered = is_offered
         self._name_key, self._arguments_keys = name_key, arguments_keys
@@ -90,14 +89,11 @@ class CallsBody:
         self._key = ""
         self._begin_call()
 
-    @property
-    def is_started(self) -> bool:
-        """Whether the call that is being read was passed on."""
-        return self._is_passed_on
-
     def feed(self, text: str, start: int) -> int:
+        """Also returns after each call."""
         index, end = start, len(text)
-        while index < end and not (self.is_complete or self.is_bad):
+        self.has_ended_call = False
+        while index < end and not (self.is_complete or self.is_bad or self.has_ended_call):
             index = self._step(text, index)
         return index
 
@@ -208,6 +204,7 @@ class CallsBody:
         if not self._has_arguments:
             self._pass_on("{}")
         self._receiver.end()
+        self.has_ended_call = True
         self._begin_call()
         if self._is_list:
             self._expected = "next or end"

@@ -37,7 +37,8 @@ class MarkerTokens:
     def replaced_pattern(self, pattern: str) -> str:
         for marker, char in self._chars.items():
             for written in (regex.escape(marker, special_only=True), regex.escape(marker), marker):
-                pattern = pattern.replace(written, char)
+                # a group may be named like a marker: `(?P<name>`
+                pattern = regex.sub(r"(?<!\(\?P)" + regex.escape(written), char, pattern)
         return pattern
 
     def restored(self, text: str) -> str:

@@ -219,6 +219,10 @@ class ResponseParser:
         if body.is_complete:
             self._body, self._is_closing = None, True
             return True
+        if isinstance(body, CallsBody) and body.has_ended_call:
+            self._raw = ""
+            if self._buffer:
+                return True
         if body.is_bad or self._is_ended:
             self._fail()
             return True
