@@ -9,7 +9,7 @@ import openai
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.account import MODEL, Account
+from tests.clients.account import AGENT_MODEL, Account
 
 MESSAGES = [{"role": "user", "content": "Describe a server with a GPU."}]
 MAX_TOKENS = 400
@@ -37,7 +37,7 @@ def openai_client(account: Account) -> openai.OpenAI:
 def test_openai_parse(account: Account) -> None:
     with openai_client(account) as client:
         answer = client.chat.completions.parse(
-            model=MODEL, messages=MESSAGES, response_format=Server, max_tokens=MAX_TOKENS
+            model=AGENT_MODEL, messages=MESSAGES, response_format=Server, max_tokens=MAX_TOKENS
         )
     assert isinstance(answer.choices[0].message.parsed, Server)
 
@@ -46,7 +46,7 @@ def test_openai_stream(account: Account) -> None:
     with (
         openai_client(account) as client,
         client.chat.completions.stream(
-            model=MODEL, messages=MESSAGES, response_format=Server, max_tokens=MAX_TOKENS
+            model=AGENT_MODEL, messages=MESSAGES, response_format=Server, max_tokens=MAX_TOKENS
         ) as stream,
     ):
         kinds = {event.type for event in stream}
@@ -57,7 +57,10 @@ def test_openai_stream(account: Account) -> None:
 
 def test_langchain(account: Account) -> None:
     model = ChatOpenAI(
-        model=MODEL, base_url=f"{account.url}/v1", api_key=account.token, max_tokens=MAX_TOKENS
+        model=AGENT_MODEL,
+        base_url=f"{account.url}/v1",
+        api_key=account.token,
+        max_tokens=MAX_TOKENS,
     )
     for method in ("json_schema", "function_calling"):
         parsed = model.with_structured_output(Server, method=method).invoke("Describe a server.")
@@ -69,7 +72,7 @@ def test_instructor(account: Account) -> None:
         with openai_client(account) as plain:
             client = instructor.from_openai(plain, mode=mode)
             parsed = client.chat.completions.create(
-                model=MODEL,
+                model=AGENT_MODEL,
                 messages=MESSAGES,
                 response_model=Server,
                 max_tokens=MAX_TOKENS,
