@@ -31,7 +31,7 @@ from tests.clients.account import (
 from tests.end_to_end.cluster import run_cluster
 from tests.services.cli.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.running import run_hearth
-from tests.wide_checkpoint import write_wide_checkpoint
+from tests.wide.checkpoint import write_wide_checkpoint
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

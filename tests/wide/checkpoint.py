@@ -23,7 +23,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-DEMO_TOKENIZER = Path(__file__).parents[1] / "shared/demo_model/tokenizer.json"
+DEMO_TOKENIZER = Path(__file__).parents[2] / "shared/demo_model/tokenizer.json"
 MAX_POSITIONS = 131_072
 ANSWER = "The tool has answered."
 OFFER, OPEN, CLOSE, END = "<|offer|>", "<tool_call>", "</tool_call>", "<|end|>"
