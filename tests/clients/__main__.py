@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tests.clients.account import (
     ACCOUNT,
+    AGENT_MODEL,
+    AGENTS,
     ALIAS,
     LIMITED,
     MODEL,
@@ -29,6 +31,7 @@ from tests.clients.account import (
 from tests.end_to_end.cluster import run_cluster
 from tests.services.cli.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.running import run_hearth
+from tests.wide.checkpoint import write_wide_checkpoint
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -65,14 +68,19 @@ def python_of(requirements: Path) -> Path:
 
 @contextlib.contextmanager
 def run_accounts(folder: Path) -> Iterator[list[Account]]:
-    """Runs a cluster with the tenants and aliases of `account.py`; yields its accounts."""
+    """Runs the clusters, tenants and aliases of `account.py`; yields the accounts."""
     model = write_chat_checkpoint(folder / MODEL, max_position_embeddings=CONTEXT)
-    with run_cluster(folder, "--model", str(model)) as cluster:
+    wide = write_wide_checkpoint(folder / AGENT_MODEL)
+    with (
+        run_cluster(folder, "--model", str(model)) as cluster,
+        run_cluster(folder / AGENTS, "--model", str(wide)) as agents,
+    ):
         keys = {name: hearth(folder, "tenant", "add", name, *TENANTS[name]) for name in TENANTS}
         hearth(folder, "model", "alias", ALIAS, MODEL)
         hearth(folder, "model", "alias", OWN_ALIAS, MODEL, "--tenant", ACCOUNT)
         keys[ACCOUNT] = cluster.state.api_key
-        yield [Account(cluster.url, name, key) for name, key in keys.items()]
+        accounts = [Account(cluster.url, name, key) for name, key in keys.items()]
+        yield [*accounts, Account(agents.url, AGENTS, agents.state.api_key)]
 
 
 def hearth(state_home: Path, *arguments: str) -> str:

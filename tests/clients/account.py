@@ -19,6 +19,8 @@ ACCOUNT = "default"
 OTHER = "other"
 LIMITED = "limited"  # to one request a minute
 RESTRICTED = "restricted"  # to another model
+AGENTS = "agents"  # of a second cluster, which serves AGENT_MODEL alone
+AGENT_MODEL = "wide"  # calls the tools that it is offered
 
 
 @dataclass(frozen=True)

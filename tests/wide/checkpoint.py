@@ -9,12 +9,13 @@ end of another prompt or result, <|answer|>│ the first of ANSWER
 one of ANSWER                              │ the next of ANSWER; after the last, <|end|>
 any other                                  │ the first allowed of PREFERENCES
 
-PREFERENCES let a grammar of JSON end soon: the arguments of a call are those that the grammar
-allows, strings are empty unless it demands more.
+PREFERENCES let a grammar of JSON with named properties end soon: the arguments of a call are those
+that the grammar allows, all properties are present, strings are empty unless it demands more.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -22,13 +23,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-DEMO_TOKENIZER = Path(__file__).parents[1] / "shared/demo_model/tokenizer.json"
+DEMO_TOKENIZER = Path(__file__).parents[2] / "shared/demo_model/tokenizer.json"
 MAX_POSITIONS = 131_072
 ANSWER = "The tool has answered."
 OFFER, OPEN, CLOSE, END = "<|offer|>", "<tool_call>", "</tool_call>", "<|end|>"
 SPECIAL = ("<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", OPEN, CLOSE, END)
 ADDED = (*SPECIAL, OFFER, "<|answer|>")
-PREFERENCES = (END, CLOSE, "}", '"', "]", ",", ":", "{", "1", "2", "a")
+PREFERENCES = (END, CLOSE, '"', "}", "]", ",", ":", "{", "1", "2", "a")
 HIDDEN = 64
 GAP = 4.0  # between the logits of two preferences, which are normalized: sampling is greedy
 
@@ -104,7 +105,7 @@ def _table(tokenizer: Tokenizer) -> dict[int, int]:
     answer = tokenizer.encode(ANSWER, add_special_tokens=False).ids
     assert len(set(answer)) == len(answer) < HIDDEN - 2, "a token of ANSWER repeats"
     chain = [_token(tokenizer, "<|answer|>"), *answer, _token(tokenizer, END)]
-    table = dict(zip(chain, chain[1:], strict=False))
+    table = dict(itertools.pairwise(chain))
     return {**table, _token(tokenizer, OFFER): _token(tokenizer, OPEN)}
 
 

@@ -15,7 +15,7 @@ from services.gateway.tools.family import Family
 from services.gateway.tools.tool import Tool, ToolOptions
 from shared.engine.runners.load import load_runner
 from tests.shared.engine.support.steps import Blocks, generate
-from tests.wide_checkpoint import ANSWER, END, MAX_POSITIONS, OPEN, TEMPLATE, write_wide_checkpoint
+from tests.wide.checkpoint import ANSWER, END, MAX_POSITIONS, OPEN, TEMPLATE, write_wide_checkpoint
 
 ASKED = [{"role": "user", "content": "What time is it in Berlin?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "noon"}]

@@ -1,0 +1,81 @@
+"""Clients that demand objects of a class: OpenAI's SDK, LangChain, Instructor."""
+
+from __future__ import annotations
+
+import enum
+
+import instructor
+import openai
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+from tests.clients.account import AGENT_MODEL, Account
+
+MESSAGES = [{"role": "user", "content": "Describe a server with a GPU."}]
+MAX_TOKENS = 400
+
+
+class Level(enum.StrEnum):
+    LOW = "low"
+    HIGH = "high"
+
+
+class Part(BaseModel):
+    level: Level
+    count: int = Field(ge=1, le=9)
+
+
+class Server(BaseModel):
+    is_ready: bool
+    parts: list[Part] = Field(min_length=1, max_length=2)
+
+
+def openai_client(account: Account) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{account.url}/v1", api_key=account.token, max_retries=0)
+
+
+def test_openai_parse(account: Account) -> None:
+    with openai_client(account) as client:
+        answer = client.chat.completions.parse(
+            model=AGENT_MODEL, messages=MESSAGES, response_format=Server, max_tokens=MAX_TOKENS
+        )
+    assert isinstance(answer.choices[0].message.parsed, Server)
+
+
+def test_openai_stream(account: Account) -> None:
+    with (
+        openai_client(account) as client,
+        client.chat.completions.stream(
+            model=AGENT_MODEL, messages=MESSAGES, response_format=Server, max_tokens=MAX_TOKENS
+        ) as stream,
+    ):
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion()
+    assert {"content.delta", "content.done"} <= kinds
+    assert isinstance(answer.choices[0].message.parsed, Server)
+
+
+def test_langchain(account: Account) -> None:
+    model = ChatOpenAI(
+        model=AGENT_MODEL,
+        base_url=f"{account.url}/v1",
+        api_key=account.token,
+        max_tokens=MAX_TOKENS,
+    )
+    for method in ("json_schema", "function_calling"):
+        parsed = model.with_structured_output(Server, method=method).invoke("Describe a server.")
+        assert isinstance(parsed, Server), method
+
+
+def test_instructor(account: Account) -> None:
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+        with openai_client(account) as plain:
+            client = instructor.from_openai(plain, mode=mode)
+            parsed = client.chat.completions.create(
+                model=AGENT_MODEL,
+                messages=MESSAGES,
+                response_model=Server,
+                max_tokens=MAX_TOKENS,
+                max_retries=0,
+            )
+        assert isinstance(parsed, Server), mode
