@@ -63,6 +63,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--demo-model", action="store_true", help="instead of the timing engine")
     about = "clients over NATS: kill and freeze, without frames, clients that leave and restarts"
     parser.add_argument("--nats", action="store_true", help=about)
+    about = "streams under grammars, and calls of tools: kill and freeze of decode workers"
+    parser.add_argument("--constrained", action="store_true", help=about)
     about = "only KV frames that are spoilt on their way"
     parser.add_argument("--frames", action="store_true", help=about)
     about = "no faults: a steady load, and whether anybody suspects anybody"
@@ -70,20 +72,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help="the result of a part or a soak, too")
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
-    is_part = options.victim or options.fault or options.phase or options.frames or options.nats
-    options.is_full_matrix = not is_part
+    is_part = options.victim or options.fault or options.phase or options.frames
+    options.is_full_matrix = not (is_part or options.nats or options.constrained)
+    if options.constrained and options.victim is None:
+        options.victim = ["decode-1"]
     return options
 
 
 async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
     phases: list[Phase] = options.phase or list(PHASES)
+    is_short = options.nats or options.constrained
     for is_queued in (False, True):
         wanted = [phase for phase in phases if (phase == "queued") == is_queued]
         if not wanted:
             continue
         async with chaos(options, FEW_RESERVATIONS if is_queued else WORKERS) as running:
             for victim in options.victim or VICTIMS:
-                wanted_faults = options.fault or (FAULTS[:2] if options.nats else FAULTS)
+                wanted_faults = options.fault or (FAULTS[:2] if is_short else FAULTS)
                 faults = [each for each in wanted_faults if can_befall(each, victim)]
                 for fault in faults:
                     for phase in wanted:
@@ -156,7 +161,11 @@ async def _frames(options: argparse.Namespace, outcome: Outcome) -> None:
 @contextlib.asynccontextmanager
 async def chaos(options: argparse.Namespace, workers: dict[str, str]) -> AsyncIterator[Chaos]:
     async with running_chaos(
-        _folder(options), workers, is_model=options.demo_model, is_nats=options.nats
+        _folder(options),
+        workers,
+        is_model=options.demo_model,
+        is_nats=options.nats,
+        is_constrained=options.constrained,
     ) as running:
         for worker in LEARNED_WITHOUT:
             await running.learn_without(worker)
@@ -168,6 +177,7 @@ def _save(
 ) -> None:
     model = "_demo_model" if options.demo_model else ""
     model += "_nats" if options.nats else ""
+    model += "_constrained" if options.constrained else ""
     write_result(name + model, rows, bars, ["-m", "tests.chaos", *sys.argv[1:]])
 
 

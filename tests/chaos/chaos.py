@@ -11,6 +11,7 @@ from tests.chaos.checks.leftovers import left_behind
 from tests.chaos.checks.monitor import Monitor, is_empty
 from tests.chaos.world.clients import ChoiceOutput, Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.constrained import constrained_requests, is_as_demanded
 from tests.chaos.world.nats_clients import run_nats_exchange
 from tests.chaos.world.workload import Body, requests, with_stops
 
@@ -43,27 +44,40 @@ class Undisturbed:
 
 class Chaos:
     """A cluster with its reference responses; call `learn` first. `nats`: sends all requests over
-    NATS, where the client does not choose the gateway.
+    NATS, where the client does not choose the gateway. `is_constrained`: a grammar constrains the
+    output of each request.
     """
 
     def __init__(
-        self, cluster: ChaosCluster, monitor: Monitor, nats: HearthClient | None = None
+        self,
+        cluster: ChaosCluster,
+        monitor: Monitor,
+        nats: HearthClient | None = None,
+        *,
+        is_constrained: bool = False,
     ) -> None:
         self.cluster = cluster
         self.monitor = monitor
         self.nats = nats
-        self.requests = requests()
+        self.is_constrained = is_constrained
+        self.requests = constrained_requests() if is_constrained else requests()
         self.undisturbed: Undisturbed
         self.idle: dict[str, dict[str, int]]  # objects of each process after undisturbed runs
         self._num_runs = 0
 
     async def learn(self) -> None:
-        """Runs undisturbed: first to choose stop strings, then for the reference responses."""
+        """Runs undisturbed: first to choose stop strings, then for the reference responses, each of
+        which is what its grammar demands.
+        """
         first = await self.run()
-        with_stops(self.requests, [each.last.output for each in first])
+        if not self.is_constrained:
+            with_stops(self.requests, [each.last.output for each in first])
         sent = await self.run()
         exchanges = [each.last for each in sent]
         assert all(each.is_successful for each in exchanges), [*map(str, exchanges)]
+        if self.is_constrained:
+            invalid = [each for each in exchanges if not is_as_demanded(each.body, each.output)]
+            assert not invalid, [(each.body, each.output) for each in invalid]
         self.undisturbed = Undisturbed(
             output=[each.output for each in exchanges],
             usage=[each.usage for each in exchanges],

@@ -29,8 +29,9 @@ async def running_chaos(
     *,
     is_model: bool = False,
     is_nats: bool = False,
+    is_constrained: bool = False,
 ) -> AsyncIterator[Chaos]:
-    """`is_nats`: clients send their requests over NATS."""
+    """`is_nats`: clients send their requests over NATS. `is_constrained`: as of `Chaos`."""
     async with AsyncExitStack() as stack:
         cluster, monitor = await stack.enter_async_context(
             _started(folder, workers, is_model=is_model)
@@ -39,7 +40,7 @@ async def running_chaos(
         if is_nats:
             nats = await HearthClient.connect(cluster.client_url)
             stack.push_async_callback(nats.close)
-        running = Chaos(cluster, monitor, nats)
+        running = Chaos(cluster, monitor, nats, is_constrained=is_constrained)
         await running.learn()
         yield running
 

@@ -22,9 +22,13 @@ DONE = b"data: [DONE]"
 
 @dataclass
 class ChoiceOutput:
-    """Everything received for one choice. Two runs of a request must agree in it."""
+    """Everything received for one choice. Two runs of a request must agree in it.
+
+    `calls`: name and arguments by index; their ids differ between requests.
+    """
 
     text: str = ""
+    calls: dict[int, tuple[str, str]] = field(default_factory=dict)
     finish_reasons: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
 
@@ -107,6 +111,13 @@ class Exchange:
 def _add(output: ChoiceOutput, choice: dict[str, Any]) -> None:
     delta = choice.get("delta") or {}
     output.text += choice.get("text") or delta.get("content") or ""
+    for call in delta.get("tool_calls") or ():
+        name, arguments = output.calls.get(call["index"], ("", ""))
+        function = call["function"]
+        output.calls[call["index"]] = (
+            name + function.get("name", ""),
+            arguments + function.get("arguments", ""),
+        )
     if choice.get("finish_reason"):
         output.finish_reasons.append(choice["finish_reason"])
     logprobs = choice.get("logprobs") or {}
