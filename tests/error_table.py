@@ -72,7 +72,6 @@ MEANING = {
     "concurrency_exceeded": "the tenant has as many requests open as allowed",
     "request_cancelled": "the client has cancelled the request (over NATS)",
     "internal_error": "a defect of Hearth; the log has the request's id",
-    "grammar_too_complex": "the grammar compiles or advances too slowly",
     "grammar_failed": "the grammar was too complex on a worker, maybe after some output",
     "grammar_replay_failed": "the output so far does not match the grammar: a defect of Hearth",
     "request_breaks_workers": "steps of two workers raised for this request alone",

@@ -126,8 +126,13 @@ def test_text_input_of_a_custom_tool(format: CallFormat) -> None:
     [
         (CustomFormat(syntax="regex", definition="[a-z]+/[0-9]"), "ab/1", "ab1"),
         (CustomFormat(syntax="regex", definition="."), "a", '\\"'),  # only what needs no escape
-        (CustomFormat(syntax="lark", definition='start: "say" " \\"" W "\\"" // C\nW: /[a-z]{1,4}/'),
-         'say \\"hi\\"', 'say "hi"'),
+        (
+            CustomFormat(
+                syntax="lark", definition='start: "say" " \\"" W "\\"" // C\nW: /[a-z]{1,4}/'
+            ),
+            'say \\"hi\\"',
+            'say "hi"',
+        ),
     ],
 )  # fmt: skip
 def test_constrained_input_of_a_custom_tool(
