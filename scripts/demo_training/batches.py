@@ -32,7 +32,7 @@ SHORT_ROWS = (
     RowKind(length=112, rows=28, share=0.31),
     RowKind(length=256, rows=12, share=0.22),
     RowKind(length=1024, rows=2, share=0.07),
-    RowKind(length=416, rows=8, share=1.2, has_tools=True),
+    RowKind(length=448, rows=8, share=1.2, has_tools=True),
 )
 LONG_ROWS = (
     RowKind(length=32, rows=96, share=0.30),
@@ -40,7 +40,15 @@ LONG_ROWS = (
     RowKind(length=512, rows=6, share=0.14),
     RowKind(length=2048, rows=2, share=0.12),
     RowKind(length=8192, rows=1, share=0.09),
-    RowKind(length=416, rows=8, share=1.2, has_tools=True),
+    RowKind(length=448, rows=8, share=1.2, has_tools=True),
+)
+# After a warm start: what the model knows is kept by fewer rows, what is new gets most of them.
+WARM_ROWS = (
+    RowKind(length=32, rows=96, share=0.12),
+    RowKind(length=112, rows=28, share=0.16),
+    RowKind(length=512, rows=6, share=0.04),
+    RowKind(length=2048, rows=1, share=0.03),
+    RowKind(length=448, rows=8, share=0.65, has_tools=True),
 )
 LONG_PHASE = 0.8  # the part of the training after which LONG_ROWS are drawn
 

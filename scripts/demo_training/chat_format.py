@@ -59,3 +59,4 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
+RESPONSE_TEMPLATE: dict[str, Any] = {}

@@ -100,7 +100,7 @@ class RowWriter:
             lines = "\n".join(["Tools:", *(tool.line() for tool in tools)])
             ids = self.encode(manners)[:60] + self.encode(lines)
             self.message(row, SYSTEM, ids, 0.0)
-            for _ in range(self.rng.choice((2, 3, 4))):
+            for _ in range(self.rng.choice((1, 2, 3))):
                 choice = self.rng.random()
                 if choice < 0.12:
                     self.unit(row)

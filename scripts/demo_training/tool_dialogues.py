@@ -33,7 +33,7 @@ class ToolCorpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of ``tools.toml``."""
 
     cannot: str
-    values: dict[str, tuple[str, ...] | tuple[int, int]]
+    values: dict[str, tuple[str | int, ...]]  # words, or the bounds of a range
     tool: tuple[ToolKind, ...]
 
 
