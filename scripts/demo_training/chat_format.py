@@ -19,7 +19,7 @@ CALL, CALL_END, TOOL = TOOL_SPECIALS = ("<tool_call>", "</tool_call>", "<|tool|>
 # few tokens to spare for JSON schemas; the full schema is for the grammar of its arguments.
 CHAT_TEMPLATE = """\
 {%- macro type_of(schema) -%}
-{{- (schema['type'] if 'type' in schema else 'any') | tojson -}}
+{{- (schema['type'] if schema is mapping and 'type' in schema else 'any') | tojson -}}
 {%- endmacro -%}
 {%- macro tool_line(function) -%}
 {{- '\\n{"name": ' ~ (function['name'] | tojson) ~ ', "description": ' -}}
@@ -59,4 +59,21 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-RESPONSE_TEMPLATE: dict[str, Any] = {}
+# The format of transformers, which reads content and calls from the text of an answer with it.
+RESPONSE_TEMPLATE: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "content": {"close": END, "content": "text"},
+        "tool_calls": {
+            "open": CALL,
+            "close": CALL_END,
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
+        },
+    },
+}
