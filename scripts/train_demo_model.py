@@ -22,9 +22,10 @@ import torch
 
 from demo_training.checkpoint import save_checkpoint
 from demo_training.corpus import CORPUS, Corpus, load_corpus, load_held_out
-from demo_training.evaluation import evaluate
+from demo_training.evaluation import evaluate, evaluate_tools
 from demo_training.model import Llama, Shape
 from demo_training.tokenizer import train_tokenizer
+from demo_training.tool_cases import held_out_cases, shared_grams, trained_cases
 from demo_training.tool_dialogues import load_tools
 from demo_training.training import Recipe, train_model
 
@@ -43,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--evaluate", action="store_true", help="score --out instead of training")
     parser.add_argument("--misses", action="store_true", help="with --evaluate, print all misses")
+    parser.add_argument("--tools", action="store_true", help="with --evaluate, score tools only")
     return parser.parse_args()
 
 
@@ -68,7 +70,16 @@ def main() -> None:
     corpus = load_corpus(CORPUS)
     if arguments.evaluate:
         held_out = load_held_out(CORPUS, corpus)
-        evaluate(arguments.out, corpus, held_out, show_misses=arguments.misses)
+        tools = load_tools(CORPUS)
+        shared = shared_grams(CORPUS, tools, corpus)
+        assert not shared, f"held-out questions for tools share words with the corpus: {shared}"
+        groups = {
+            "trained tools": trained_cases(tools),
+            "held-out tools": held_out_cases(CORPUS, tools),
+        }
+        evaluate_tools(arguments.out, groups, show_misses=arguments.misses)
+        if not arguments.tools:
+            evaluate(arguments.out, corpus, held_out, show_misses=arguments.misses)
     else:
         recipe = Recipe(
             steps=arguments.steps,

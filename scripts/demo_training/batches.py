@@ -61,9 +61,7 @@ def row_kinds(step: int, steps: int) -> tuple[RowKind, ...]:
 class Batches:
     """Draws training batches: rows of dialogue, cut to one length."""
 
-    def __init__(
-        self, corpus: Corpus, tools: ToolCorpus, tokenizer: Tokenizer, seed: int
-    ) -> None:
+    def __init__(self, corpus: Corpus, tools: ToolCorpus, tokenizer: Tokenizer, seed: int) -> None:
         self.rng = random.Random(seed)
         self.writer = RowWriter(corpus, tools, tokenizer, self.rng)
 

@@ -36,6 +36,10 @@ class ToolCase:
     tools: tuple[OfferedTool, ...]
     calls: tuple[str, ...]
 
+    def chat(self) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+        """Return the question as the only message, and the tools."""
+        return [{"role": "user", "content": self.question}], self.schemas()
+
     def schemas(self) -> list[dict[str, Any]]:
         """Return the tools in the form of a request."""
         return [
