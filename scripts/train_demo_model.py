@@ -8,7 +8,12 @@ writes the same bytes again. The modules are in ``scripts/demo_training``.
     python scripts/train_demo_model.py                # train, about 40 minutes on one CPU core
     python scripts/train_demo_model.py --evaluate     # score the existing checkpoint
 
-The files ``held_out_*.toml`` hold paraphrases that are used only by ``--evaluate``.
+The model also learns to call tools, from ``tools.toml``. With ``--start`` the training begins with
+a checkpoint, such as one that knows no tools, and mostly shows what is new:
+
+    python scripts/train_demo_model.py --start shared/demo_model --minutes 40 --rate 0.6
+
+The files ``held_out_*.toml`` hold questions that are used only by ``--evaluate``.
 """
 
 from __future__ import annotations
