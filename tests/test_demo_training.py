@@ -62,10 +62,15 @@ def messages_of(exchange: Exchange) -> list[dict[str, object]]:
     """The exchange as the messages of a request."""
     messages: list[dict[str, object]] = [{"role": "user", "content": exchange.question}]
     if exchange.calls:
-        calls = [{"type": "function", "function": json.loads(call)} for call in exchange.calls]
+        calls = [{"type": "function", "function": function_of(call)} for call in exchange.calls]
         messages.append({"role": "assistant", "content": None, "tool_calls": calls})
     messages += [{"role": "tool", "content": result} for result in exchange.results]
     return [*messages, {"role": "assistant", "content": exchange.answer}]
+
+
+def function_of(call: str) -> dict[str, str]:
+    name, arguments = json.loads(call).values()
+    return {"name": name, "arguments": json.dumps(arguments)}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,6 +13,9 @@ import msgspec
 from demo_training.words import WORDS
 
 Values = dict[str, str]
+STRANGE_WORDS = sorted(
+    {w for text in (*WORDS.topics, *WORDS.what) for w in text.split() if w.isalpha()}
+)
 WORDING = re.compile(r"\(([^()]*)\)")
 SLOT = re.compile(r"\{(\w+?)(2?)\}")
 
@@ -71,20 +74,27 @@ class Exchange:
 
 
 class ToolDialogues:
-    """Draws tools that a request offers, and questions that need one of them or none."""
+    """Draws tools that a request offers, and questions that need one of them or none.
 
-    def __init__(self, corpus: ToolCorpus, rng: random.Random) -> None:
+    `strangeness`: the part of the values, and of some names, that are any words, so that a model
+    has to read them in its prompt.
+    """
+
+    def __init__(self, corpus: ToolCorpus, rng: random.Random, *, strangeness: float = 0.0) -> None:
         self.corpus = corpus
         self.rng = rng
+        self.strangeness = strangeness
 
-    def offer(self) -> list[OfferedTool]:
-        """Return tools in random order: four of them most of the time."""
-        count = self.rng.choices((1, 2, 3, 4, 5), weights=(1, 1, 1, 6, 1))[0]
+    def offer(self, most: int = 5) -> list[OfferedTool]:
+        """Return at most `most` tools in random order: four of them most of the time."""
+        count = min(most, self.rng.choices((1, 2, 3, 4, 5), weights=(1, 1, 1, 6, 1))[0])
         return [self.offered(kind) for kind in self.rng.sample(self.corpus.tool, count)]
 
     def offered(self, kind: ToolKind) -> OfferedTool:
         """Return a tool under its first name half of the time, else under any."""
         name = kind.names[0] if self.rng.random() < 0.5 else self.rng.choice(kind.names)
+        if self.rng.random() < self.strangeness / 2:
+            name = f"{name}_{self.rng.choice(STRANGE_WORDS)}"
         return OfferedTool(kind, name, self.rng.choice(kind.descriptions))
 
     def needed(self, tools: list[OfferedTool]) -> Exchange:
@@ -120,8 +130,18 @@ class ToolDialogues:
             if isinstance(low, int) and isinstance(high, int):
                 values[match[1] + match[2]] = str(self.rng.randint(low, high))
             elif match[1] + match[2] not in values:
-                values[match[1] + match[2]] = str(self.rng.choice(left))
+                is_strange = self.rng.random() < self.strangeness
+                values[match[1] + match[2]] = (
+                    self.strange_value() if is_strange else str(self.rng.choice(left))
+                )
         return values
+
+    def strange_value(self) -> str:
+        """Return one or two words of any kind, or a name of random syllables."""
+        if self.rng.random() < 0.5:
+            return " ".join(self.rng.sample(STRANGE_WORDS, self.rng.randint(1, 2)))
+        syllables = (self.rng.choice("bdfgklmnprstvz") + self.rng.choice("aeiou") for _ in range(3))
+        return "".join(syllables).capitalize()
 
     def question(self, wording: str, values: Values) -> str:
         """Return a wording as one person would type it."""
