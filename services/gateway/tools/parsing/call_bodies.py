@@ -97,6 +97,11 @@ class CallsBody:
             index = self._step(text, index)
         return index
 
+    @property
+    def has_whole_arguments(self) -> bool:
+        """Whether the call that is open has its name and all of its arguments."""
+        return self._name is not None and self._has_arguments
+
     def finish(self) -> None:
         """At the end of the text: no separator follows."""
         if self._expected == "separator":
