@@ -56,8 +56,9 @@ class ChatEncoder(OpenAIEncoder):
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Returns one chunk per text; a choice's first has the role, its last the finish reason."""
         for event, end in with_ends(events):
-            if end is not None or isinstance(event, Finished):
-                yield self._rest_of_calls(event.choice_index)
+            ended = event if isinstance(event, Finished) else end
+            if ended is not None:
+                yield self._rest_of_calls(ended.choice_index)
             match event:
                 case TextDelta():
                     reason = None if end is None else end.reason

@@ -14,6 +14,7 @@ from services.gateway.tools.parsing.marker_tokens import MarkerTokens
 from shared.errors import ConfigError
 
 Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
+MAX_HELD_CHARS = 4096  # of text that may be a delimiter
 _SPACES = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
 _ASCII = "".join(map(chr, range(128)))
 _OTHER = "é一٣😀"  # a pattern that starts with one of them may start with any
@@ -29,6 +30,22 @@ class Delimiter(msgspec.Struct, frozen=True):
     can_grow: bool
     leads: Any = None
     is_at_start: bool = False
+
+    def search(self, text: str, start: int = 0, *, is_ended: bool) -> tuple[Any, bool]:
+        """The match and whether more text may change it. One that grows too long is no match."""
+        if self.leads is not None and not self.is_at_start:
+            lead = self.leads.search(text, start)
+            if lead is None:
+                return None, False
+            start = lead.start()
+        found = self.pattern.search(text, start, partial=not is_ended)
+        if found is None or is_ended:
+            return found, False
+        at_end = found.end() == len(text)
+        is_pending = found.partial or (at_end and (self.can_grow or not found[0]))
+        if is_pending and len(found[0]) > MAX_HELD_CHARS:
+            return (None, False) if found.partial else (found, False)
+        return found, is_pending
 
 
 def delimiter(

@@ -20,14 +20,13 @@ from services.gateway.output.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from services.gateway.tools.parsing.call_bodies import ArgumentsBody, CallsBody
+from services.gateway.tools.parsing.call_bodies import ArgumentsBody, CallsBody, body_of
 from services.gateway.tools.parsing.delimiter import Delimiter
 from services.gateway.tools.parsing.marker_tokens import MarkerTokens
 from services.gateway.tools.parsing.response_template import Kind, Region, ResponseTemplate
 from services.gateway.tools.parsing.shown_text import ShownText
 from services.gateway.tools.parsing.whole_bodies import MAX_BODY_CHARS, whole_calls
 
-MAX_HELD_CHARS = 4096  # of a delimiter
 CallIdOf = Callable[[int, str], str]  # of the call's index and name
 
 
@@ -145,21 +144,7 @@ class ResponseParser:
         return best, held
 
     def _search(self, delimiter: Delimiter, start: int = 0) -> tuple[Any, bool]:
-        """The match and whether more text may change it. One that grows too long is no match."""
-        ended, buffer = self._is_ended, self._buffer
-        if delimiter.leads is not None and not delimiter.is_at_start:
-            lead = delimiter.leads.search(buffer, start)
-            if lead is None:
-                return None, False
-            start = lead.start()
-        found = delimiter.pattern.search(buffer, start, partial=not ended)
-        if found is None or ended:
-            return found, False
-        at_end = found.end() == len(buffer)
-        is_pending = found.partial or (at_end and (delimiter.can_grow or not found[0]))
-        if is_pending and len(found[0]) > MAX_HELD_CHARS:
-            return (None, False) if found.partial else (found, False)
-        return found, is_pending
+        return delimiter.search(self._buffer, start, is_ended=self._is_ended)
 
     def _open(self, region: Region, found: Any) -> None:
         spaces = self._text.open(region)
@@ -173,20 +158,7 @@ class ResponseParser:
         if name is not None and name not in self._schemas:
             self._fail()
         elif region.is_streamed:
-            self._body = self._json_body(region, name)
-
-    def _json_body(self, region: Region, name: str | None) -> ArgumentsBody | CallsBody:
-        if name is not None and region.has_arguments_only:
-            return ArgumentsBody(name, self)
-        key = region.arguments[-1]
-        keys = tuple(dict.fromkeys((key, "arguments", "parameters")))
-        return CallsBody(
-            self,
-            self._schemas.__contains__,
-            name_key=region.name[-1],
-            arguments_keys=keys,
-            separator=region.args.get("separator", ""),
-        )
+            self._body = body_of(region, name, self, self._schemas.__contains__)
 
     def _step_text(self, region: Region) -> bool:
         if region.close is None:

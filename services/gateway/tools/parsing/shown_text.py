@@ -1,5 +1,5 @@
-"""Content and reasoning as the client sees them. Spaces beside a delimiter belong to it, so those at
-the end of a text wait for what follows.
+"""Content and reasoning as the client sees them. Spaces beside a delimiter belong to it, so those
+at the end of a text wait for what follows.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import MAX_MESSAGE_CHARS
 from services.gateway.openai.chat import CHAT_FIELDS
 from services.gateway.openai.errors import envelope
-from services.gateway.prefixes.bodies import PrefixBody, conversation_of
+from services.gateway.prefixes.bodies import PrefixBody, prompt_of
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 
 HELLO = {"role": "user", "content": "hello"}
@@ -41,13 +41,13 @@ def nested(depth: int) -> list[Any]:
 )
 def test_bounds_of_a_conversation(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(PayloadTooLarge) as caught:
-        conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))
+        prompt_of(PrefixBody.fields.decode(json.dumps(fields).encode()))
     assert (caught.value.http_status, caught.value.param) == (413, param)
 
 
 def test_conversation_at_its_bounds_is_accepted() -> None:
     fields = {"messages": [HELLO] * 4096, "tools": [{"a": nested(29)}]}
-    assert len(conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))) == 4096
+    assert len(prompt_of(PrefixBody.fields.decode(json.dumps(fields).encode())).messages) == 4096
 
 
 @pytest.mark.parametrize(
