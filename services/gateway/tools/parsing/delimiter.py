@@ -18,7 +18,7 @@ MAX_HELD_CHARS = 4096  # of text that may be a delimiter
 _SPACES = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
 _ASCII = "".join(map(chr, range(128)))
 _OTHER = "é一٣😀"  # a pattern that starts with one of them may start with any
-_NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|\^")
+_NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")
 
 
 class Delimiter(msgspec.Struct, frozen=True):
