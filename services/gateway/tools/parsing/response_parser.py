@@ -76,6 +76,11 @@ class ResponseParser:
         """Whether text is shown, or may be, as content."""
         return self._region is None or self._region.kind == "content"
 
+    @property
+    def holds_text(self) -> bool:
+        """Whether text waits for what follows it."""
+        return bool(self._buffer) or self._text.holds_spaces
+
     def feed(self, text: str) -> list[Event]:
         self._buffer += text
         while self._buffer and self._step():

@@ -22,6 +22,10 @@ class ShownText:
         self._join = ""
         self._kinds: set[str] = set()  # that were shown
 
+    @property
+    def holds_spaces(self) -> bool:
+        return bool(self._spaces)
+
     def open(self, region: Region) -> str:
         """A delimiter opens the region. Returns the spaces before it."""
         spaces, self._spaces = self._spaces, ""

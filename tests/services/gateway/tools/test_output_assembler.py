@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,10 @@ class Response:
 
     def ids(self, text: str) -> list[int]:
         """`</tool_call> no` inside of an argument is no marker."""
-        head, guard, tail = text.partition("</tool_call> no")
-        encode = self.files.tokenizer.tokenizer.encode
-        found = list(encode(head, add_special_tokens=False).ids)
-        for piece in ("</tool", "_call> no") if guard else ():
-            found += encode(piece, add_special_tokens=False).ids
-        return found + list(encode(tail, add_special_tokens=False).ids)
+        found: list[int] = []
+        for piece in re.split("(?<=</tool)(?=_call> no)", text):
+            found += self.files.tokenizer.tokenizer.encode(piece, add_special_tokens=False).ids
+        return found
 
     def add(self, text: str, finish: Finish | None = STOP, *, takes: bool = True) -> Parsed:
         for token_id in self.ids(text):
