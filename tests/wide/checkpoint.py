@@ -30,7 +30,7 @@ OFFER, OPEN, CLOSE, END = "<|offer|>", "<tool_call>", "</tool_call>", "<|end|>"
 SPECIAL = ("<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", OPEN, CLOSE, END)
 ADDED = (*SPECIAL, OFFER, "<|answer|>")
 PREFERENCES = (END, CLOSE, '"', "}", "]", ",", ":", "{", "1", "2", "a")
-HIDDEN = 64
+HIDDEN = 48  # the dimensions of tests/shared/engine/support: they share compiled kernels
 GAP = 4.0  # between the logits of two preferences, which are normalized: sampling is greedy
 
 TEMPLATE = """
@@ -63,11 +63,11 @@ def write_wide_checkpoint(folder: Path) -> Path:
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=HIDDEN,
-        intermediate_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.token_to_id("<|bos|>"),
