@@ -31,7 +31,8 @@ SPECIAL = ("<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", OPE
 ADDED = (*SPECIAL, OFFER, "<|answer|>")
 PREFERENCES = (END, CLOSE, '"', "}", "]", ",", ":", "{", "1", "2", "a")
 HIDDEN = 48  # the dimensions of tests/shared/engine/support: they share compiled kernels
-GAP = 4.0  # between the logits of two preferences, which are normalized: sampling is greedy
+GAP = 4.0  # between the logits of two preferences: at a temperature of 1, others are rare
+CERTAIN = (len(PREFERENCES) + 6) * GAP  # the logit of a token that the table names
 
 TEMPLATE = """
 {{- '<|bos|>' -}}
@@ -96,7 +97,7 @@ def _write_table(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     for dimension, (last, following) in enumerate(_table(tokenizer).items(), start=1):
         embeddings[last].zero_()
         embeddings[last, dimension] = 1.0
-        head[following, dimension] = (len(PREFERENCES) + 2) * GAP
+        head[following, dimension] = CERTAIN
     model.lm_head.weight /= HIDDEN**0.5  # the norm of a hidden state
 
 
