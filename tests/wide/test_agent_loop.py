@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.wide.checkpoint import ANSWER, write_wide_checkpoint
@@ -31,10 +33,11 @@ def parameters(**properties: dict[str, Any]) -> dict[str, Any]:
 
 
 LINES = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 30}}
+NEVER = -100  # a bias
 SCHEMAS = {
     "clock": parameters(zone={"type": "string", "maxLength": 20}, style={"enum": ["12h", "24h"]}),
     "dice": parameters(sides={"type": "integer", "minimum": 2, "maximum": 100}),
-    "store": parameters(lines={**LINES, "minItems": 60, "maxItems": 60}),
+    "store": parameters(lines={**LINES, "minItems": 1, "maxItems": 60}),
 }
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -67,6 +70,7 @@ class Agent:
 
     cluster: Cluster
     client: openai.OpenAI
+    closing: int  # the token of a list's end
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
 
@@ -88,20 +92,21 @@ class Agent:
         self.messages.append({"role": "assistant", "content": done.choices[0].message.content})
 
     def _call(self, turn: int, victims: list[str] | None) -> list[Call]:
-        """One or more calls, streamed: of any tool, and in the deadly turn of the longest."""
-        choice: Any = "required"
+        """One or more calls, streamed: of any tool, in the deadly turn of a long list."""
+        options: dict[str, Any] = {"tool_choice": "required"}
         if turn == DEADLY_TURN:
-            choice = {"type": "function", "function": {"name": "store"}}
+            options["tool_choice"] = {"type": "function", "function": {"name": "store"}}
+            options["logit_bias"] = {str(self.closing): NEVER}
         stream = self.client.chat.completions.create(
             model=MODEL,
             messages=self.messages,
             tools=TOOLS,
-            tool_choice=choice,
             temperature=HOT,
             seed=turn,
             max_tokens=4000,
             stream=True,
             stream_options={"include_usage": True},
+            **options,
         )
         calls: list[Call] = []
         finished, chunk = [], None
@@ -120,6 +125,9 @@ class Agent:
             assert chunk.model_extra["hearth"]["num_resubmissions"] >= 1
             assert chunk.model_extra["hearth"]["decode_worker"] != victims[0]
         return calls
+
+    def fork(self) -> Agent:
+        return replace(self, messages=[*self.messages], calls=[*self.calls])
 
     @property
     def transcript(self) -> list[dict[str, Any]]:
@@ -142,23 +150,37 @@ def kill_decode_worker(cluster: Cluster) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder: Path = tmp_path_factory.mktemp("agent")
-    model = write_wide_checkpoint(folder / MODEL)
-    with run_cluster(folder, "--model", str(model), "--decode", "2") as running:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wide_checkpoint(tmp_path_factory.mktemp("agent") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Cluster]:
+    options = ("--model", str(checkpoint), "--decode", "2")
+    with run_cluster(tmp_path_factory.mktemp("cluster"), *options) as running:
         running.wait_until_ready("decode-1", "decode-2")
         yield running
 
 
-def test_transcript_is_the_same_though_decode_dies_in_a_call(cluster: Cluster) -> None:
-    client = cluster.sdk
-    undisturbed, disturbed = Agent(cluster, client), Agent(cluster, client)
-    victims: list[str] = []
-    for turn in range(1, NUM_TURNS + 1):
+def test_transcript_is_the_same_though_decode_dies_in_a_call(
+    cluster: Cluster, checkpoint: Path
+) -> None:
+    closing = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).token_to_id("]")
+    undisturbed, victims = Agent(cluster, cluster.sdk, closing), list[str]()
+    for turn in range(1, DEADLY_TURN):
         undisturbed.take_turn(turn)
-        disturbed.take_turn(turn, victims if turn == DEADLY_TURN else None)
+    disturbed = undisturbed.fork()
+    undisturbed.take_turn(DEADLY_TURN)
+    disturbed.take_turn(DEADLY_TURN, victims)
     assert len(victims) == 1
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(take_last_turns, (undisturbed, disturbed)))
     assert disturbed.transcript == undisturbed.transcript
     assert {call.name for call in disturbed.calls} == SCHEMAS.keys()
     assert len({call.id for call in disturbed.calls}) == len(disturbed.calls) >= NUM_TURNS
     assert disturbed.messages[-1]["content"] == ANSWER
+
+
+def take_last_turns(agent: Agent) -> None:
+    for turn in range(DEADLY_TURN + 1, NUM_TURNS + 1):
+        agent.take_turn(turn)
