@@ -30,8 +30,9 @@ OFFER, OPEN, CLOSE, END = "<|offer|>", "<tool_call>", "</tool_call>", "<|end|>"
 SPECIAL = ("<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", OPEN, CLOSE, END)
 ADDED = (*SPECIAL, OFFER, "<|answer|>")
 PREFERENCES = (END, CLOSE, '"', "}", "]", ",", ":", "{", "1", "2", "a")
-HIDDEN = 64
-GAP = 4.0  # between the logits of two preferences, which are normalized: sampling is greedy
+HIDDEN = 48  # the dimensions of tests/shared/engine/support: they share compiled kernels
+GAP = 4.0  # between the logits of two preferences: at a temperature of 1, others are rare
+CERTAIN = (len(PREFERENCES) + 6) * GAP  # the logit of a token that the table names
 
 TEMPLATE = """
 {{- '<|bos|>' -}}
@@ -63,11 +64,11 @@ def write_wide_checkpoint(folder: Path) -> Path:
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=HIDDEN,
-        intermediate_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.token_to_id("<|bos|>"),
@@ -96,7 +97,7 @@ def _write_table(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     for dimension, (last, following) in enumerate(_table(tokenizer).items(), start=1):
         embeddings[last].zero_()
         embeddings[last, dimension] = 1.0
-        head[following, dimension] = (len(PREFERENCES) + 2) * GAP
+        head[following, dimension] = CERTAIN
     model.lm_head.weight /= HIDDEN**0.5  # the norm of a hidden state
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import agents
 import openai
+import pytest
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -16,6 +18,11 @@ from tests.clients.account import AGENT_MODEL, Account
 QUESTION = "What time is it in Berlin?"
 TIME = "12:34"
 ANSWER = "The tool has answered."  # of the checkpoint, after each result
+
+
+class Hour(BaseModel):
+    zone: str
+    hour: int
 
 
 async def test_openai_agents(account: Account) -> None:
@@ -57,6 +64,22 @@ async def test_pydantic_ai(account: Account) -> None:
     assert len(zones) == 2
 
 
+async def test_pydantic_ai_objects(account: Account) -> None:
+    provider = OpenAIProvider(base_url=f"{account.url}/v1", api_key=account.token)
+    for output in (NativeOutput(Hour), ToolOutput(Hour)):
+        agent = Agent(OpenAIChatModel(AGENT_MODEL, provider=provider), output_type=output)
+        assert isinstance((await agent.run(QUESTION)).output, Hour)
+
+
+async def test_openai_agents_objects(account: Account) -> None:
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=f"{account.url}/v1", api_key=account.token)
+    model = agents.OpenAIChatCompletionsModel(model=AGENT_MODEL, openai_client=client)
+    agent = agents.Agent(name="clerk", model=model, output_type=Hour)
+    assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, Hour)
+
+
+@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 def test_langgraph(account: Account) -> None:
     zones = []
 
@@ -71,3 +94,7 @@ def test_langgraph(account: Account) -> None:
     messages = agent.invoke({"messages": [("user", QUESTION)]})["messages"]
     assert [each.type for each in messages] == ["human", "ai", "tool", "ai"]
     assert messages[2].content == TIME and messages[3].content == ANSWER and len(zones) == 1
+    going_on = {"messages": [*messages, ("user", QUESTION)]}
+    steps = list(agent.stream(going_on, stream_mode="updates"))
+    assert [key for step in steps for key in step] == ["agent", "tools", "agent"]
+    assert len(zones) == 2
