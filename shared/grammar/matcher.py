@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from shared.errors import GrammarTooComplex, InvalidRequest
 
 # A lexer state takes 1 to 2 KB. With llguidance's own fuel, `^(a{1000}){1000}$` takes 1.8 s for its
-# first mask; with a tenth of this one, a tenth of JSONSchemaBench's valid documents is not accepted.
+# first mask; with a tenth of this one, a tenth of JSONSchemaBench's valid documents is refused.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False)
 MAX_TOKENS_AT_ONCE = 64  # to accept: 0.1 ms, in which no other thread runs Python
 MAX_REASON_CHARS = 400
