@@ -47,6 +47,16 @@ def test_outputs_of_a_schema_are_valid() -> None:
     assert num_ended > 10
 
 
+def test_replay_of_a_usual_output_takes_no_limit() -> None:
+    """Without masks between its tokens; those of the names are long lexemes."""
+    schema = {"type": "object", "patternProperties": {"^.{1,255}$": {"type": "string"}}}
+    document = {f"{number} {'long name ' * 12}": "text " * 20 for number in range(12)}
+    token_ids = vocabulary().encode(json.dumps(document))
+    matcher = compiled("json_schema", json.dumps(schema))
+    assert matcher.accept(token_ids) == len(token_ids)
+    assert matcher.is_accepting
+
+
 def test_end_is_allowed_exactly_where_the_grammar_may_end() -> None:
     matcher = compiled("regex", "[ab]{2,3}")
     ends = []

@@ -1,15 +1,15 @@
 """Constrained output of whole clusters: are answers valid, and what do constraints cost?
 
-Run: python -m benchmarks.structured_output [--parts answers streams hostile ttft tools]
+Run: python -m benchmarks.structured [--parts answers streams hostile ttft tools]
 
 | part | module | what it measures |
 | --- | --- | --- |
-| answers | `structured/answers.py` | 1,000 schemas, by models that want something else |
-| streams | `structured/streams.py` | ITL of 16 constrained streams beside 16 free ones |
-| hostile | `structured/hostile.py` | free streams beside constraints that are made to hurt |
-| ttft | `structured/ttft.py` | what a schema adds to the time to the first token |
-| tools | `structured/tool_questions.py` | held-out questions that a tool answers |
-| suite | `structured/schema_suite.py` | JSONSchemaBench, given a clone of it |
+| answers | `answers.py` | 1,000 schemas, by models that want something else |
+| streams | `streams.py` | ITL of 16 constrained streams beside 16 free ones |
+| hostile | `hostile.py` | free streams beside constraints that are made to hurt |
+| ttft | `ttft.py` | what a schema adds to the time to the first token |
+| tools | `tool_questions.py` | held-out questions that a tool answers |
+| suite | `schema_suite.py` | JSONSchemaBench, given a clone of it |
 
 Each part is a result of its own, `results/structured_PART.json`.
 """
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         if part not in known:
             parser.error(f"--parts {part}: not one of {', '.join(known)}")
         rows, bars = asyncio.run(known[part]())
-        command = ["-m", "benchmarks.structured_output", *argv]
+        command = ["-m", "benchmarks.structured", *argv]
         write_result(f"structured_{part}", rows, bars, command)
         is_missed = is_missed or not all(each.holds for each in bars)
     return int(is_missed)
