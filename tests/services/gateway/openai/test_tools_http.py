@@ -25,7 +25,7 @@ CALLS = (
 )
 CUT = '<tool_call>{"name": "clock", "arguments": {"zone": @@}}</tool_call>'
 
-TOOL_NAMES = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+TOOL_NAMES = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
