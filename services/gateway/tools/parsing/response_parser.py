@@ -31,9 +31,8 @@ CallIdOf = Callable[[int, str], str]  # of the call's index and name
 
 
 class ResponseParser:
-    """`schemas`: of the arguments of each offered tool, by name. `custom`: the names of those whose
-    input is text. `is_thinking`: whether the prompt ends inside of reasoning. `num_calls`: complete
-    calls.
+    """`schemas`: of each offered tool's arguments, by name. `custom`: tools whose input is text.
+    `is_thinking`: whether the prompt ends inside of reasoning. `num_calls`: complete calls.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tool calls over HTTP, of a model whose chat template knows no tools."""
+"""Tool calls and reasoning over HTTP, with a response template of the operator."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import Cluster, SharedCluster, running_cluster
+from tests.services.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of
 
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
@@ -23,6 +24,8 @@ CALLS = (
     '<tool_call>{"name": "patch", "arguments": {"input": "a\\n"}}</tool_call>'
 )
 CUT = '<tool_call>{"name": "clock", "arguments": {"zone": @@}}</tool_call>'
+
+TOOL_NAMES = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -36,10 +39,12 @@ async def tools_cluster(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Cluster]:
     await shared_cluster.close()
-    path = tmp_path_factory.mktemp("family") / "own.json"
+    model_dir = write_model_dir(tmp_path_factory.mktemp("models") / "tiny")
+    (model_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE + TOOL_NAMES)
+    path = model_dir / "own.json"
     path.write_text(json.dumps(TEMPLATE))
     config = msgspec.structs.replace(
-        gateway_config, tool_format="hermes", response_template=str(path)
+        gateway_config, model_dir=model_dir, response_template=str(path)
     )
     async with running_cluster(nats_server, config, model_files) as cluster:
         yield cluster

@@ -137,8 +137,8 @@ def test_reasoning_is_counted_shown_or_not(
 
 def test_stop_strings_are_of_content_only(config: GatewayConfig, files: ModelFiles) -> None:
     response = Response(config, files, stop=["END"])
-    found = response.add(f"<think>END</think>a{CALL}b EN{CALL}cENDd")
-    assert (found.thinking, found.content) == ("END", "ab ENc")
+    found = response.add(f"<think>END</think>a{CALL}b EN{CALL}DcENDd")
+    assert (found.thinking, found.content) == ("END", "ab ENDc")
     assert len(found.ended) == 2
     assert response.reason == "tool_calls"
     assert response.output.num_output_tokens < len(response.ids(CALL)) * 2 + 24
