@@ -110,6 +110,7 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
+    response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
 
     @property

@@ -19,6 +19,10 @@ class Case:
     messages: Messages
     answer: str
 
+    def chat(self) -> tuple[list[dict[str, str]], None]:
+        """Return the messages, and no tools."""
+        return list(self.messages), None
+
 
 def chat(*contents: str, system: str | None = None) -> Messages:
     """Return messages that alternate between user and assistant."""

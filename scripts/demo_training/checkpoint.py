@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 from tokenizers import Tokenizer
 
-from demo_training.chat_format import ASSISTANT, BOS, CHAT_TEMPLATE, END, PAD, SYSTEM, USER
+from demo_training.chat_format import (
+    ASSISTANT,
+    BOS,
+    CHAT_TEMPLATE,
+    END,
+    PAD,
+    RESPONSE_TEMPLATE,
+    SYSTEM,
+    TOOL_SPECIALS,
+    USER,
+)
 from demo_training.model import Llama, Shape
 from demo_training.tokenizer import special_id
 
@@ -52,10 +62,24 @@ def tokenizer_config(shape: Shape) -> dict[str, Any]:
         "bos_token": BOS,
         "eos_token": END,
         "pad_token": PAD,
-        "additional_special_tokens": [USER, ASSISTANT, SYSTEM],
+        "additional_special_tokens": [USER, ASSISTANT, SYSTEM, *TOOL_SPECIALS],
         "model_max_length": shape.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
+        "response_template": RESPONSE_TEMPLATE,
     }
+
+
+def load_weights(folder: Path, model: Llama) -> None:
+    """Put the weights of a checkpoint into a model.
+
+    The embeddings of the tokens of tools are drawn anew where the checkpoint is of a model without
+    tools, whose last ids were words.
+    """
+    weights = load((folder / "model.safetensors").read_bytes())
+    state = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
+    if TOOL_SPECIALS[0] not in (folder / "tokenizer.json").read_text():
+        torch.nn.init.normal_(state["embed_tokens.weight"][-len(TOOL_SPECIALS) :], std=0.02)
+    model.load_state_dict(state)
 
 
 def save_checkpoint(out: Path, model: Llama, tokenizer: Tokenizer, shape: Shape) -> None:

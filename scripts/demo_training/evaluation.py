@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from demo_training.cases import Case, chat, conversation_cases, long_cases, question_cases
+from demo_training.chat_format import CALL, CALL_END
 from demo_training.corpus import Corpus
+from demo_training.tool_cases import ToolCase
 
 MAX_NEW_TOKENS = 96
 ROWS = 64  # prompts that are answered together
@@ -26,12 +28,20 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def prompt_batches(tokenizer: Any, cases: list[Case]) -> Iterator[list[Prompt]]:
+class Asked(Protocol):
+    """A chat that ends with a question, with or without tools."""
+
+    def chat(self) -> tuple[list[dict[str, str]], list[dict[str, Any]] | None]:
+        """Return the messages, and the tools of the request."""
+
+
+def prompt_batches(tokenizer: Any, cases: Sequence[Asked]) -> Iterator[list[Prompt]]:
     """Yield the prompts of all cases in batches of equal length, so that none needs padding."""
     prompts: dict[int, list[Prompt]] = {}
     for index, case in enumerate(cases):
+        messages, tools = case.chat()
         text = tokenizer.apply_chat_template(
-            list(case.messages), add_generation_prompt=True, tokenize=False
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
         )
         ids = tokenizer.encode(text, add_special_tokens=False)
         prompts.setdefault(len(ids), []).append((index, ids))
@@ -42,8 +52,9 @@ def prompt_batches(tokenizer: Any, cases: list[Case]) -> Iterator[list[Prompt]]:
 
 
 @torch.inference_mode()
-def generate(model: Any, tokenizer: Any, cases: list[Case]) -> list[str]:
-    """Answer every case with greedy decoding."""
+def generate(model: Any, tokenizer: Any, cases: Sequence[Asked]) -> list[str]:
+    """Answer every case with greedy decoding; the tokens of calls are kept in the text."""
+    hidden = set(tokenizer.all_special_ids) - set(tokenizer.convert_tokens_to_ids([CALL, CALL_END]))
     outputs = [""] * len(cases)
     for prompts in prompt_batches(tokenizer, cases):
         batch = torch.tensor([ids for _, ids in prompts])  # [B, T]
@@ -52,7 +63,8 @@ def generate(model: Any, tokenizer: Any, cases: list[Case]) -> list[str]:
             batch, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False
         )
         for (index, _), ids in zip(prompts, result[:, batch.shape[1] :], strict=True):
-            outputs[index] = tokenizer.decode(ids, skip_special_tokens=True).strip()
+            shown = [number for number in ids.tolist() if number not in hidden]
+            outputs[index] = tokenizer.decode(shown).strip()
     return outputs
 
 
@@ -77,6 +89,25 @@ def evaluate(
         print_score(name, len(cases), len(misses), num_strange)
         if show_misses:
             print_misses(misses)
+
+
+def evaluate_tools(folder: Path, groups: dict[str, list[ToolCase]], *, show_misses: bool) -> None:
+    """Print for each group the share of questions with the right calls or rightly none."""
+    model, tokenizer = load_checkpoint(folder)
+    for name, cases in groups.items():
+        outputs = generate(model, tokenizer, cases)
+        scores = [case.score(output) for case, output in zip(cases, outputs, strict=True)]
+        names, exact = (sum(column) for column in zip(*scores, strict=True))
+        print(
+            f"{name:22} {names:5}/{len(cases):<5} {100 * names / len(cases):6.2f}% right tool or "
+            f"none, {100 * exact / len(cases):.2f}% also right arguments",
+            flush=True,
+        )
+        for case, output, (_, is_exact) in zip(cases, outputs, scores, strict=True):
+            if show_misses and not is_exact:
+                offered = " ".join(tool.name for tool in case.tools)
+                print(f"  asked    {case.question!r} with {offered}")
+                print(f"  expected {case.calls}\n  got      {output!r}\n")
 
 
 def print_score(name: str, num_cases: int, num_misses: int, num_strange: int) -> None:

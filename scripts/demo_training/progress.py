@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY = 100  # steps between two lines of output without a terminal
+LINE_EVERY = 20  # steps between two lines of output without a terminal
 
 
 @dataclass

@@ -8,13 +8,27 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer
 
 from demo_training.augment import Augmenter
-from demo_training.chat_format import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
+from demo_training.chat_format import (
+    ASSISTANT,
+    BOS,
+    CALL,
+    CALL_END,
+    END,
+    SPECIALS,
+    SYSTEM,
+    TOOL,
+    TOOL_SPECIALS,
+    USER,
+)
 from demo_training.corpus import Corpus, Unit
 from demo_training.filler import Filler
 from demo_training.tokenizer import special_id
+from demo_training.tool_dialogues import Exchange, ToolCorpus, ToolDialogues
 from demo_training.words import WORDS
 
 QUESTION_WEIGHT = 0.1  # loss weight of question tokens; answer tokens have 1
+CALL_WEIGHT = 2.0  # of the tokens of a call
+STRANGENESS = 0.35  # the part of the tools' words that are drawn from all words
 CONVERSATION_COPIES = 4  # how often a conversation is in the deck, against 1 for a question
 
 
@@ -51,14 +65,17 @@ class Deck:
 class RowWriter:
     """Writes rows that are filled with random turns."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, rng: random.Random) -> None:
+    def __init__(
+        self, corpus: Corpus, tools: ToolCorpus, tokenizer: Tokenizer, rng: random.Random
+    ) -> None:
         self.rng = rng
         self.corpus = corpus
+        self.dialogues = ToolDialogues(tools, rng, strangeness=STRANGENESS)
         self.tokenizer = tokenizer
         self.augment = Augmenter(corpus, rng)
         self.filler = Filler(corpus, rng)
         self.deck = Deck(corpus, rng)
-        self.special = {name: special_id(tokenizer, name) for name in SPECIALS}
+        self.special = {name: special_id(tokenizer, name) for name in SPECIALS + TOOL_SPECIALS}
         self.answer_ids = {a: self.encode(a) for u in self.deck.units for _, a in u.turns}
 
     def row(self, length: int) -> Row:
@@ -71,6 +88,67 @@ class RowWriter:
         while len(row.ids) <= length:
             self.unit(row)
         return row
+
+    def tool_row(self, length: int) -> Row:
+        """Write a row of more than ``length`` tokens: tools, and questions for them or not.
+
+        Three of four questions need one of the tools.
+        """
+        row = Row()
+        while len(row.ids) <= length:
+            row.add([self.special[BOS]], 0.0)
+            tools = self.dialogues.offer(most=1 if length < 200 else 5)
+            manners = self.filler.system_message() + "\n" if self.rng.random() < 0.3 else ""
+            lines = "\n".join(["Tools:", *(tool.line() for tool in tools)])
+            ids = self.encode(manners)[:60] + self.encode(lines)
+            self.message(row, SYSTEM, ids, 0.0)
+            for _ in range(self.rng.choice((1, 2, 3))):
+                choice = self.rng.random()
+                if choice < 0.12:
+                    self.unit(row)
+                else:
+                    draw = self.dialogues.missing if choice < 0.25 else self.dialogues.needed
+                    self.exchange(row, draw(tools))
+        return row
+
+    def copy_row(self, length: int) -> Row:
+        """Write a row of texts without meaning, each of which comes twice."""
+        row = Row()
+        row.add([self.special[BOS]], 0.0)
+        while len(row.ids) <= length:
+            texts = [self.nonsense() for _ in range(self.rng.randint(1, 4))]
+            for text in texts:
+                row.add(text, 0.0)
+            self.rng.shuffle(texts)
+            for text in texts:
+                row.add(text[:2], 0.0)  # tells which of the texts follows
+                row.add(text[2:], 1.0)
+        return row
+
+    def nonsense(self) -> list[int]:
+        """Return tokens of words, of digits or of any kind."""
+        size = self.rng.randint(4, 14)
+        choice = self.rng.random()
+        if choice < 0.4:
+            return self.encode(" ".join(self.rng.choices(self.filler.words, k=size)))[:24]
+        if choice < 0.6:
+            numbers = (str(self.rng.randint(0, 9999)) for _ in range(size // 2))
+            return self.encode(" ".join(numbers))[:24]
+        return [self.rng.randrange(len(SPECIALS), 2045) for _ in range(size)]
+
+    def exchange(self, row: Row, exchange: Exchange) -> None:
+        """Append a question, the calls, their results and the answer."""
+        self.message(row, USER, self.encode(exchange.question), QUESTION_WEIGHT)
+        if exchange.calls:
+            row.add([self.special[ASSISTANT]], 0.0)
+            for call in exchange.calls:
+                row.add(
+                    [self.special[CALL], *self.encode(call), self.special[CALL_END]], CALL_WEIGHT
+                )
+            row.add([self.special[END]], 1.0)
+            for result in exchange.results:
+                self.message(row, TOOL, self.encode(result), 0.0)
+        self.message(row, ASSISTANT, self.encode(exchange.answer), 1.0)
 
     def plain_text(self, length: int) -> Row:
         """Write a row of answers as running text, for completions without a chat template.

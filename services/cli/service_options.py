@@ -61,6 +61,9 @@ HELP = {
     "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
     "tool_format": "template (a chat template without tools rejects requests that have them) or "
     "hermes: such a template gets tools, calls and results as text.",
+    "response_template": "How the model writes tool calls and reasoning: a file in the format of "
+    "Hugging Face's response_template, the name of a family such as hermes, or off (default: by "
+    "tokenizer_config.json, else by the chat template).",
     "padding": "Random padding in the events of Workers AI's streams, so that sizes of encrypted "
     "records do not show the lengths of tokens.",
     "max_queued_requests": "Maximum requests in the queue; further requests are rejected with 429.",

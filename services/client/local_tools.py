@@ -6,13 +6,14 @@ import datetime
 import random
 import zoneinfo
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from shared.errors import ConfigError
 
-MAX_DICE = 100
+MAX_SIDES = 1000
 
 
 class LocalTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,48 +55,50 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _clock(zone: str = "UTC") -> str:
-    try:
-        here = zoneinfo.ZoneInfo(zone)
-    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-        raise ValueError(f"zone {zone!r} is not known; one is Europe/Berlin") from None
-    return datetime.datetime.now(here).strftime("%A, %Y-%m-%d %H:%M:%S %Z")
+def _clock(city: str) -> str:
+    zone = _zones().get(_plain(city)) if isinstance(city, str) else None
+    if zone is None:
+        raise ValueError(f"no time zone is known for {city!r}")
+    return datetime.datetime.now(zoneinfo.ZoneInfo(zone)).strftime("%H:%M")
 
 
-def _dice(sides: int = 6, count: int = 1) -> str:
-    for name, value, least, most in (("sides", sides, 2, 1000), ("count", count, 1, MAX_DICE)):
-        if not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{name} is {value!r}, not a whole number from {least} to {most}")
-    return " ".join(str(random.randint(1, sides)) for _ in range(count))
+@cache
+def _zones() -> dict[str, str]:
+    """Time zones by the city that they are named after: `oslo` -> `Europe/Oslo`."""
+    names = sorted(zoneinfo.available_timezones(), key=len, reverse=True)
+    return {_plain(name.rpartition("/")[2]): name for name in names if "/" in name}
 
 
-def _whole_number(description: str, least: int, most: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": least, "maximum": most, "description": description}
+def _plain(city: str) -> str:
+    return city.strip().replace("_", " ").casefold()
 
 
+def _dice(sides: int) -> str:
+    if not isinstance(sides, int) or not 2 <= sides <= MAX_SIDES:
+        raise ValueError(f"sides is {sides!r}, not a whole number from 2 to {MAX_SIDES}")
+    return str(random.randint(1, sides))
+
+
+def _parameters(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+# The demo model has learned tools of these names and parameters.
 _CLOCK = LocalTool(
     name="clock",
-    description="The current time and date in a time zone.",
-    parameters={
-        "type": "object",
-        "properties": {
-            "zone": {"type": "string", "description": "IANA name, such as Europe/Berlin"}
-        },
-        "additionalProperties": False,
-    },
+    description="Returns the current local time of a city.",
+    parameters=_parameters(city={"type": "string", "maxLength": 40}),
     run=_clock,
 )
 _DICE = LocalTool(
     name="dice",
-    description="Rolls dice.",
-    parameters={
-        "type": "object",
-        "properties": {
-            "sides": _whole_number("of each die (default: 6)", 2, 1000),
-            "count": _whole_number("number of dice (default: 1)", 1, MAX_DICE),
-        },
-        "additionalProperties": False,
-    },
+    description="Roll a die with a number of sides.",
+    parameters=_parameters(sides={"type": "integer", "minimum": 2, "maximum": MAX_SIDES}),
     run=_dice,
 )
 TOOLS = {each.name: each for each in (_CLOCK, _DICE)}

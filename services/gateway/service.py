@@ -50,7 +50,8 @@ from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.tokenization.tokenization import Tokenization
-from services.gateway.tools.families import family_of_template
+from services.gateway.tools.family import Family
+from services.gateway.tools.family_choice import family_of
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
@@ -112,8 +113,7 @@ class GatewayService:
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
         self._pool = preparation_pool(config, files) if pool is None else pool
-        template = files.chat_template
-        self._family = family_of_template(None if template is None else template.source.source)
+        self._family = model_family(config, files)
         self._checks = GrammarChecks(
             grammar_pool(config, files) if check_pool is None else check_pool
         )
@@ -392,12 +392,17 @@ def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
     return PreparationPool(setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S)
 
 
+def model_family(config: GatewayConfig, files: ModelFiles) -> Family:
+    """How the model writes calls and reasoning, for its grammars, its parser and its call ids."""
+    return family_of(files, config.response_template, tool_format=config.tool_format)
+
+
 def template_source(config: GatewayConfig, files: ModelFiles) -> TemplateSource | None:
     """The model's chat template, with the form of calls that it requires. None: it has none."""
     if files.chat_template is None:
         return None
     source = files.chat_template.source
-    call_ids = family_of_template(source.source).call_ids
+    call_ids = model_family(config, files).call_ids
     return msgspec.structs.replace(source, call_ids=call_ids, tool_format=config.tool_format)
 
 

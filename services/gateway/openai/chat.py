@@ -115,13 +115,19 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     arguments: str
 
 
+class CustomCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    input: str
+
+
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`index`, and later deltas without `id`: only in a stream."""
+    """A function or a custom tool. `index`, and later deltas without `id`: only in a stream."""
 
     index: int | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCall
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,11 +16,11 @@ from services.gateway.openai.chat import (
     ChatCompletionRequest,
     ChunkChoice,
     Delta,
-    FunctionCall,
     MessageToolCall,
 )
 from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs, chat_logprobs_parts
+from services.gateway.openai.tool_calls import ToolCallDeltas, message_tool_call
 from services.gateway.openai.usage import hearth_info_of, to_usage
 from services.gateway.output.events import (
     Event,
@@ -34,7 +34,7 @@ from services.gateway.output.events import (
     with_ends,
 )
 from services.gateway.output.framing import TextEvent
-from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
+from services.gateway.output.results import ChoiceResult, Results
 from services.gateway.request.endpoint import ResponseContext
 from services.gateway.text.scored_tokens import ScoredToken
 
@@ -46,6 +46,7 @@ class ChatEncoder(OpenAIEncoder):
     has_usage: bool
     has_logprobs: bool
     _begun: set[int] = field(default_factory=set)  # choices whose role was sent
+    _calls: dict[int, ToolCallDeltas] = field(default_factory=dict)  # by choice
     _text_events: dict[int, TextEvent] = field(default_factory=dict)  # by choice
 
     @classmethod
@@ -55,6 +56,9 @@ class ChatEncoder(OpenAIEncoder):
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Returns one chunk per text; a choice's first has the role, its last the finish reason."""
         for event, end in with_ends(events):
+            ended = event if isinstance(event, Finished) else end
+            if ended is not None:
+                yield self._rest_of_calls(ended.choice_index)
             match event:
                 case TextDelta():
                     reason = None if end is None else end.reason
@@ -103,23 +107,15 @@ class ChatEncoder(OpenAIEncoder):
         self, event: ReasoningDelta | ToolCallStart | ToolArgumentsDelta | ToolCallEnd
     ) -> bytes:
         index = event.choice_index
-        match event:
-            case ReasoningDelta():
-                text = "".join(event.texts)
-                return self._event(index, self._delta(index, reasoning=text))
-            case ToolCallStart():
-                call = MessageToolCall(
-                    index=event.index,
-                    id=event.id,
-                    type="function",
-                    function=FunctionCall(name=event.name, arguments=""),
-                )
-            case ToolArgumentsDelta():
-                function = FunctionCall(arguments=event.text)
-                call = MessageToolCall(index=event.index, function=function)
-            case ToolCallEnd():
-                return b""
-        return self._event(index, self._delta(index, tool_call=call))
+        if isinstance(event, ReasoningDelta):
+            return self._event(index, self._delta(index, reasoning="".join(event.texts)))
+        call = self._calls.setdefault(index, ToolCallDeltas()).of(event)
+        return b"" if call is None else self._event(index, self._delta(index, tool_call=call))
+
+    def _rest_of_calls(self, index: int) -> bytes:
+        known = self._calls.get(index)
+        calls = () if known is None else known.rest()
+        return b"".join(self._event(index, self._delta(index, tool_call=each)) for each in calls)
 
     def _usage(self, usage: Usage) -> bytes:
         chunk = self._chunk()
@@ -193,10 +189,5 @@ def _message(result: ChoiceResult) -> AssistantMessage:
         content=result.text,
         reasoning_content=reasoning or msgspec.UNSET,
         reasoning=reasoning or msgspec.UNSET,
-        tool_calls=[_tool_call(each) for each in calls] if calls else msgspec.UNSET,
+        tool_calls=[message_tool_call(each) for each in calls] if calls else msgspec.UNSET,
     )
-
-
-def _tool_call(call: ToolCallResult) -> MessageToolCall:
-    function = FunctionCall(name=call.name, arguments=call.arguments)
-    return MessageToolCall(id=call.id, type="function", function=function)

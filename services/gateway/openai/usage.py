@@ -17,12 +17,18 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     # null if a stop string ended the run before the worker reported the number
     prompt_tokens_details: PromptTokensDetails | None
+    # missing without reasoning
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +45,15 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_usage(usage: events.Usage) -> Usage:
-    cached = usage.cached
+    cached, reasoning = usage.cached, usage.reasoning
     return Usage(
         prompt_tokens=usage.prompt,
         completion_tokens=usage.output,
         total_tokens=usage.prompt + usage.output,
         prompt_tokens_details=None if cached is None else PromptTokensDetails(cached),
+        completion_tokens_details=(
+            CompletionTokensDetails(reasoning) if reasoning else msgspec.UNSET
+        ),
     )
 
 
@@ -52,7 +61,6 @@ def hearth_info_of(context: ResponseContext) -> HearthInfo:
     outputs = context.merger.outputs
     ends = [each.end for each in outputs]
     served = [each.served for each in outputs]
-    warnings = tuple(dict.fromkeys(text for each in outputs for text in each.warnings))
     return HearthInfo(
         request_id=context.request_id,
         decode_worker=_same(None if each is None else each.worker_id for each in ends),
@@ -60,7 +68,7 @@ def hearth_info_of(context: ResponseContext) -> HearthInfo:
         num_pushed_tokens=_sum(None if each is None else each.num_pushed_tokens for each in served),
         num_preemptions=_sum(None if each is None else each.num_preemptions for each in served),
         num_resubmissions=sum(0 if each is None else each.num_resubmissions for each in ends),
-        warnings=warnings or msgspec.UNSET,
+        warnings=context.merger.warnings or msgspec.UNSET,
     )
 
 

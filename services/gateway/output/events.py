@@ -43,12 +43,13 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, tag=True):
-    """`index`: of the call within its choice."""
+    """`index`: of the call within its choice. `is_custom`: its arguments are `{"input": …}`."""
 
     choice_index: int
     index: int
     id: str
     name: str
+    is_custom: bool = False
 
 
 class ToolArgumentsDelta(msgspec.Struct, frozen=True, tag=True):

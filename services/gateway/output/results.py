@@ -22,6 +22,7 @@ class ToolCallResult:
     id: str
     name: str
     arguments: str = ""  # JSON
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Results:
             case ReasoningDelta():
                 self._choice(event.choice_index).reasoning_texts += event.texts
             case ToolCallStart():
-                call = ToolCallResult(event.id, event.name)
+                call = ToolCallResult(event.id, event.name, is_custom=event.is_custom)
                 self._choice(event.choice_index).tool_calls.append(call)
             case ToolArgumentsDelta():
                 self._choice(event.choice_index).tool_calls[event.index].arguments += event.text

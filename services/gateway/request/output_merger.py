@@ -43,6 +43,11 @@ class OutputMerger:
             output.on_update = partial(self._wake, output)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the request's schemas the output need not match."""
+        return tuple(dict.fromkeys(text for each in self.outputs for text in each.warnings))
+
+    @property
     def is_complete(self) -> bool:
         """Whether `next` has returned all events and none of the requests failed."""
         return not self._num_open

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -58,10 +58,13 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
     eos_token: str | _AddedToken | None = None
     pad_token: str | _AddedToken | None = None
     unk_token: str | _AddedToken | None = None
+    response_template: dict[str, Any] | None = None
 
 
 class ModelFiles:
-    """Raises ConfigError for a missing or invalid file. `chat_template`: None if there is none."""
+    """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`: None
+    if there is none.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         self.name = model_dir.name
@@ -69,6 +72,7 @@ class ModelFiles:
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
         self.limits = _read(model_dir / "config.json", ModelLimits)
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+        self.response_template = config.response_template
         source = _template_source(model_dir, config)
         self.chat_template = None if source is None else self._template(source, config)
 

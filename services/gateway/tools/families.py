@@ -1,4 +1,4 @@
-"""The families of models: how each writes calls and reasoning, and which one a model is of.
+"""The families of models: how each writes calls and reasoning.
 
 Outer frames are Hugging Face's `response_template`; `parsing/response_template.py` says what the
 body formats beside its own are. The wire formats are those of the models' chat templates.
@@ -16,7 +16,6 @@ import msgspec
 from services.gateway.tools.family import Family
 
 _FUNCTION = "function"
-_THINK = ("<think>", "</think>")
 _OPTIONAL_START = r"(?:<\|start\|>assistant)?"
 
 
@@ -291,39 +290,3 @@ FAMILIES: dict[str, Family] = {
         PLAIN,
     )
 }
-
-# The first whose markers are all in the chat template: the special ones first.
-_MARKERS: tuple[tuple[Family, tuple[str, ...]], ...] = (
-    (HARMONY, ("<|channel|>", "<|start|>")),
-    (GEMMA4, ("<|tool_call>",)),
-    (FUNCTION_GEMMA, ("<start_function_call>",)),
-    (KIMI, ("<|tool_calls_section_begin|>",)),
-    (DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
-    (DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
-    (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
-    (MISTRAL_LIST, ("[TOOL_CALLS]",)),
-    (PHI_LIST, ("<|tool_call|>",)),
-    (QWEN_XML, ("<tool_call>", "<function=")),
-    (HERMES, ("<tool_call>",)),
-    (PYTHONIC, ("[func_name1(",)),
-    (LLAMA_JSON, ("<|start_header_id|>", '"parameters"')),
-)
-
-
-def family_of_template(source: str | None) -> Family:
-    """The family of a chat template, with the thinking markers that the template mentions."""
-    if source is None:
-        return PLAIN
-    for family, markers in _MARKERS:
-        if all(marker in source for marker in markers):
-            return _with_thinking(family, source)
-    return _with_thinking(PLAIN, source)
-
-
-def _with_thinking(family: Family, source: str) -> Family:
-    if family.think_close:
-        return family
-    for opening, close in (_THINK, ("[THINK]", "[/THINK]")):
-        if close in source:
-            return with_thinking(family, opening, close)
-    return family

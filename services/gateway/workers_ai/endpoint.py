@@ -57,7 +57,7 @@ class _TextEvents:
 def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContext) -> Encoder:
     framing = context.framing
     if not body.is_embedding:
-        return RunEncoder(framing, text_events.of(framing))
+        return RunEncoder(framing, text_events.of(framing), context.merger.warnings)
     return EmbeddingEncoder(
         framing,
         context.merger,

@@ -17,9 +17,14 @@ class ResultInfo(msgspec.Struct, frozen=True):
     total_count: int
 
 
+class Message(msgspec.Struct, frozen=True):
+    code: int
+    message: str
+
+
 class Success(msgspec.Struct, frozen=True, kw_only=True):
     result: Any
     success: bool = True
     errors: Sequence[str] = ()
-    messages: Sequence[str] = ()
+    messages: Sequence[Message] = ()
     result_info: ResultInfo | msgspec.UnsetType = msgspec.UNSET

@@ -3,7 +3,8 @@
     {"response": "…", "tool_calls": [{"name", "arguments": {…}}], "usage": {…}, "finish_reason"}
 
 A stream has an event for each text, one for all tool calls, and a last one with `usage`. A text is
-always a JSON string, whatever it says.
+always a JSON string, whatever it says. Warnings are `messages` of the envelope, and `warnings` of
+the last event.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from services.gateway.output.events import (
 )
 from services.gateway.output.framing import Framing
 from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
-from services.gateway.workers_ai.envelope import Success
+from services.gateway.workers_ai.envelope import Message, Success
 from services.gateway.workers_ai.errors import DialectErrors
 
 _encode = msgspec.json.Encoder().encode
+WARNING_CODE = 1000
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class RunFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: list[RunToolCall] | None = None
     usage: RunUsage | None = None
     finish_reason: str | None = None
+    warnings: Sequence[str] = ()  # only in a stream
 
 
 class TextEvents(Protocol):
@@ -68,8 +71,13 @@ class TextEvents(Protocol):
 
 
 class RunEncoder(DialectErrors):
-    def __init__(self, framing: Framing, text_events: TextEvents) -> None:
+    """`warnings`: what of the request's schemas the output need not match."""
+
+    def __init__(
+        self, framing: Framing, text_events: TextEvents, warnings: Sequence[str] = ()
+    ) -> None:
         super().__init__(framing)
+        self._warnings = warnings
         self._text_events = text_events
         self._calls: list[ToolCallResult] = []
         self._finish_reason = ""
@@ -102,12 +110,16 @@ class RunEncoder(DialectErrors):
             usage=_run_usage(results.usage),
             finish_reason=choice.finish_reason,
         )
-        return iter((_encode(Success(result=frame)),))
+        messages = [Message(WARNING_CODE, each) for each in self._warnings]
+        return iter((_encode(Success(result=frame, messages=messages)),))
 
     def _ending(self, usage: Usage) -> bytes:
         calls = _tool_calls(self._calls, self._finish_reason)
         before = self._frame(tool_calls=calls) if calls else b""
-        return before + self._frame(usage=_run_usage(usage), finish_reason=self._finish_reason)
+        last = self._frame(
+            usage=_run_usage(usage), finish_reason=self._finish_reason, warnings=self._warnings
+        )
+        return before + last
 
     def _frame(self, **fields: Any) -> bytes:
         return self.framing.event(RunFrame(response="", **fields))

@@ -118,9 +118,11 @@ def running(shared_up: SharedUp) -> Up:
 def test_up_starts_one_process_per_service(running: Up) -> None:
     lines = list(processes_of(running.state_home).values())
     preparing = [each for each in lines if "preparation_process" in each]
+    checking = [each for each in lines if "check_process" in each]
     assert 1 <= len(preparing) <= 3  # the gateway's own, of which only the first is there at once
+    assert 1 <= len(checking) <= 3
     # five services, nats-server, redis-server, and up itself
-    assert len(lines) - len(preparing) == 8
+    assert len(lines) - len(preparing) - len(checking) == 8
     workers = ready(running.state.url)["workers"]
     assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
 

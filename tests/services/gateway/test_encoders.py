@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 from services.gateway.openai.chat_response import ChatEncoder
+from services.gateway.openai.tool_calls import input_of
 from services.gateway.output.events import (
     Event,
     Finished,
@@ -64,6 +65,8 @@ def test_chat_stream_says_what_the_events_say(framing: Framing) -> None:
     chunks = [strict.validate_json(line) for line in lines_of(encoded, framing)]
     usage = chunks[-1].usage
     assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (7, 11)
+    details = usage.completion_tokens_details
+    assert details is not None and details.reasoning_tokens == 4
     deltas = [(each.index, each) for chunk in chunks for each in chunk.choices]
     for index, text, reason in [(0, "It is", "tool_calls"), (1, '12"\n', "stop")]:
         of_choice = [each for place, each in deltas if place == index]
@@ -107,3 +110,47 @@ def test_end_joins_the_text_right_before_it() -> None:
     ]
     for events, paired in cases:
         assert list(with_ends(events)) == paired
+
+
+CUSTOM: list[Event] = [
+    ToolCallStart(0, 0, "call_1", "patch", is_custom=True),
+    ToolArgumentsDelta(0, 0, '{"input": "a\\n\\u00e'),
+    ToolArgumentsDelta(0, 0, '9\\""}'),
+    ToolCallEnd(0, 0),
+    ToolCallStart(0, 1, "call_2", "patch", is_custom=True),
+    ToolArgumentsDelta(0, 1, '{"input": "cut\\ud83d'),
+    Finished(0, "length"),
+]
+INPUTS = ['a\né"', "cut"]
+
+
+def test_custom_tools_have_their_input_as_text() -> None:
+    made = Results()
+    for event in CUSTOM:
+        made.add(event)
+    own = ChatEncoder(context(), has_usage=False, has_logprobs=False)
+    message = msgspec.json.decode(b"".join(own.body(made)))["choices"][0]["message"]
+    assert message["tool_calls"] == [
+        {"id": f"call_{i + 1}", "type": "custom", "custom": {"name": "patch", "input": text}}
+        for i, text in enumerate(INPUTS)
+    ]
+
+
+def test_custom_tools_in_a_stream() -> None:
+    own = ChatEncoder(context(LINES), has_usage=False, has_logprobs=False)
+    encoded = b"".join(part for event in CUSTOM for part in own.events([event]))
+    chunks = [msgspec.json.decode(line) for line in encoded.splitlines() if line]
+    deltas = [each["choices"][0] for each in chunks]
+    calls = [call for each in deltas for call in each["delta"].get("tool_calls", ())]
+    for index, text in enumerate(INPUTS):
+        head, *rest = [each for each in calls if each["index"] == index]
+        assert head["type"] == "custom" and head["custom"] == {"name": "patch", "input": ""}
+        assert "".join(each["custom"]["input"] for each in rest) == text
+    assert [each["finish_reason"] for each in deltas][-1] == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [('{"input": 5}', '{"input": 5}'), ("", ""), ('{"input":"', "")]
+)
+def test_input_of_arguments(arguments: str, expected: str) -> None:
+    assert input_of(arguments) == expected

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from services.gateway.tools.parsing.json_value import SPACE, JsonValue
+from services.gateway.tools.parsing.response_template import Region
 
 MAX_NAME_CHARS = 1024
 
@@ -24,17 +25,10 @@ class CallReceiver(Protocol):
     def end(self) -> None: ...
 
 
-class JsonBody(Protocol):
-    is_complete: bool
-    is_bad: bool
-
-    def feed(self, text: str, start: int) -> int:
-        """Returns the index up to which the text belongs to the body."""
-        ...
-
-
 class ArgumentsBody:
-    """`name`: of the call, which is offered."""
+    """`name`: of the call, which is offered. `feed` returns the index up to which the text belongs
+    to the body.
+    """
 
     def __init__(self, name: str, receiver: CallReceiver) -> None:
         self.is_complete = False
@@ -96,6 +90,11 @@ class CallsBody:
         while index < end and not (self.is_complete or self.is_bad or self.has_ended_call):
             index = self._step(text, index)
         return index
+
+    @property
+    def has_whole_arguments(self) -> bool:
+        """Whether the call that is open has its name and all of its arguments."""
+        return self._name is not None and self._has_arguments
 
     def finish(self) -> None:
         """At the end of the text: no separator follows."""
@@ -212,6 +211,21 @@ class CallsBody:
             self._expected = "separator"
         else:
             self.is_complete = True
+
+
+def body_of(
+    region: Region, name: str | None, receiver: CallReceiver, is_offered: Callable[[str], bool]
+) -> ArgumentsBody | CallsBody:
+    """`name`: of the call, where the opening has it."""
+    if name is not None and region.has_arguments_only:
+        return ArgumentsBody(name, receiver)
+    return CallsBody(
+        receiver,
+        is_offered,
+        name_key=region.name[-1],
+        arguments_keys=tuple(dict.fromkeys((region.arguments[-1], "arguments", "parameters"))),
+        separator=region.args.get("separator", ""),
+    )
 
 
 def _after_space(text: str, index: int) -> int:

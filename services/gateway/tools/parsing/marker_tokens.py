@@ -42,6 +42,8 @@ class MarkerTokens:
         return pattern
 
     def restored(self, text: str) -> str:
+        if text.isascii():
+            return text
         return _MARKER.sub(lambda found: self._texts.get(found[0], ""), text)
 
 

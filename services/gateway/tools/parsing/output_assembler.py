@@ -64,10 +64,12 @@ class OutputAssembler:
                 break
             self.num_tokens += 1
             was_reasoning = self._parser.is_reasoning
-            parsed = self._parser.feed(self._text_of(token_id))
+            text = self._text_of(token_id)
+            parsed = self._parser.feed(text)
             self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
             if logprobs:
-                self._place(token_id, logprobs[index], parsed)
+                self._unplaced.append((token_id, logprobs[index]))
+                self._place(parsed, is_partial=not text)
             events += self._shown(parsed)
         if self.is_stopped:
             self._held.show_all()
@@ -117,15 +119,17 @@ class OutputAssembler:
             self._held.show(len(text))
             events.append(TextDelta(self._choice, (text,)))
 
-    def _place(self, token_id: int, logprobs: TokenLogprobs, parsed: Sequence[Event]) -> None:
-        """A token is of content if the text that the parser released with it is."""
+    def _place(self, parsed: Sequence[Event], *, is_partial: bool) -> None:
+        """Tokens are of content if the text that the parser releases with the last one is.
+        `is_partial`: the last token only begins a character.
+        """
         text = "".join(each.text for each in parsed if isinstance(each, TextDelta))
-        self._unplaced.append((token_id, logprobs))
         if text:
             last = len(self._unplaced) - 1
-            for index, (each, its_logprobs) in enumerate(self._unplaced):
-                self._held.add(each, its_logprobs, text if index == last else "")
-        if text or not self._parser.is_in_content:
+            for index, (token_id, logprobs) in enumerate(self._unplaced):
+                self._held.add(token_id, logprobs, text if index == last else "")
+        may_show = self._parser.is_in_content and (is_partial or self._parser.holds_text)
+        if text or not may_show:
             self._unplaced = []
 
     def _scored(self) -> list[Event]:

@@ -63,6 +63,7 @@ class ResponseParsing:
             choice_index,
             schemas={each.name: each.parameters for each in offered} or NO_TOOLS,
             call_id_of=call_id_of,
+            custom={each.name for each in offered if each.custom is not None},
             is_thinking=self._opens_thinking(prompt_tail),
         )
 

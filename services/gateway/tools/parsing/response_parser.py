@@ -6,40 +6,34 @@ outside (content) ◀── close ◀── content  ◀── open ──┤ ou
 
 A text may be split anywhere: what may be a part of a delimiter is held back. A call that cannot be
 read, or is of a tool that is not offered, becomes content as it is written. If its arguments began
-before that, it stays without an end, and the rest becomes content.
+before that, it ends if they are complete, else stays without an end; the rest becomes content.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from services.gateway.output.events import (
     Event,
-    ReasoningDelta,
-    TextDelta,
     ToolArgumentsDelta,
     ToolCallEnd,
     ToolCallStart,
 )
-from services.gateway.tools.parsing.call_bodies import ArgumentsBody, CallsBody
+from services.gateway.tools.parsing.call_bodies import ArgumentsBody, CallsBody, body_of
+from services.gateway.tools.parsing.delimiter import Delimiter
 from services.gateway.tools.parsing.marker_tokens import MarkerTokens
-from services.gateway.tools.parsing.response_template import Delimiter, Region, ResponseTemplate
-from services.gateway.tools.parsing.whole_bodies import (
-    MAX_BODY_CHARS,
-    lax_json,
-    python_calls,
-    xml_parameters,
-)
+from services.gateway.tools.parsing.response_template import Kind, Region, ResponseTemplate
+from services.gateway.tools.parsing.shown_text import ShownText
+from services.gateway.tools.parsing.whole_bodies import MAX_BODY_CHARS, whole_calls
 
-MAX_HELD_CHARS = 4096  # of a delimiter, or of spaces
 CallIdOf = Callable[[int, str], str]  # of the call's index and name
 
 
 class ResponseParser:
-    """`schemas`: of the arguments of each offered tool, by name. `is_thinking`: whether the prompt
-    ends inside of reasoning. `num_calls`: complete calls.
+    """`schemas`: of the arguments of each offered tool, by name. `custom`: the names of those whose
+    input is text. `is_thinking`: whether the prompt ends inside of reasoning. `num_calls`: complete
+    calls.
     """
 
     def __init__(
@@ -50,16 +44,15 @@ class ResponseParser:
         *,
         schemas: Mapping[str, Mapping[str, Any]],
         call_id_of: CallIdOf,
+        custom: Set[str] = frozenset(),
         is_thinking: bool = False,
     ) -> None:
         self.num_calls = 0
-        self._template = template
-        self._markers = markers
         self._choice = choice_index
         self._schemas = schemas
+        self._custom = custom
         self._call_id_of = call_id_of
         self._openings = [each for each in template.regions if each.open is not None]
-        self._outside = next((r for r in template.regions if r.open is None), None)
         self._region = template.first("thinking") if is_thinking else None
         self._events: list[Event] = []
         self._buffer = ""
@@ -69,10 +62,9 @@ class ResponseParser:
         self._raw = ""  # of a call, as long as it can become content
         self._captures: dict[str, str] = {}
         self._is_closing = False
-        self._spaces = ""
-        self._skips_spaces = is_thinking
-        self._shown_kinds: set[str] = set()
-        self._join = ""
+        self._is_call_open = False
+        self._num_searched = 0  # characters of the buffer before which no closing starts
+        self._text = ShownText(choice_index, markers, skips_spaces=is_thinking)
         self._is_ended = False
 
     @property
@@ -83,6 +75,11 @@ class ResponseParser:
     def is_in_content(self) -> bool:
         """Whether text is shown, or may be, as content."""
         return self._region is None or self._region.kind == "content"
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether text waits for what follows it."""
+        return bool(self._buffer) or self._text.holds_spaces
 
     def feed(self, text: str) -> list[Event]:
         self._buffer += text
@@ -95,8 +92,8 @@ class ResponseParser:
         self._is_ended = True
         while self._step():
             pass
-        if self._is_closing or self._region is None or self._region.kind != "calls":
-            self._end_spaces()
+        if self._region is None or self._region.kind != "calls":
+            self._add(self._text.rest("content" if self._region is None else self._region.kind))
         return self._take()
 
     def _take(self) -> list[Event]:
@@ -151,46 +148,22 @@ class ResponseParser:
             best = None
         return best, held
 
-    def _search(self, delimiter: Delimiter) -> tuple[Any, bool]:
-        """The match and whether more text may change it. One that grows too long is no match."""
-        ended = self._is_ended
-        found = delimiter.pattern.search(self._buffer, partial=not ended)
-        if found is None or ended:
-            return found, False
-        at_end = found.end() == len(self._buffer)
-        is_pending = found.partial or (at_end and (delimiter.can_grow or not found[0]))
-        if is_pending and len(found[0]) > MAX_HELD_CHARS:
-            return (None, False) if found.partial else (found, False)
-        return found, is_pending
+    def _search(self, delimiter: Delimiter, start: int = 0) -> tuple[Any, bool]:
+        return delimiter.search(self._buffer, start, is_ended=self._is_ended)
 
     def _open(self, region: Region, found: Any) -> None:
-        opening = self._advance(len(found[0]))
-        self._spaces = ""
-        self._region, self._raw = region, opening
-        self._is_closing = False
+        spaces = self._text.open(region)
+        self._region, self._raw = region, spaces + self._advance(len(found[0]))
+        self._is_closing = self._is_call_open = False
+        self._num_searched = 0
         self._captures = {k: v for k, v in found.groupdict().items() if v is not None}
-        self._skips_spaces = True
         if region.kind != "calls":
-            self._join = region.join if region.kind in self._shown_kinds else ""
             return
         name = self._captures.get(region.name[0])
         if name is not None and name not in self._schemas:
             self._fail()
         elif region.is_streamed:
-            self._body = self._json_body(region, name)
-
-    def _json_body(self, region: Region, name: str | None) -> ArgumentsBody | CallsBody:
-        if name is not None and region.has_arguments_only:
-            return ArgumentsBody(name, self)
-        key = region.arguments[-1]
-        keys = tuple(dict.fromkeys((key, "arguments", "parameters")))
-        return CallsBody(
-            self,
-            self._schemas.__contains__,
-            name_key=region.name[-1],
-            arguments_keys=keys,
-            separator=region.args.get("separator", ""),
-        )
+            self._body = body_of(region, name, self, self._schemas.__contains__)
 
     def _step_text(self, region: Region) -> bool:
         if region.close is None:
@@ -212,7 +185,7 @@ class ResponseParser:
         assert body is not None
         end = body.feed(self._buffer, 0)
         taken = self._advance(end)
-        if self._call_index < 0 or not self._is_call_open:
+        if not self._is_call_open:
             self._raw += taken
         if self._is_ended and isinstance(body, CallsBody):
             body.finish()
@@ -224,7 +197,11 @@ class ResponseParser:
             if self._buffer:
                 return True
         if body.is_bad or self._is_ended:
-            self._fail()
+            if isinstance(body, CallsBody) and self._is_call_open and body.has_whole_arguments:
+                self.end()
+                self._body, self._is_closing = None, True
+            else:
+                self._fail()
             return True
         return False
 
@@ -251,7 +228,8 @@ class ResponseParser:
         """A body that is read when it is complete."""
         found, is_pending = None, False
         if region.close is not None:
-            found, is_pending = self._search(region.close)
+            found, is_pending = self._search(region.close, self._num_searched)
+            self._num_searched = len(self._buffer) if found is None else found.start()
         is_closed = found is not None and not is_pending
         if is_closed or self._is_ended:
             body = self._buffer[: found.start()] if found is not None else self._buffer
@@ -271,103 +249,48 @@ class ResponseParser:
 
     def _read_whole(self, region: Region, body: str) -> bool:
         try:
-            calls = self._calls_of(region, body)
-            texts = [(name, json.dumps(args, ensure_ascii=False)) for name, args in calls]
-            for name, text in texts:
-                text.encode()
-                if name not in self._schemas:
-                    return False
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, TimeoutError):
+            calls = whole_calls(region, body, self._captures, self._schemas)
+        except ValueError:
             return False
-        for name, text in texts:
+        for name, arguments in calls:
             self.start(name)
-            self.arguments(text)
+            self.arguments(arguments)
             self.end()
-        return bool(texts)
-
-    def _calls_of(self, region: Region, body: str) -> list[tuple[str, Any]]:
-        """Raises what a malformed body leads to."""
-        match region.content:
-            case "python-calls":
-                content: Any = python_calls(body)
-            case "xml-inline":
-                schema = self._schemas[self._captures[region.name[0]]]
-                content = xml_parameters(body, region.args, schema)
-            case _:
-                content = lax_json(body, region.args)
-        scopes = content if region.is_list else [{"content": content}]
-        calls = []
-        for scope in scopes:
-            values = {**self._captures, **scope}
-            name, arguments = _at(values, region.name), _at(values, region.arguments)
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise ValueError("not a name and its arguments")
-            calls.append((name, arguments))
-        return calls
+        return bool(calls)
 
     def _fail(self, num_chars: int = 0) -> None:
         """The call that was being read is content, and `num_chars` of the buffer."""
         raw = self._raw + self._advance(num_chars)
         self._leave()
-        self._skips_spaces = False
-        self._is_at_start = False
-        self._is_call_open = False
+        self._text.skips_spaces = False
         self._show("content", raw)
 
     def _leave(self) -> None:
-        region = self._region
-        if region is not None and region.kind != "calls":
-            self._spaces = ""
+        self._text.leave()
         self._region, self._body, self._raw = None, None, ""
-        self._is_closing = False
-        self._skips_spaces = True
+        self._is_closing = self._is_call_open = False
         self._is_at_start = False
 
     def _advance(self, num_chars: int) -> str:
         taken, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
         return taken
 
-    def _show(self, kind: str, text: str) -> None:
-        """Spaces beside a delimiter belong to it: those at an end wait for what follows."""
-        if not text or kind not in ("content", "thinking"):
-            return
-        text = self._markers.restored(self._spaces + text)
-        self._spaces = ""
-        if self._skips_spaces:
-            text = text.lstrip()
-            if not text:
-                return
-            self._skips_spaces = False
-        bare = text.rstrip()
-        if len(text) - len(bare) <= MAX_HELD_CHARS:
-            text, self._spaces = bare, text[len(bare) :]
-        if text:
-            self._emit(kind, text)
+    def _show(self, kind: Kind, text: str) -> None:
+        self._add(self._text.of(kind, text))
 
-    def _end_spaces(self) -> None:
-        kind = "content" if self._region is None else self._region.kind
-        text, self._spaces = self._spaces, ""
-        if text and kind in ("content", "thinking"):
-            self._emit(kind, text)
-
-    def _emit(self, kind: str, text: str) -> None:
-        text, self._join = self._join + text, ""
-        self._shown_kinds.add(kind)
-        if kind == "content":
-            self._events.append(TextDelta(self._choice, (text,)))
-        else:
-            self._events.append(ReasoningDelta(self._choice, (text,)))
+    def _add(self, event: Event | None) -> None:
+        if event is not None:
+            self._events.append(event)
 
     # ── CallReceiver ─────────────────────────────────────────────────────────────────────────────
-
-    _is_call_open = False
 
     def start(self, name: str) -> None:
         self._call_index += 1
         self._is_call_open = True
         self._raw = ""
         call_id = self._call_id_of(self._call_index, name)
-        self._events.append(ToolCallStart(self._choice, self._call_index, call_id, name))
+        is_custom = name in self._custom
+        self._events.append(ToolCallStart(self._choice, self._call_index, call_id, name, is_custom))
 
     def arguments(self, text: str) -> None:
         self._events.append(ToolArgumentsDelta(self._choice, self._call_index, text))
@@ -376,9 +299,3 @@ class ResponseParser:
         self._is_call_open = False
         self.num_calls += 1
         self._events.append(ToolCallEnd(self._choice, self._call_index))
-
-
-def _at(values: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        values = values[key]
-    return values

@@ -17,12 +17,12 @@ import msgspec
 import regex
 from msgspec import Meta
 
+from services.gateway.tools.parsing.delimiter import Anchor, Delimiter, compiled, delimiter
 from services.gateway.tools.parsing.marker_tokens import MarkerTokens
 from shared.errors import ConfigError
 
 Kind = Literal["thinking", "content", "calls", "other"]
 Content = Literal["text", "int", "float", "bool", "json", "xml-inline", "kv-lines", "python-calls"]
-Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
 _KINDS: dict[str, Kind] = {
     "thinking": "thinking",
     "reasoning": "thinking",
@@ -54,14 +54,6 @@ class _Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defaults: dict[str, Any] = {}
     start_anchor: Any = None  # the parser is told what the prompt opened
     start_anchor_pattern: str | None = None
-
-
-class Delimiter(msgspec.Struct, frozen=True):
-    """`can_grow`: whether a match at the end of a text can become longer."""
-
-    pattern: Any
-    can_grow: bool
-    is_at_start: bool = False
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,11 +109,11 @@ def _is_outside(field: _FieldSource) -> bool:
 
 def _region(name: str, field: _FieldSource, markers: MarkerTokens) -> Region:
     scope, kind = f"response_template.fields.{name}", _KINDS.get(name, "other")
-    opening = _delimiter(f"{scope}.open", field.open, field.open_pattern, markers)
+    opening = delimiter(f"{scope}.open", field.open, field.open_pattern, markers)
     region = Region(
         kind=kind,
         open=opening,
-        close=_delimiter(f"{scope}.close", field.close, field.close_pattern, markers),
+        close=delimiter(f"{scope}.close", field.close, field.close_pattern, markers),
         content=field.content,
         args=_marked_args(field.content_args, markers),
         join=field.join or "",
@@ -142,7 +134,7 @@ def _region(name: str, field: _FieldSource, markers: MarkerTokens) -> Region:
 
 
 def _check_tags(scope: str, args: Mapping[str, Any]) -> None:
-    pattern = _pattern(f"{scope}.content_args.tag_pattern", str(args.get("tag_pattern", "")))
+    pattern = compiled(f"{scope}.content_args.tag", str(args.get("tag_pattern", "")))
     if not {"key", "value"} <= set(pattern.groupindex):
         raise ConfigError(f"{scope}.content_args.tag_pattern: needs the groups `key` and `value`")
 
@@ -171,31 +163,3 @@ def _marked_args(value: Any, markers: MarkerTokens) -> Any:
         case list():
             return [_marked_args(each, markers) for each in value]
     return value
-
-
-def _delimiter(
-    scope: str, literal: Anchor | None, pattern: str | None, markers: MarkerTokens
-) -> Delimiter | None:
-    if literal is not None and pattern is not None:
-        raise ConfigError(f"{scope}: has both a text and a pattern")
-    if literal is not None:
-        texts = [markers.replaced(each) for each in _listed(literal)]
-        texts.sort(key=len, reverse=True)
-        joined = "|".join(regex.escape(each) for each in texts)
-        is_prefix = any(a != b and a.startswith(b) for a in texts for b in texts)
-        return Delimiter(_pattern(scope, joined), can_grow=is_prefix)
-    if pattern is None:
-        return None
-    marked = markers.replaced_pattern(pattern)
-    return Delimiter(_pattern(scope, marked), can_grow=True, is_at_start=marked.startswith(r"\A"))
-
-
-def _listed(anchor: Anchor) -> list[str]:
-    return [anchor] if isinstance(anchor, str) else anchor
-
-
-def _pattern(scope: str, pattern: str) -> Any:
-    try:
-        return regex.compile(pattern, regex.DOTALL)
-    except regex.error as error:
-        raise ConfigError(f"{scope}_pattern: not a regular expression: {error}") from error

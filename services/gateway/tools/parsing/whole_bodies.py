@@ -11,7 +11,9 @@ from typing import Any
 
 import regex
 
-MAX_BODY_CHARS = 1024 * 1024
+from services.gateway.tools.parsing.response_template import Region
+
+MAX_BODY_CHARS = 256 * 1024  # each token copies what is held
 MATCH_TIMEOUT_S = 0.1
 _UNQUOTED_KEY = regex.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -23,6 +25,60 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
 }
+
+
+def whole_calls(
+    region: Region,
+    body: str,
+    captures: Mapping[str, str],
+    schemas: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[str, str]]:
+    """Names and arguments, as JSON, of a body of calls to tools that have a schema. `captures`: the
+    named groups of the opening.
+    """
+    try:
+        calls = _named(region, _content(region, body, captures, schemas), captures)
+        texts = [(name, json.dumps(values, ensure_ascii=False)) for name, values in calls]
+        for name, text in texts:
+            text.encode()  # not with half of a surrogate pair
+            if name not in schemas:
+                raise ValueError(f"no tool is named {name}")
+    except (KeyError, TypeError, AttributeError, RecursionError, TimeoutError) as error:
+        raise ValueError(f"not calls: {error}") from error
+    return texts
+
+
+def _content(
+    region: Region,
+    body: str,
+    captures: Mapping[str, str],
+    schemas: Mapping[str, Mapping[str, Any]],
+) -> Any:
+    match region.content:
+        case "python-calls":
+            return python_calls(body)
+        case "xml-inline":
+            return xml_parameters(body, region.args, schemas[captures[region.name[0]]])
+    return lax_json(body, region.args)
+
+
+def _named(
+    region: Region, content: Any, captures: Mapping[str, str]
+) -> list[tuple[str, dict[str, Any]]]:
+    calls = []
+    for scope in content if region.is_list else [{"content": content}]:
+        values = {**captures, **scope}
+        name, arguments = _at(values, region.name), _at(values, region.arguments)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError("not a name and its arguments")
+        calls.append((name, arguments))
+    return calls
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
 
 
 def lax_json(text: str, args: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import MAX_MESSAGE_CHARS
 from services.gateway.openai.chat import CHAT_FIELDS
 from services.gateway.openai.errors import envelope
-from services.gateway.prefixes.bodies import PrefixBody, conversation_of
+from services.gateway.prefixes.bodies import PrefixBody, prompt_of
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 
 HELLO = {"role": "user", "content": "hello"}
@@ -20,6 +20,10 @@ HELLO = {"role": "user", "content": "hello"}
 
 def nested(depth: int) -> list[Any]:
     return [nested(depth - 1)] if depth else []
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 @pytest.mark.parametrize(
@@ -35,19 +39,19 @@ def nested(depth: int) -> list[Any]:
             },
             "messages[1].content",
         ),
-        ({"messages": [HELLO], "tools": [{"a": nested(32)}]}, "tools"),
-        ({"messages": [HELLO], "tools": [{"a": [0] * 16_384}]}, "tools"),
+        ({"messages": [HELLO], "tools": [tool(a=nested(32))]}, "tools"),
+        ({"messages": [HELLO], "tools": [tool(a=[0] * 16_384)]}, "tools"),
     ],
 )
 def test_bounds_of_a_conversation(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(PayloadTooLarge) as caught:
-        conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))
+        prompt_of(PrefixBody.fields.decode(json.dumps(fields).encode()))
     assert (caught.value.http_status, caught.value.param) == (413, param)
 
 
 def test_conversation_at_its_bounds_is_accepted() -> None:
-    fields = {"messages": [HELLO] * 4096, "tools": [{"a": nested(29)}]}
-    assert len(conversation_of(PrefixBody.fields.decode(json.dumps(fields).encode()))) == 4096
+    fields = {"messages": [HELLO] * 4096, "tools": [tool(a=nested(29))]}
+    assert len(prompt_of(PrefixBody.fields.decode(json.dumps(fields).encode())).messages) == 4096
 
 
 @pytest.mark.parametrize(
@@ -87,14 +91,14 @@ def test_error_repeats_little_of_the_body() -> None:
 
 def test_neutral_values_are_compared_without_decoding_large_ones() -> None:
     """Values that cannot be neutral are not built: 200,000 lists cost no objects."""
-    for tools in ("null", "[]", " [ ] "):
-        CHAT_FIELDS.decode(b'{"messages": [{"role": "user"}], "tools": %s}' % tools.encode())
-    tools = "[" + ",".join(["[]"] * 200_000) + "]"
-    body = b'{"messages": [{"role": "user"}], "tools": %s}' % tools.encode()
+    for value in ("null", "[]", " [ ] "):
+        CHAT_FIELDS.decode(b'{"messages": [{"role": "user"}], "functions": %s}' % value.encode())
+    value = "[" + ",".join(["[]"] * 200_000) + "]"
+    body = b'{"messages": [{"role": "user"}], "functions": %s}' % value.encode()
     with pytest.raises(InvalidRequest) as caught:
         CHAT_FIELDS.decode(body)
-    assert caught.value.param == "tools"
-    assert isinstance(CHAT_FIELDS._others.decode(body).tools, msgspec.Raw)
+    assert caught.value.param == "functions"
+    assert isinstance(CHAT_FIELDS._others.decode(body).functions, msgspec.Raw)
 
 
 def test_body_bytes_of_a_tenant_and_of_the_gateway_are_bounded() -> None:

@@ -126,3 +126,11 @@ def test_errors() -> None:
     event = json.loads(own.error_event(error).removeprefix(SSE.before))
     assert event["success"] is False
     assert [each["code"] for each in event["errors"]] == [3040]
+
+
+def test_warnings() -> None:
+    own = RunEncoder(LINES, TextEvent(LINES, lambda text: RunFrame(response=text)), ("a", "b"))
+    body = json.loads(b"".join(own.body(Results())))
+    assert body["messages"] == [{"code": 1000, "message": "a"}, {"code": 1000, "message": "b"}]
+    *_, last = b"".join(own.events([Finished(0, "stop"), Usage(2, 0, 0)])).split()
+    assert json.loads(last)["warnings"] == ["a", "b"]
