@@ -30,6 +30,11 @@ class Server(BaseModel):
     parts: list[Part] = Field(min_length=1, max_length=2)
 
 
+class Disk(BaseModel):  # without an enum: Instructor refuses its values in partial objects
+    name: str
+    sizes: list[int] = Field(min_length=2, max_length=3)
+
+
 def openai_client(account: Account) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{account.url}/v1", api_key=account.token, max_retries=0)
 
@@ -79,3 +84,28 @@ def test_instructor(account: Account) -> None:
                 max_retries=0,
             )
         assert isinstance(parsed, Server), mode
+
+
+def test_instructor_streams_partial_objects(account: Account) -> None:
+    with openai_client(account) as plain:
+        client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
+        *_, last = client.chat.completions.create_partial(
+            model=AGENT_MODEL, messages=MESSAGES, response_model=Disk, max_tokens=MAX_TOKENS
+        )
+    assert Disk.model_validate(last.model_dump())
+
+
+def test_langchain_streams_calls(account: Account) -> None:
+    model = ChatOpenAI(
+        model=AGENT_MODEL, base_url=f"{account.url}/v1", api_key=account.token, temperature=0
+    )
+    for strict in (None, True):
+        bound = model.bind_tools([Server], tool_choice="Server", strict=strict)
+        chunks = list(bound.stream("Describe a server."))
+        assert any(each.tool_call_chunks for each in chunks)
+        whole = chunks[0]
+        for each in chunks[1:]:
+            whole += each
+        [call] = whole.tool_calls
+        assert call["name"] == "Server" and Server.model_validate(call["args"])
+        assert whole.response_metadata["finish_reason"] == "tool_calls"
