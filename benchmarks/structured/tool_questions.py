@@ -1,12 +1,14 @@
 """Held-out questions to the demo model, for which it has to call one of four tools, or none.
 
-`scripts/demo_corpus/held_out_tools.toml`: questions whose wordings the corpus does not have. Names
-are the model's own choice; arguments are always valid, since a grammar constrains them.
+The questions are those on which training scores a checkpoint (`scripts/demo_training`), which no
+training has seen. Names are the model's own choice; arguments are always valid, since a grammar
+constrains them.
 """
 
 from __future__ import annotations
 
-import tomllib
+import importlib
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,24 +20,33 @@ from benchmarks.structured.cluster import Served, at_most_at_once, served
 from services.cli.service_options import DEMO_MODEL_DIR
 from tests.corpora.documents import is_valid
 
-QUESTIONS = Path(__file__).resolve().parents[2] / "scripts/demo_corpus/held_out_tools.toml"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # not a package: they run by path
 NUM_AT_ONCE = 8
 MAX_TOKENS = 200
 MIN_RIGHT = 0.9
 
 
 class ToolQuestion(msgspec.Struct, frozen=True):
-    """`call`: the right tool's name; empty: none of them. `arguments`: the right ones, if known."""
+    """`calls`: the expected ones, `{"name": …, "arguments": {…}}`; empty: none of the tools."""
 
     question: str
     tools: list[dict[str, Any]]
-    call: str = ""
-    arguments: dict[str, Any] | None = None
+    calls: list[dict[str, Any]]
+
+
+def held_out_questions() -> list[ToolQuestion]:
+    sys.path.insert(0, str(SCRIPTS))
+    cases = importlib.import_module("demo_training.tool_cases")
+    dialogues = importlib.import_module("demo_training.tool_dialogues")
+    folder = SCRIPTS / "demo_corpus"
+    return [
+        ToolQuestion(case.question, case.schemas(), list(map(msgspec.json.decode, case.calls)))
+        for case in cases.held_out_cases(folder, dialogues.load_tools(folder))
+    ]
 
 
 async def measure() -> tuple[list[Row], list[Bar]]:
-    given = tomllib.loads(QUESTIONS.read_text())["question"]
-    questions = msgspec.convert(given, list[ToolQuestion])
+    questions = held_out_questions()
     counts: Counter[str] = Counter()
     async with served(DEMO_MODEL_DIR) as target:
 
@@ -59,17 +70,18 @@ async def measure() -> tuple[list[Row], list[Bar]]:
 
 
 async def _count(target: Served, question: ToolQuestion, counts: Counter[str]) -> None:
-    tools = [{"type": "function", "function": tool} for tool in question.tools]
     messages = [{"role": "user", "content": question.question}]
-    answer = await target.ask(target.chat(messages=messages, tools=tools, max_tokens=MAX_TOKENS))
+    body = target.chat(messages=messages, tools=question.tools, max_tokens=MAX_TOKENS)
+    answer = await target.ask(body)
     if answer.status != 200:
         raise ValueError(f"{question.question}: {answer.status} {answer.text}")
     calls = [each["function"] for each in answer.message.get("tool_calls") or ()]
-    names = {each["name"] for each in calls}
-    counts["right"] += names == ({question.call} if question.call else set())
-    schemas = {tool["name"]: tool["parameters"] for tool in question.tools}
-    for call in calls:
+    expected = [each["name"] for each in question.calls]
+    counts["right"] += [each["name"] for each in calls] == expected
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in question.tools}
+    for index, call in enumerate(calls):
         counts["calls"] += 1
         counts["valid"] += is_valid(call["arguments"], schemas.get(call["name"], False))
         arguments = msgspec.json.decode(call["arguments"])
-        counts["right arguments"] += question.arguments in (None, arguments)
+        right = [each["arguments"] for each in question.calls][index : index + 1]
+        counts["right arguments"] += right == [arguments]
