@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.wide.checkpoint import ANSWER, write_wide_checkpoint
 
+pytestmark = pytest.mark.long
+
 MODEL = "wide"
 NUM_TURNS = 20
 DEADLY_TURN = 7

@@ -131,10 +131,10 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning has two names, since clients read either."""
+    """`content`: null beside calls alone. Reasoning has two names, since clients read either."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: str | None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET

@@ -186,7 +186,7 @@ class ChatEncoder(OpenAIEncoder):
 def _message(result: ChoiceResult) -> AssistantMessage:
     calls, reasoning = result.tool_calls, result.reasoning
     return AssistantMessage(
-        content=result.text,
+        content=(result.text or None) if calls else result.text,
         reasoning_content=reasoning or msgspec.UNSET,
         reasoning=reasoning or msgspec.UNSET,
         tool_calls=[message_tool_call(each) for each in calls] if calls else msgspec.UNSET,

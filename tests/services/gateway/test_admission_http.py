@@ -142,7 +142,7 @@ async def test_large_body_of_any_type_is_decoded_in_a_process(
 
 BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
     (CHAT, TOO_LONG, 413, "context_length_exceeded", "messages"),
-    (CHAT, {**BODY, "tools": [{}]}, 400, "invalid_request", "tools"),
+    (CHAT, {**BODY, "tools": [{}]}, 400, "invalid_request", "tools[0].function"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
      413, "", "messages[0].content"),
     (COMPLETIONS, {"prompt": ["a"] * 257}, 413, "", "prompt"),
