@@ -14,10 +14,11 @@ from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.grammar import TokenIdOf, grammar_of
 from services.gateway.grammars.schema_places import located
-from services.gateway.text.process_jobs import CHECK_TIMEOUT, Checked, Rejected
+from services.gateway.text.process_jobs import Checked, Rejected
 from services.gateway.tools.family import Family
 from services.gateway.tools.tool import ToolOptions
-from shared.errors import GrammarTooComplex, InvalidRequest
+from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
+from shared.grammar.spec import MAX_SOURCE_BYTES
 
 MAX_CHECK_S = 1.4  # of a request's grammar, with all waiting
 MAX_WARNINGS = 16
@@ -43,21 +44,30 @@ class RequestGrammars:
 
         Raises InvalidRequest, GrammarTooComplex, Overloaded, NoCapacity.
         """
-        param = "tools" if output is None else output.param
         try:
             async with asyncio.timeout(MAX_CHECK_S):
                 return await self._checked_plan(output, tools, tenant_id)
-        except TimeoutError:
-            raise GrammarTooComplex(f"{param}: {CHECK_TIMEOUT}", param=param) from None
+        except TimeoutError:  # a grammar that took too long itself has been rejected before
+            raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
 
     async def _checked_plan(
         self, output: OutputConstraint | None, tools: ToolOptions | None, tenant_id: str
     ) -> CheckedPlan | None:
         if output is not None and output.kind == "gbnf":
             output = await self._as_lark(output, tenant_id)
-        plan = answer_grammar(output, tools, self._family, self._token_id_of)
+        try:
+            plan = answer_grammar(output, tools, self._family, self._token_id_of)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            reason = "the parameters of a tool are no valid JSON Schema"
+            raise InvalidRequest(f"tools: {reason}", param="tools") from error
         if plan is None:
             return None
+        num_bytes = len(plan.grammar.source.encode())
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise InvalidRequest(
+                f"{plan.param}: the grammar has {num_bytes} bytes, the limit is {MAX_SOURCE_BYTES}",
+                param=plan.param,
+            )
         verdict = await self._checks.check(plan.grammar, tenant_id)
         if isinstance(verdict, Checked) and not verdict.warnings:
             return CheckedPlan(plan)

@@ -64,6 +64,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 def check_constrained(generation: GenerationRequest) -> None:
     """Raises InvalidRequest for options that contradict a demanded form of the output."""
     tools, sampling = generation.tools, generation.sampling
+    if tools is not None and tools.choice != "none" and sampling.ignore_eos:
+        raise InvalidRequest("ignore_eos and tools exclude each other", param="ignore_eos")
     if generation.output is not None:
         demand = generation.output.param
     elif tools is not None and tools.is_forced:

@@ -261,10 +261,14 @@ class Submission:
         """Checks the grammar while the conversation is rendered."""
         if generation.output is None and generation.tools is None:
             return await self._rendered(generation, tenant_id), None
-        return await asyncio.gather(
-            self._rendered(generation, tenant_id),
-            self._grammars.checked_plan(generation.output, generation.tools, tenant_id),
+        check = asyncio.create_task(
+            self._grammars.checked_plan(generation.output, generation.tools, tenant_id)
         )
+        try:
+            return await self._rendered(generation, tenant_id), await check
+        finally:
+            check.cancel()
+            await asyncio.gather(check, return_exceptions=True)  # its error was raised, or another
 
     async def _rendered(self, generation: GenerationRequest, tenant_id: str) -> GenerationRequest:
         prompt = generation.prompt

@@ -14,6 +14,8 @@ import msgspec
 from services.gateway.tools.lark import UNESCAPED, TokenIdOf, in_slashes, in_string, literal
 from services.gateway.tools.tool import CustomFormat, Tool
 from services.gateway.tools.typed_values import FUNCTION_GEMMA, GEMMA4, PYTHON, TypedValues
+from shared.errors import InvalidRequest
+from shared.grammar.spec import MAX_SOURCE_BYTES
 
 ArgumentStyle = Literal["json", "xml", "python", "function_gemma", "gemma4"]
 
@@ -115,7 +117,7 @@ def _xml_rules(
 ) -> Iterator[str]:
     """Parameters as elements: strings as they are until the closing tag, other values as JSON."""
     required = schema.get("required", ())
-    elements, text = [], f"{name}_TEXT".upper()
+    elements, text, num_bytes = [], f"{name}_TEXT".upper(), 0
     yield rf'{text}: {text}_INSIDE "\n</parameter>\n"'  # one terminal: it is longest-match
     yield rf"{text}_INSIDE: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
     for index, (key, value) in enumerate(schema.get("properties", {}).items()):
@@ -135,6 +137,9 @@ def _xml_rules(
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             fields = {} if value is True else value
             json = json_value({**fields, **shared}, is_strict=is_strict)
+            num_bytes += len(json)
+            if num_bytes > MAX_SOURCE_BYTES:  # each value repeats the definitions
+                raise InvalidRequest("tools: the schemas of a tool are too long", param="tools")
             yield rf'{rule}: {opening} {rule}_json "\n</parameter>\n"'
             yield f"{rule}_json: {json}"
     yield f"{name}: {' '.join(elements) or literal('')}"

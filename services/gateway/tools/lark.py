@@ -18,7 +18,7 @@ _TOKEN = re.compile(
     r"""(?P<comment>(?://|\#)[^\n]*)
     |(?P<text>"(?:[^"\\\n]|\\.)*")(?P<flag>i?)(?P<range>\s*\.\.)?
     |(?P<regex>/(?:[^/\\\n]|\\.)+/[imslux]*)
-    |(?P<refused>%(?!ignore)\w+|~(?!\s*\d)|<[^>\n]*>|[@&][\w-]*)""",
+    |(?P<refused>%(?!ignore)\w+|~(?!\s*\d)|<[^>\n]*>|[@&][\w-]*|["/<])""",
     re.VERBOSE,
 )
 
@@ -53,7 +53,8 @@ def in_string(grammar: str, param: str) -> str:
 
     As a text is escaped character by character, what the result matches is the escaped form of what
     the grammar matches. Raises InvalidRequest for what cannot be translated so: `%` directives but
-    `%ignore`, `~`, `&`, special tokens, and ranges of a quote or backslash.
+    `%ignore`, `~`, `&`, special tokens, ranges, the flag `i` of what has escapes, and what is not
+    closed. Takes linear time: the first that is not closed ends it.
     """
     terminals: dict[str, str] = {}
 
@@ -63,11 +64,13 @@ def in_string(grammar: str, param: str) -> str:
         if found["regex"] is not None:
             name = f"IN_STRING_{len(terminals)}"
             return terminals.setdefault(found["regex"], name)
-        if found["text"] is None or (found["range"] and '\\"' in found["text"]):
+        escaped = "" if found["text"] is None else _escaped_twice(found["text"], param)
+        changes = escaped != found["text"]
+        if found["text"] is None or found["range"] or (found["flag"] and changes):
             raise InvalidRequest(
                 f"{param}: {found[0]} is not supported in the input of a tool", param=param
             )
-        return found[0] if found["range"] else _escaped_twice(found["text"], param) + found["flag"]
+        return escaped + found["flag"]
 
     rules = _TOKEN.sub(translated, grammar)
     lines = (f"{name}: {regex} & {UNESCAPED}" for regex, name in terminals.items())

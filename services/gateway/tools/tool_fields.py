@@ -23,9 +23,13 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 Syntax = Literal["lark", "regex"]
 
 
+MAX_DEFINITION_CHARS = 16 * 1024
+Definition = Annotated[str, Meta(max_length=MAX_DEFINITION_CHARS)]
+
+
 class GrammarField(msgspec.Struct, frozen=True, kw_only=True):
     syntax: Syntax
-    definition: str
+    definition: Definition
 
 
 class FormatField(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +38,7 @@ class FormatField(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["text", "grammar"] = "text"
     grammar: GrammarField | None = None
     syntax: Syntax | None = None
-    definition: str | None = None
+    definition: Definition | None = None
 
 
 class ToolBody(msgspec.Struct, frozen=True, kw_only=True):

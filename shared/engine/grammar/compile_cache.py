@@ -28,6 +28,7 @@ class CompiledGrammar:
         self._compile = compile_
         self._lock = threading.Lock()
         self._is_done = False
+        self.has_timed_out = self.is_retry = False
         self._waiting: list[Callable[[], None]] = []
 
     @property
@@ -61,6 +62,7 @@ class CompiledGrammar:
             self._end(matcher, first_words)
 
     def time_out(self) -> None:
+        self.has_timed_out = True
         self._end(error=GrammarFailed("the grammar takes too long to compile"))
 
     def _end(
@@ -81,7 +83,9 @@ class CompiledGrammar:
 
 
 class CompileCache:
-    """Used on one thread. A grammar that failed stays so: it would take as long again."""
+    """Used on one thread. A grammar that failed stays so; one that timed out is compiled once more,
+    since the machine may have stood still.
+    """
 
     def __init__(self, compile_: Compile, lanes: Lanes, max_grammars: int = MAX_GRAMMARS) -> None:
         self._compile = compile_
@@ -93,10 +97,11 @@ class CompileCache:
         """Starts to compile an unknown one."""
         key = (tenant_id, spec.digest)
         known = self._grammars.get(key)
-        if known is not None:
+        if known is not None and (known.is_retry or not known.has_timed_out):
             self._grammars.move_to_end(key)
             return known
         grammar = self._grammars[key] = CompiledGrammar(tenant_id, spec, self._compile)
+        grammar.is_retry = known is not None
         if len(self._grammars) > self._max_grammars:
             self._grammars.popitem(last=False)
         self._lanes.submit_slow(grammar)

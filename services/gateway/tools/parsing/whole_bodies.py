@@ -38,7 +38,10 @@ def whole_calls(
     """
     try:
         calls = _named(region, _content(region, body, captures, schemas), captures)
-        texts = [(name, json.dumps(values, ensure_ascii=False)) for name, values in calls]
+        texts = [
+            (name, json.dumps(values, ensure_ascii=False, allow_nan=False))
+            for name, values in calls
+        ]
         for name, text in texts:
             text.encode()  # not with half of a surrogate pair
             if name not in schemas:

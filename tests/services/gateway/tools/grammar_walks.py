@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,11 @@ class Walks:
     """Of a small vocabulary with the markers of all formats as tokens, or none of them."""
 
     def __init__(self, *, has_marker_tokens: bool) -> None:
-        tokenizer = Tokenizer.from_file(str(TOKENIZER))
+        content = json.loads(TOKENIZER.read_text())
+        content["added_tokens"] = [
+            each for each in content["added_tokens"] if each["content"] not in MARKERS
+        ]
+        tokenizer = Tokenizer.from_str(json.dumps(content))
         markers = MARKERS if has_marker_tokens else ()
         tokenizer.add_special_tokens([AddedToken(each, special=True) for each in markers])
         self._ids = {each: tokenizer.token_to_id(each) for each in markers}

@@ -47,4 +47,6 @@ def test_slow_grammar_fails_and_others_are_compiled_meanwhile(lanes: MaskLanes) 
     assert lanes.num_abandoned_threads == 1
     other = waited(cache.get("b", GrammarSpec(kind="regex", source="x")))
     assert other.error is None
-    assert cache.get("a", GrammarSpec(kind="regex", source=SLOW)) is slow  # not compiled again
+    again = waited(cache.get("a", GrammarSpec(kind="regex", source=SLOW)))
+    assert again is not slow and isinstance(again.error, GrammarFailed)
+    assert cache.get("a", GrammarSpec(kind="regex", source=SLOW)) is again  # not a third time

@@ -1,0 +1,37 @@
+"""Tools that are made to hurt are refused soon, before any process is asked."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from services.gateway.grammars.answer_grammar import answer_grammar
+from services.gateway.tools.families import FAMILIES
+from services.gateway.tools.lark import in_string
+from services.gateway.tools.tool import Tool, ToolOptions
+from shared.errors import InvalidRequest
+
+
+@pytest.mark.parametrize("part", ['"\\', "/\\", "<"])
+def test_a_definition_that_closes_nothing_takes_linear_time(part: str) -> None:
+    began_at = time.process_time()
+    with pytest.raises(InvalidRequest, match="not supported"):
+        in_string(part * 50_000, "tools[0]")
+    assert time.process_time() - began_at < 1  # hours, if each start read to the end
+
+
+@pytest.mark.parametrize("grammar", ['X: "!".."~"', 'X: "a\\n"i', 'X: "A".."z"'])
+def test_what_cannot_stand_in_a_string_is_refused(grammar: str) -> None:
+    with pytest.raises(InvalidRequest, match="not supported"):
+        in_string(grammar, "tools[0]")
+
+
+def test_definitions_that_multiply_are_refused() -> None:
+    definitions = {f"d{i}": {"type": "string", "maxLength": i} for i in range(500)}
+    properties: dict[str, Any] = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(500)}
+    schema = {"type": "object", "properties": properties, "$defs": definitions}
+    tools = ToolOptions(tools=(Tool(name="f", parameters=schema),), choice="required")
+    with pytest.raises(InvalidRequest, match="too long"):
+        answer_grammar(None, tools, FAMILIES["qwen_xml"], lambda text: None)
