@@ -10,14 +10,19 @@ training data of models; everything else is exact.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from keyword import iskeyword
 
 import msgspec
 
 from services.gateway.tools.argument_grammars import ArgumentStyle, argument_rules
 from services.gateway.tools.family import CallFormat, Family
 from services.gateway.tools.lark import TokenIdOf, any_of, literal, marker
-from services.gateway.tools.tool import ToolOptions
+from services.gateway.tools.tool import Tool, ToolOptions
+from shared.errors import InvalidRequest
 
+_TAG_ENDS = re.compile(r"[<>\n]")
+_BARE_KEY = re.compile(r"[\w$-]+")
 _PLACE = re.compile("«([^»]*)»")
 _FIRST_MARKER = re.compile(r"\s*«(?!calls»)[^»]*»\s*")
 
@@ -122,6 +127,7 @@ def call_grammar(
 
     rules = []
     for index, tool in enumerate(tools):
+        _check_names(tool, frame.style)
         places = {"name": literal(tool.name)[1:-1], "arguments": f"call_{index}_arguments"}
         rules.append(f"call_{index}: {_filled(call, places, token_id_of)}")
         rules += argument_rules(places["arguments"], tool, frame.style, token_id_of)
@@ -129,6 +135,25 @@ def call_grammar(
     calls = each if is_single or frame.joint is None else f"{each} ({frame.joint} {each})*"
     start = _filled(section, {"calls": calls}, token_id_of)
     return LarkRules("call_section", "\n".join([f"call_section: {start}", *rules]))
+
+
+def _check_names(tool: Tool, style: ArgumentStyle) -> None:
+    """Raises InvalidRequest for a name that the format cannot carry: as an identifier of Python, in
+    the tag of an element, or as a bare key.
+    """
+    can_be: Callable[[str], bool] = {
+        "json": lambda name: True,
+        "xml": lambda name: not _TAG_ENDS.search(name),
+        "python": lambda name: name.isidentifier() and not iskeyword(name),
+    }.get(style, lambda name: _BARE_KEY.fullmatch(name) is not None)
+    names = tool.name.split(".") if style == "python" else ()
+    properties = tool.parameters.get("properties", {})
+    for name in (*names, *(properties if isinstance(properties, dict) else ())):
+        if not can_be(name):
+            raise InvalidRequest(
+                f"{tool.param}: this model's calls cannot hold the name {name[:64]!r}",
+                param=tool.param,
+            )
 
 
 def _filled(frame: str, places: dict[str, str], token_id_of: TokenIdOf) -> str:

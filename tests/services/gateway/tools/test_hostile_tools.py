@@ -35,3 +35,21 @@ def test_definitions_that_multiply_are_refused() -> None:
     tools = ToolOptions(tools=(Tool(name="f", parameters=schema),), choice="required")
     with pytest.raises(InvalidRequest, match="too long"):
         answer_grammar(None, tools, FAMILIES["qwen_xml"], lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "key"),
+    [
+        ("pythonic", "get-weather", "a"),
+        ("pythonic", "import", "a"),
+        ("pythonic", "f", "from"),
+        ("function_gemma", "f", "user id"),
+        ("qwen_xml", "f", "a>b"),
+    ],
+)
+def test_names_that_a_format_cannot_hold_are_refused(family: str, name: str, key: str) -> None:
+    tool = Tool(name=name, parameters={"type": "object", "properties": {key: {}}})
+    options = ToolOptions(tools=(tool,), choice="required")
+    with pytest.raises(InvalidRequest, match="cannot hold the name"):
+        answer_grammar(None, options, FAMILIES[family], lambda text: None)
+    assert answer_grammar(None, options, FAMILIES["hermes"], lambda text: None) is not None
