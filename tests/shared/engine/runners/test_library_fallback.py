@@ -36,7 +36,7 @@ def step(tokens, context_len):
     )
 
 async def generate():
-    tokens = list(range(5, 185))  # long enough to be computed by rows, later
+    tokens = list(range(300, 480))  # long enough to be computed by rows, later
     new = tokens
     for _ in range(16):
         output = await runner.run(step(new, len(tokens)))
