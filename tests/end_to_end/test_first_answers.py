@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.end_to_end.cluster import Cluster
+from tests.end_to_end.cluster import Cluster, run_cluster
 
 PUSH = r"prefill-1 computed the prompt and pushed KV of (\d+) tokens to decode-1: "
 SPEED = r"([\d.]+) MB in ([\d.]+) ms, ([\d,]+) MB/s"
 
 
-def test_first_prompt_is_pushed_and_second_hits_prefix_cache(cluster: Cluster) -> None:
-    first, second = re.findall(r"cached (\d+) of (\d+) prompt tokens", cluster.startup)
-    push = re.search(PUSH + SPEED, cluster.startup)
-    assert push is not None, cluster.startup
+def startup_of(cluster: Cluster, folder: Path) -> str:
+    """Of a cluster whose kernels are compiled: the first one on a machine may compile while it
+    answers, and then decode computes the prompt.
+    """
+    if re.search(PUSH, cluster.startup):
+        return cluster.startup
+    with run_cluster(folder) as another:
+        return another.startup
+
+
+def test_first_prompt_is_pushed_and_second_hits_prefix_cache(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    startup = startup_of(cluster, tmp_path)
+    first, second = re.findall(r"cached (\d+) of (\d+) prompt tokens", startup)
+    push = re.search(PUSH + SPEED, startup)
+    assert push is not None, startup
     num_pushed, megabytes = int(push[1]), float(push[2])
     assert int(first[0]) == 0 and num_pushed == int(first[1]) - 1
     assert megabytes > 0 and float(push[3]) > 0 and int(push[4].replace(",", "")) > 0
     assert int(second[0]) > 600
-    assert f"the prefix cache held {second[0]} of {second[1]} prompt tokens" in cluster.startup
+    assert f"the prefix cache held {second[0]} of {second[1]} prompt tokens" in startup
