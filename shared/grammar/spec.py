@@ -14,10 +14,18 @@ MAX_STARTS = 16
 MAX_START_TOKENS = 64
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
-StartTokens = Annotated[
-    tuple[Annotated[int, Meta(ge=0, le=2**32 - 1)], ...],
-    Meta(min_length=1, max_length=MAX_START_TOKENS),
-]
+_TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+StartTokens = Annotated[tuple[_TokenId, ...], Meta(min_length=1, max_length=MAX_START_TOKENS)]
+
+
+class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens around reasoning in an output. `opens`: empty if no token opens it; `is_open`: the
+    output begins inside reasoning.
+    """
+
+    opens: Annotated[tuple[_TokenId, ...], Meta(max_length=MAX_START_TOKENS)] = ()
+    closes: StartTokens
+    is_open: bool = False
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +35,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     `starts_after`: the grammar applies to what follows the first occurrence of one of these token
     sequences in the output; empty: to all output. Until then tokens are free, but if
     `is_required`, no stop token is sampled. After the grammar's end only a stop token follows, or
-    if `repeats`, free tokens until the next occurrence.
+    if `repeats`, free tokens until the next occurrence. Inside `reasoning` no occurrence counts.
     """
 
     kind: GrammarKind
@@ -35,6 +43,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     starts_after: Annotated[tuple[StartTokens, ...], Meta(max_length=MAX_STARTS)] = ()
     is_required: bool = True
     repeats: bool = False
+    reasoning: ReasoningMarks | None = None
 
     @property
     def digest(self) -> bytes:

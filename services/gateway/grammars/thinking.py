@@ -8,7 +8,7 @@ from services.gateway.grammars.answer_grammar import GrammarPlan
 from services.gateway.grammars.grammar import Grammar, TokenIdOf, joined, literal, marker
 from services.gateway.tools.family import Family
 from shared.errors import InvalidRequest
-from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec
+from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec, ReasoningMarks
 
 # Of a prompt: it ends inside reasoning, or after it, or leaves it to the model.
 Thinking = Literal["open", "closed", "undecided"]
@@ -35,7 +35,8 @@ def spec_of(
     """Raises InvalidRequest if the grammar is too long."""
     grammar = plan.grammar
     if plan.trigger:
-        return _spec(plan, grammar, starts_after=(plan.trigger,))
+        marks = _marks(thinking, family, token_id_of)
+        return _spec(plan, grammar, starts_after=(plan.trigger,), reasoning=marks)
     if family.call_format == "harmony":
         start = f"{_analysis(token_id_of)}* @answer"
         return _spec(plan, joined(start, "answer", grammar))
@@ -53,6 +54,15 @@ def spec_of(
     return _spec(plan, joined(start, "answer", grammar))
 
 
+def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> ReasoningMarks | None:
+    """A trigger that a model writes while it thinks opens no call."""
+    opening, close = token_id_of(family.think_open), token_id_of(family.think_close)
+    if close is None:
+        return None
+    opens = () if opening is None else (opening,)
+    return ReasoningMarks(opens=opens, closes=(close,), is_open=thinking == "open")
+
+
 def _analysis(token_id_of: TokenIdOf) -> str:
     """A message of reasoning in harmony, and the start of the next."""
     channel, message, end, start = (
@@ -62,7 +72,11 @@ def _analysis(token_id_of: TokenIdOf) -> str:
 
 
 def _spec(
-    plan: GrammarPlan, grammar: Grammar, *, starts_after: tuple[tuple[int, ...], ...] = ()
+    plan: GrammarPlan,
+    grammar: Grammar,
+    *,
+    starts_after: tuple[tuple[int, ...], ...] = (),
+    reasoning: ReasoningMarks | None = None,
 ) -> GrammarSpec:
     num_bytes = len(grammar.source.encode())
     if num_bytes > MAX_SOURCE_BYTES:
@@ -77,4 +91,5 @@ def _spec(
         starts_after=starts_after,
         is_required=plan.is_required,
         repeats=plan.repeats,
+        reasoning=reasoning,
     )

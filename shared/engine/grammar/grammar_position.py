@@ -21,8 +21,11 @@ class GrammarPosition:
         self.is_free = bool(spec.starts_after)
         self.bans_stop = self.is_free and spec.is_required
         self._starts = spec.starts_after
-        self._longest_start = max(map(len, self._starts), default=0)
-        self._recent: list[int] = []  # free tokens: as many as a start has
+        self._marks = spec.reasoning
+        self._is_reasoning = self._marks is not None and self._marks.is_open
+        marks = () if self._marks is None else (self._marks.opens, self._marks.closes)
+        self._longest_start = max(map(len, (*self._starts, *marks)), default=0)
+        self._recent: list[int] = []  # free tokens: as many as a start or a mark has
         self._repeats = spec.repeats and bool(spec.starts_after)
         self._new_matcher = new_matcher
         self._matcher: Matcher | None = None
@@ -57,12 +60,24 @@ class GrammarPosition:
         """Returns the index after the first start; the number of tokens if there is none."""
         for index in range(begin, len(token_ids)):
             self._recent.append(token_ids[index])
-            if any(_ends_with(self._recent, start) for start in self._starts):
+            counts = not self._in_reasoning()
+            if counts and any(_ends_with(self._recent, start) for start in self._starts):
                 self._recent.clear()
                 self.is_free = self.bans_stop = False
                 return index + 1
             del self._recent[: -self._longest_start]
         return len(token_ids)
+
+    def _in_reasoning(self) -> bool:
+        """Whether the last token is part of reasoning or a mark of it, where no start counts."""
+        if self._marks is None:
+            return False
+        mark = self._marks.closes if self._is_reasoning else self._marks.opens
+        if mark and _ends_with(self._recent, mark):
+            self._is_reasoning = not self._is_reasoning
+            self._recent.clear()
+            return True
+        return self._is_reasoning
 
     def _constraining(self) -> Matcher:
         if self._matcher is None:

@@ -14,7 +14,7 @@ from services.gateway.tools.families import HARMONY, HERMES, PLAIN, with_thinkin
 from services.gateway.tools.family import Family
 from services.gateway.tools.tool import CustomFormat, NamedTool, Tool, ToolOptions
 from shared.errors import InvalidRequest
-from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec
+from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec, ReasoningMarks
 from tests.services.gateway.grammars.conftest import Accepts
 
 THINKING_HERMES = with_thinking(HERMES, "<think>", "</think>")
@@ -102,6 +102,19 @@ def test_reasoning_that_the_prompt_opens_ends_before_the_grammar(token_id_of: To
     found = spec(token_id_of, thinking="open")
     assert found.starts_after == ((token_id_of("</think>"),),)
     assert found.is_required and found.kind == "json_schema"
+
+
+@pytest.mark.parametrize("thinking", ["open", "undecided"])
+def test_trigger_inside_reasoning_does_not_count(
+    token_id_of: TokenIdOf, thinking: Thinking
+) -> None:
+    found = spec(token_id_of, None, ToolOptions(tools=(CLOCK,)), thinking=thinking)
+    assert found.starts_after == ((token_id_of("<tool_call>"),),)
+    opens, closes = token_id_of("<think>"), token_id_of("</think>")
+    assert opens is not None and closes is not None
+    assert found.reasoning == ReasoningMarks(
+        opens=(opens,), closes=(closes,), is_open=thinking == "open"
+    )
 
 
 def test_reasoning_whose_end_is_several_tokens(token_id_of: TokenIdOf, accepts: Accepts) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.engine.grammar.grammar_position import GrammarPosition
-from shared.grammar.spec import GrammarSpec
+from shared.grammar.spec import GrammarSpec, ReasoningMarks
 from tests.shared.grammar.support import EOS, allowed, compiled, encode
 
 OPEN, FREE = 11, encode("free text")
@@ -91,3 +91,15 @@ def test_advance_stops_before_the_first_token_that_is_not_allowed() -> None:
     position = position_of(source="a+", starts_after=((OPEN,),))
     output = [*FREE, OPEN, *encode("a"), *encode("b"), *encode("a")]
     assert position.advance(output) == len(FREE) + 2
+
+
+def test_no_start_counts_inside_reasoning() -> None:
+    marks = ReasoningMarks(opens=(91,), closes=(92, 93), is_open=True)
+    spec = GrammarSpec(kind="regex", source="a", starts_after=((90,),), reasoning=marks)
+    position = GrammarPosition(spec, lambda: pytest.fail("the output is free"))
+    assert position.advance([90, 5, 92, 90, 92, 93]) == 6
+    assert position.is_free
+    assert position.advance([7, 91, 90, 92, 93, 7]) == 6
+    assert position.is_free
+    position.advance([90])
+    assert not position.is_free
