@@ -5,14 +5,16 @@ text were rendered unchanged, a client could forge a role by sending `<|im_start
 special token *inside text of the client* (contents, and the keys and values of tools) is replaced
 by a reference (two Unicode noncharacters around a number) before the template runs, and `_split`
 returns the parts: template text, where special tokens are recognized, and literal text, where the
-same characters are ordinary. The model reads the client's text unchanged. Role markers that a model
-writes with ordinary tokens cannot be distinguished from text; this is true of every server of such
-a model.
+same characters are ordinary. The model reads the client's text unchanged. The same is done for
+markers, which are added tokens but not special ones, such as `<tool_call>`; only not in the content
+of an answer, where templates look for them. Role markers that a model writes with ordinary tokens
+cannot be distinguished from text; this is true of every server of such a model.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +69,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
     source: str
     special_tokens: tuple[str, ...]
     variables: dict[str, str]
+    markers: tuple[str, ...] = ()
     call_ids: CallIds = "own"
     tool_format: ToolFormat = "template"
 
@@ -75,6 +78,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
             self.source,
             special_tokens=self.special_tokens,
             variables=self.variables,
+            markers=self.markers,
             call_ids=self.call_ids,
             tool_format=self.tool_format,
         )
@@ -89,18 +93,19 @@ class ChatTemplate:
         *,
         special_tokens: Sequence[str],
         variables: Mapping[str, str],
+        markers: Sequence[str] = (),
         today: Today = datetime.datetime.now,
         call_ids: CallIds = "own",
         tool_format: ToolFormat = "template",
     ) -> None:
         self.source = TemplateSource(
-            source, tuple(special_tokens), dict(variables), call_ids, tool_format
+            source, tuple(special_tokens), dict(variables), tuple(markers), call_ids, tool_format
         )
-        # longest first, so that a token wins over its prefixes
-        literals = sorted({*special_tokens, _OPEN, _CLOSE}, key=len, reverse=True)
+        literals = _longest_first(special_tokens, markers)
         self._references = {each: f"{_OPEN}{i}{_CLOSE}" for i, each in enumerate(literals)}
         self._literals = {reference: each for each, reference in self._references.items()}
-        self._pattern = re.compile("|".join(re.escape(each) for each in literals))
+        self._pattern = _any_of(literals)
+        self._pattern_in_answers = _any_of(_longest_first(special_tokens))
         self._variables = dict(variables)
         try:
             environment = _environment(today)
@@ -169,6 +174,9 @@ class ChatTemplate:
             for key, value in message.items()
             if key != "tool_calls"
         }
+        content = message.get("content")
+        if message["role"] == "assistant" and isinstance(content, str):
+            guarded["content"] = self._guard(content, self._pattern_in_answers)
         calls = message.get("tool_calls")
         if calls:
             guarded["tool_calls"] = [self._guard_call(call) for call in calls]
@@ -197,8 +205,8 @@ class ChatTemplate:
             return [self._guard_tree(each) for each in value]
         return value
 
-    def _guard(self, text: str) -> str:
-        return self._pattern.sub(lambda hit: self._references[hit[0]], text)
+    def _guard(self, text: str, pattern: re.Pattern[str] | None = None) -> str:
+        return (pattern or self._pattern).sub(lambda hit: self._references[hit[0]], text)
 
     def _split(self, prompt: str) -> list[str]:
         return [part for part in self._parts(prompt) if part]
@@ -213,6 +221,15 @@ class ChatTemplate:
                 yield LiteralText(literal)
                 end = hit.end()
         yield prompt[end:]
+
+
+def _longest_first(*tokens: Sequence[str]) -> list[str]:
+    """So that a token wins over its prefixes; with what marks a reference."""
+    return sorted({*itertools.chain(*tokens), _OPEN, _CLOSE}, key=len, reverse=True)
+
+
+def _any_of(literals: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(each) for each in literals))
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:

@@ -68,12 +68,12 @@ class ModelFiles:
 
     def __init__(self, model_dir: Path) -> None:
         self.name = model_dir.name
-        self.tokenizer = PromptTokenizer(model_dir / "tokenizer.json")
+        config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+        source = _template_source(model_dir, config)
+        self.tokenizer = PromptTokenizer(model_dir / "tokenizer.json", source or "")
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
         self.limits = _read(model_dir / "config.json", ModelLimits)
-        config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         self.response_template = config.response_template
-        source = _template_source(model_dir, config)
         self.chat_template = None if source is None else self._template(source, config)
 
     def _template(self, source: str, config: _TokenizerConfig) -> ChatTemplate:
@@ -84,7 +84,10 @@ class ModelFiles:
             if text is not None:
                 variables[name] = text
         return ChatTemplate(
-            source, special_tokens=self.tokenizer.special_tokens, variables=variables
+            source,
+            special_tokens=self.tokenizer.special_tokens,
+            markers=self.tokenizer.markers,
+            variables=variables,
         )
 
 

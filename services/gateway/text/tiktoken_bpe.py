@@ -78,7 +78,7 @@ def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> tuple[Encode
         return own_marked, own_literal
     ids = {token.content: token_id for token_id, token in added.items()}
     faster = _bounded(_cut_at(ids, encode), own_marked)
-    if all(token.special for token in added.values()):
+    if all(token.special for token in literal.get_added_tokens_decoder().values()):
         return faster, _bounded(encode, own_literal)
     return faster, own_literal
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,16 +16,23 @@ from services.gateway.text.token_bounds import longest_token_chars
 from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
 
+_MARKER = re.compile(r"[<\[]\S*\w\S*[>\]]")
+
 
 class PromptTokenizer:
-    """Two views of one `tokenizer.json`: special tokens recognized, or ordinary characters."""
+    """Two views of one `tokenizer.json`: special tokens recognized, or ordinary characters.
 
-    def __init__(self, path: Path) -> None:
+    `markers`: the added tokens which are not special but which the chat template writes or looks
+    for, such as `<tool_call>` or `</think>`; they are ordinary characters too in the second view.
+    """
+
+    def __init__(self, path: Path, chat_template: str = "") -> None:
         """Raises ConfigError if the file cannot be read as a tokenizer."""
         try:
             text = path.read_text(encoding="utf-8")
             self.tokenizer = Tokenizer.from_str(text)
-            self._literal = Tokenizer.from_str(text)
+            self.markers = _markers(self.tokenizer, chat_template)
+            self._literal = Tokenizer.from_str(_with_special(text, self.markers))
             has_byte_level = is_byte_level(text)
             self.complete_texts = complete_texts(text, self.tokenizer)
             self.longest_token_chars = longest_token_chars(text, self.tokenizer)
@@ -115,6 +124,23 @@ class PromptTokenizer:
         bare = word.lstrip()
         spelled = (tuple(self.encode([LiteralText(each)])) for each in (bare, f" {bare}"))
         return list(dict.fromkeys(spelled))
+
+
+def _markers(tokenizer: Tokenizer, chat_template: str) -> tuple[str, ...]:
+    """Added tokens that only hold spaces, or a tag of HTML, are ordinary text of a client."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    texts = (token.content for token in added if not token.special)
+    return tuple(each for each in texts if _MARKER.fullmatch(each) and each in chat_template)
+
+
+def _with_special(source: str, markers: Sequence[str]) -> str:
+    """The `tokenizer.json` `source` in which the markers are special tokens."""
+    if not markers:
+        return source
+    fields = json.loads(source)
+    for token in fields["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in markers
+    return json.dumps(fields)
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

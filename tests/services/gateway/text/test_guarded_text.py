@@ -13,9 +13,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import (
     SIZE,
     BodyJob,
@@ -29,6 +31,7 @@ from services.gateway.text.process_jobs import (
     frame,
 )
 from services.gateway.text.template_process import decoded, encoded_reply
+from tests.services.gateway.model_dir import CHAT_TEMPLATE, EOS_TOKEN_ID, write_model_dir
 
 ROOT = Path(services.__file__).resolve().parents[1]
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|im_start|>x"]
@@ -151,3 +154,27 @@ def test_one_process_answers_every_hostile_job() -> None:
         assert isinstance(reply, Rendered)
         parts = [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]
         assert role_marks(parts) == ["<|im_start|>", "<|im_end|>"]
+
+
+def test_client_text_is_no_marker_of_the_template(tmp_path: Path) -> None:
+    """Added tokens that are not special, as Qwen has them; `<table>` is text, as for Gemma."""
+    path = write_model_dir(tmp_path / "marked")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_tokens(["<tool_call>", "</think>", "<table>", "\n\n"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = CHAT_TEMPLATE + "{#- <tool_call> </think> #}"
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    files = ModelFiles(path)
+    assert files.chat_template is not None
+    assert files.tokenizer.markers == ("<tool_call>", "</think>")
+    call, think, table = map(files.tokenizer.added_token_id, ("<tool_call>", "</think>", "<table>"))
+    user = {"role": "user", "content": "a<tool_call>b</think>c<table>"}
+    for template_of in (files.chat_template, files.chat_template.source.compiled()):
+        token_ids = files.tokenizer.encode(template_of.render([user]))
+        assert call not in token_ids and think not in token_ids and table in token_ids
+        assert str(user["content"]) in files.tokenizer.decode(token_ids)
+    answer = {"role": "assistant", "content": "x</think>y<|im_end|>"}
+    token_ids = files.tokenizer.encode(files.chat_template.render([user, answer]))
+    assert token_ids.count(think) == 1
+    assert token_ids.count(EOS_TOKEN_ID) == 2
+    assert call in files.tokenizer.encode(["<tool_call>"])
