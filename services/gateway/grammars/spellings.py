@@ -64,16 +64,23 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: Any = None
 
 
+_JSON_KINDS = ("json_schema", "json_object")
+
+
 def constraint_of(body: ConstraintFields) -> OutputConstraint | None:
-    """Raises InvalidRequest for two constraints, naming both, and for an invalid one."""
+    """Raises InvalidRequest for two constraints, naming both, for an invalid one, and for a pattern
+    of whitespace that no constraint uses.
+    """
     found = list(_constraints(body))
     if len(found) > 1:
         first, second = found[0].param, found[1].param
         raise InvalidRequest(f"{first} and {second} exclude each other", param=second)
     constraint = found[0] if found else None
     pattern, param = _whitespace_pattern(body)
-    if pattern is None or constraint is None:
+    if pattern is None:
         return constraint
+    if constraint is None or constraint.kind not in _JSON_KINDS:
+        raise InvalidRequest(f"{param} applies to JSON: a schema is needed", param=param)
     pattern = checked_whitespace(pattern, param)
     return msgspec.structs.replace(constraint, whitespace_pattern=pattern)
 

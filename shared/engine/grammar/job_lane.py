@@ -1,7 +1,8 @@
 """Threads beside the event loop that run jobs: one at a time, in turns of tenants.
 
 A job in native code cannot be stopped. While it takes longer than `takeover_s`, another thread runs
-the jobs behind it; after `MAX_JOB_S` it fails, and its thread ends whenever it returns.
+the jobs behind it; after `MAX_JOB_S` it fails, and its thread ends whenever it returns. If the
+system starts no thread, the caller runs the jobs itself: late, but nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ class JobLane:
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Wakes the lane once for all of them."""
+        has_runner = True
         with self._changed:
             for job in jobs:
                 self._jobs.setdefault(job.tenant_id, deque()).append(job)
             if self._active is None and not self._is_closed:
-                self._start_runner()
+                has_runner = self._start_runner()
             self._changed.notify()
+        if not has_runner:
+            self._run_here()
 
     def check(self) -> None:
         """Takes over from a slow job, and ends its wait. Call it while a job is awaited."""
@@ -65,9 +69,8 @@ class JobLane:
         with self._changed:
             active = self._active
             is_slow = active is not None and active.age_s(now) > self._takeover_s
-            if active is not None and is_slow and self._may_take_over():
+            if active is not None and is_slow and self._may_take_over() and self._start_runner():
                 self._slow.append(active)
-                self._start_runner()
             overdue = [each for each in self._runners() if each.age_s(now) > self._max_job_s]
             jobs = [each.job for each in overdue if not each.is_abandoned]
             for each in overdue:
@@ -94,12 +97,27 @@ class JobLane:
     def _runners(self) -> list[_Runner]:
         return [*self._slow, *([] if self._active is None else [self._active])]
 
-    def _start_runner(self) -> None:
-        self._active = runner = _Runner()
+    def _start_runner(self) -> bool:
+        """Returns whether the system could start a thread."""
+        runner = _Runner()
         runner.thread = threading.Thread(
             target=self._run, args=(runner,), name=f"grammar-{self._name}", daemon=True
         )
-        runner.thread.start()
+        try:
+            runner.thread.start()
+        except RuntimeError as error:
+            log.warning("grammar_thread_not_started", lane=self._name, reason=str(error))
+            return False
+        self._active = runner
+        return True
+
+    def _run_here(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs or self._active is not None:
+                    return
+                job = self._take()
+            job.run()
 
     def _run(self, runner: _Runner) -> None:
         _be_nice(self._niceness)

@@ -10,7 +10,11 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+import structlog
+
 from shared.engine.grammar.job_lane import MAX_JOB_S, Job, JobLane
+
+log = structlog.get_logger(__name__)
 
 SLOW_MASK_S = 5e-3  # of CPU time: the next mask of the sequence is filled in the slow lane
 SLOW_TAKEOVER_S = 0.1
@@ -67,11 +71,18 @@ class MaskLanes:
         with self._changed:
             self._watched.append(job)
             if self._watching is None:
-                self._watching = threading.Thread(
-                    target=self._watch, name="grammar-watch", daemon=True
-                )
-                self._watching.start()
+                self._watching = self._started_watch()
             self._changed.notify()
+
+    def _started_watch(self) -> threading.Thread | None:
+        """None: the system starts no thread now; the next job tries again."""
+        thread = threading.Thread(target=self._watch, name="grammar-watch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("grammar_watch_not_started", reason=str(error))
+            return None
+        return thread
 
     def close(self) -> None:
         self._is_closed.set()

@@ -153,6 +153,12 @@ def test_spelling(fields: dict[str, Any], expected: OutputConstraint | None) -> 
         ({"guided_json": False}, "guided_json"),
         ({"guided_json": {}, "guided_whitespace_pattern": ".*"}, "guided_whitespace_pattern"),
         ({"guided_json": {}, "guided_whitespace_pattern": "[^a]"}, "guided_whitespace_pattern"),
+        ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        (
+            {"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
         ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "guided_whitespace_pattern"),
         ({"guided_choice": [""]}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice[0]"),

@@ -112,3 +112,27 @@ def test_closed_lane_runs_nothing_more() -> None:
     lane.submit([opened("b", log)])
     assert log == ["a"]
     assert not [each for each in threading.enumerate() if each.name == "grammar-test"]
+
+
+def test_jobs_run_though_a_thread_cannot_start(
+    lane: JobLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    log: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        lane.submit([opened("a", log), opened("b", log)])
+    assert log == ["a", "b"]
+    job = Gate("c", log)
+    lane.submit([job])
+    assert job.began.wait(WAIT_S), "the lane has a thread again"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        lane.check()
+    job.opened.set()
+    assert job.ended.wait(WAIT_S)
+    after = opened("d", log)
+    lane.submit([after])
+    assert after.ended.wait(WAIT_S), "the thread that could not be replaced takes jobs"
