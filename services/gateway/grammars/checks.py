@@ -1,6 +1,8 @@
 """Whether a client's grammar compiles and advances fast enough, tried before it is sent to workers.
 
-unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by the grammar's digest
+unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by tenant and grammar
+
+A tenant's verdicts are its own: a fast answer would tell one that another uses the same grammar.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from services.gateway.text.process_jobs import Checked, CheckJob, Rejected
 
 CHECK_PROCESS = "services.gateway.grammars.check_process"
 MAX_VERDICTS = 4096
+MAX_TENANT_VERDICTS = 1024  # so that no tenant pushes out those of all others
 MAX_CACHED_CHARS = 16 * 1024  # of a verdict's source
 MAX_WAIT_S = 0.5  # for a process
 
 Verdict = Checked | Rejected
+Place = tuple[str, bytes]  # tenant and digest
 
 
 class GrammarChecks:
     def __init__(self, pool: PreparationPool) -> None:
         self._pool = pool
-        self._running: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}
-        self._verdicts: dict[bytes, Verdict] = {}  # the least recently used first
+        self._running: dict[Place, asyncio.Task[Verdict]] = {}
+        # The least recently used first: tenants, and the verdicts of each.
+        self._verdicts: dict[str, dict[bytes, Verdict]] = {}
+        self._num_verdicts = 0
 
     async def check(self, grammar: Grammar, tenant_id: str) -> Verdict:
         """Raises Overloaded if no process is free in time; NoCapacity."""
         key = blake2b(f"{grammar.kind}\0{grammar.source}".encode(), digest_size=16).digest()
-        known = self._verdicts.pop(key, None)
+        known = self._known(tenant_id, key)
         if known is not None:
-            self._verdicts[key] = known
             return known
         place = (tenant_id, key)
         running = self._running.get(place)
@@ -48,17 +53,36 @@ class GrammarChecks:
     async def _run(self, tenant_id: str, key: bytes, grammar: Grammar) -> Verdict:
         reply = await self._pool.run(tenant_id, CheckJob(grammar.kind, grammar.source))
         assert isinstance(reply, Checked | Rejected), "the reply to a CheckJob"
-        self._retain(key, reply)
+        self._retain(tenant_id, key, reply)
         return reply
 
-    def _ended(self, place: tuple[str, bytes], task: asyncio.Task[Verdict]) -> None:
+    def _ended(self, place: Place, task: asyncio.Task[Verdict]) -> None:
         del self._running[place]
         if not task.cancelled():
             task.exception()  # also if every client has left
 
-    def _retain(self, key: bytes, verdict: Verdict) -> None:
+    def _known(self, tenant_id: str, key: bytes) -> Verdict | None:
+        own = self._verdicts.get(tenant_id, {})
+        known = own.pop(key, None)
+        if known is not None:
+            own[key] = known
+            self._verdicts[tenant_id] = self._verdicts.pop(tenant_id)
+        return known
+
+    def _retain(self, tenant_id: str, key: bytes, verdict: Verdict) -> None:
         if isinstance(verdict, Checked) and len(verdict.source) > MAX_CACHED_CHARS:
             return
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > MAX_VERDICTS:
-            del self._verdicts[next(iter(self._verdicts))]
+        own = self._verdicts[tenant_id] = self._verdicts.pop(tenant_id, {})
+        own[key] = verdict
+        self._num_verdicts += 1
+        if len(own) > MAX_TENANT_VERDICTS:
+            self._forget(tenant_id)
+        elif self._num_verdicts > MAX_VERDICTS:
+            self._forget(next(iter(self._verdicts)))
+
+    def _forget(self, tenant_id: str) -> None:
+        own = self._verdicts[tenant_id]
+        del own[next(iter(own))]
+        self._num_verdicts -= 1
+        if not own:
+            del self._verdicts[tenant_id]

@@ -135,7 +135,37 @@ async def test_verdict_is_cached(checks: PooledChecks, monkeypatch: pytest.Monke
         pytest.fail("a known grammar is checked again")
 
     monkeypatch.setattr(checks.pool, "run", never)
-    assert await checks.check(grammar, "other tenant") == Checked("", [])
+    assert await checks.check(grammar, "t") == Checked("", [])
+
+
+async def test_verdict_of_a_tenant_is_no_faster_for_another(
+    checks: PooledChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = Grammar("regex", "own")
+    await checks.check(grammar, "t")
+    ran = []
+    run = checks.pool.run
+    monkeypatch.setattr(checks.pool, "run", lambda *args: ran.append(args[0]) or run(*args))
+    for tenant_id in ("t", "other", "other"):
+        assert await checks.check(grammar, tenant_id) == Checked("", [])
+    assert ran == ["other"]
+
+
+async def test_tenant_of_many_grammars_pushes_out_no_others(
+    checks: PooledChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_module, "MAX_TENANT_VERDICTS", 2)
+    monkeypatch.setattr(checks, "_verdicts", {})
+    await checks.check(Grammar("regex", "rare"), "quiet")
+    for source in ("a", "b", "c", "d"):
+        await checks.check(Grammar("regex", source), "busy")
+    ran = []
+    run = checks.pool.run
+    monkeypatch.setattr(checks.pool, "run", lambda *args: ran.append(args[1].source) or run(*args))
+    await checks.check(Grammar("regex", "rare"), "quiet")
+    for source in ("d", "c", "a"):
+        await checks.check(Grammar("regex", source), "busy")
+    assert ran == ["a"]
 
 
 async def test_least_recently_used_verdict_is_forgotten(
@@ -143,6 +173,7 @@ async def test_least_recently_used_verdict_is_forgotten(
 ) -> None:
     monkeypatch.setattr(checks_module, "MAX_VERDICTS", 2)
     monkeypatch.setattr(checks, "_verdicts", {})
+    monkeypatch.setattr(checks, "_num_verdicts", 0)
     for source in ("a", "b", "a", "c"):
         await checks.check(Grammar("regex", source), "t")
     ran = []
