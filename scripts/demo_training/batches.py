@@ -53,6 +53,7 @@ WARM_ROWS = (
     RowKind(length=112, rows=28, share=0.12),
     RowKind(length=512, rows=6, share=0.03),
     RowKind(length=2048, rows=1, share=0.02),
+    RowKind(length=8192, rows=1, share=0.03),  # else the end of a long context is forgotten
     RowKind(length=96, rows=32, share=0.15, content="copies"),
     RowKind(length=144, rows=22, share=0.28, content="tools"),
     RowKind(length=448, rows=8, share=0.32, content="tools"),

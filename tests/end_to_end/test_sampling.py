@@ -44,7 +44,7 @@ def complete(cluster: Cluster, prompt: Any = QUESTION, **options: Any) -> Any:
 
 
 def test_best_of_returns_choices_of_highest_mean_logprob(cluster):
-    options = {"temperature": 1.5, "seed": 6, "max_tokens": 12}
+    options = {"temperature": 1.5, "seed": 6, "max_tokens": 12, "extra_body": {"min_tokens": 1}}
     sampled = complete(cluster, n=4, logprobs=0, **options).choices
     ranked = sorted(sampled, key=lambda each: -mean(each.logprobs.token_logprobs))
     best = complete(cluster, n=2, best_of=4, **options)
