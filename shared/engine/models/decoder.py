@@ -9,7 +9,7 @@ from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
-from shared.engine.layers.linear import Linear, parameter_of
+from shared.engine.layers.linear import Linear
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
@@ -140,11 +140,11 @@ class Decoder(nn.Module):
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> their destinations; fused parameters are split."""
         found: dict[str, Tensor] = {
-            "model.embed_tokens.weight": parameter_of(self.embed_tokens),
+            "model.embed_tokens.weight": self.embed_tokens.parameter,
             "model.norm.weight": self.norm.weight,
         }
         if not self.config.has_tied_embeddings:
-            found["lm_head.weight"] = parameter_of(self.lm_head)
+            found["lm_head.weight"] = self.lm_head.parameter
         for index, layer in enumerate(self.layers):
             for name, tensor in self._layer_destinations(layer).items():
                 found[f"model.layers.{index}.{name}"] = tensor
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
             if isinstance(module, RMSNorm):
                 found[f"{name}.weight"] = module.weight
             elif isinstance(module, Linear):
-                found |= _cut(module, parts.get(name, {name: module.weight.shape[0]}))
+                found |= _cut(module, parts.get(name, {name: module.parameter.shape[0]}))
         return found
 
 
@@ -180,7 +180,7 @@ def _cut(linear: Linear, parts: dict[str, int]) -> dict[str, Tensor]:
     sizes = list(parts.values())
     named = {
         f"{part}.weight": tensor
-        for part, tensor in zip(parts, parameter_of(linear).split(sizes), strict=True)
+        for part, tensor in zip(parts, linear.parameter.split(sizes), strict=True)
     }
     if linear.bias is not None:
         for part, tensor in zip(parts, linear.bias.split(sizes), strict=True):

@@ -10,18 +10,17 @@ from typing import Self
 import torch
 
 from kernels.device import IS_INTERPRETED
-from kernels.ops import cpu_host, has_custom_gemm
+from kernels.ops import cpu_host
 from shared.clock import Clock
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
-from shared.engine.layers.embedding import OutputHead
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_kernels import RowKernels, compile_kernels, compile_plan
 from shared.engine.runners.model_loading import (
     LoadOptions,
-    WeightSource,
+    OpenedWeights,
     empty_model,
     finish_model,
     kv_format_of,
@@ -75,7 +74,7 @@ class CpuRunner(ModelRunner):
             num_threads or torch.get_num_threads(),
             sum(each.weight.numel() for each in products),  # one multiplication each per token
             executor.kv_cache.dtype,
-            has_custom_gemm=all(has_custom_gemm(each.weight) for each in products),
+            has_custom_gemm=all(each.method.has_custom_gemm for each in products),
         )
 
     @classmethod
@@ -124,7 +123,7 @@ class CpuRunner(ModelRunner):
         return super()._run(inputs)
 
 
-def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
+def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
     """Fills the model and returns the revision. Processes of a host share one copy if possible."""
     destinations = model.weight_destinations()
     if not IS_INTERPRETED:
@@ -151,8 +150,8 @@ def _warm_up(executor: ModelExecutor) -> None:
     executor.model.argmax_tokens(hidden[:1])
 
 
-def _products(model: Decoder) -> Iterator[Linear | OutputHead]:
-    return (each for each in model.modules() if isinstance(each, Linear | OutputHead))
+def _products(model: Decoder) -> Iterator[ProductModule]:
+    return (each for each in model.modules() if isinstance(each, ProductModule))
 
 
 def _retain_freed_memory() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
-from shared.engine.layers.embedding import OutputHead
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda_device import CudaDevice
@@ -117,9 +116,7 @@ class CudaRunner(ModelRunner):
 def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     """Launches every kernel that a step or a push can need, and runs the largest steps."""
     kv_format = executor.kv_format
-    weights = [
-        each.weight for each in executor.model.modules() if isinstance(each, Linear | OutputHead)
-    ]
+    weights = [each.weight for each in executor.model.modules() if isinstance(each, ProductModule)]
     row_counts = product_row_counts(
         weights,
         executor.kv_cache.dtype,
