@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from shared.engine.layers.linear import Linear
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
@@ -23,10 +25,10 @@ class DecoderLayer(nn.Module):
     output of a layer's MLP.
     """
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.self_attn = Attention(config, window=layer.window, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = GatedMlp(config, dtype=dtype)
 
@@ -57,8 +59,8 @@ class DecoderLayer(nn.Module):
 class SandwichLayer(DecoderLayer):
     """Also has a norm after attention and one after the MLP."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype=dtype)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
 
@@ -95,9 +97,7 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype
         )
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
-        self.layers = nn.ModuleList(
-            layer_class(config, layer, dtype=dtype) for layer in config.layers
-        )
+        self.layers = nn.ModuleList(layer_class(config, dtype=dtype) for _ in config.layers)
         self.norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.lm_head = OutputHead(
             self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
@@ -108,17 +108,26 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        inputs: Sequence[AttentionInputs],
     ) -> Tensor:
-        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden]."""
+        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden].
+
+        `inputs`: one for each of `ModelConfig.reaches`.
+        """
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
         x, update = self.embed_tokens(input_ids), None
+        reaches = self.config.reaches
         for layer, each, layer_cache in zip(
             self.layers, self.config.layers, kv_cache.unbind(0), strict=True
         ):
             angles = cos[each.rope_index], sin[each.rope_index]
-            x, update = layer(x, update, *angles, layer_cache, inputs)
+            own = inputs[reaches.index(each.reach)]
+            x, update = layer(x, update, *angles, layer_cache, own)
         return x if update is None else x + update
 
     def fuse(self) -> None:

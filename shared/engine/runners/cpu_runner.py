@@ -23,7 +23,7 @@ from shared.engine.runners.model_loading import (
     OpenedWeights,
     empty_model,
     finish_model,
-    kv_format_of,
+    kv_layout_of,
     open_weights,
     resolve_dtype,
 )
@@ -82,23 +82,23 @@ class CpuRunner(ModelRunner):
         """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
         config = read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, _CPU, options.load_format)
-        kv_format = kv_format_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
+        kv_layout = kv_layout_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
         plan = None
         if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
-            plan = compile_plan(config, kv_format, is_compressed=is_compressed)
+            plan = compile_plan(config, kv_layout, is_compressed=is_compressed)
             compile_kernels(plan)
         given = options.kv_cache_bytes
-        num_blocks = num_blocks_for(kv_format, DEFAULT_KV_CACHE_BYTES if given is None else given)
-        num_positions = min(config.max_position_embeddings, num_blocks * kv_format.block_size)
-        model = empty_model(model_dir, config, kv_format.dtype, _CPU, num_positions=num_positions)
+        num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
+        num_positions = min(config.max_position_embeddings, num_blocks * kv_layout.block_size)
+        model = empty_model(model_dir, config, kv_layout.dtype, _CPU, num_positions=num_positions)
         with open_weights(model_dir, config, model, options.load_format) as source:
             revision = _fill(model, source, is_compressed=is_compressed)
         if is_compressed and IS_INTERPRETED:
             compress_in_place(model, model.weight_destinations())
         finish_model(model, options.mode, is_compressed=is_compressed)
-        kv_cache = allocate_kv_cache(kv_format, num_blocks, _CPU)
+        kv_cache = allocate_kv_cache(kv_layout, num_blocks, _CPU)
         runner = cls(
-            ModelExecutor(model, kv_cache, kv_format, clock=options.clock),
+            ModelExecutor(model, kv_cache, kv_layout, clock=options.clock),
             model_name=options.served_name(model_dir),
             revision=revision,
             mode=options.mode,
@@ -145,7 +145,7 @@ def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
 def _warm_up(executor: ModelExecutor) -> None:
     """Runs steps with enough rows for every kernel to use all threads."""
     rows = [cpu_host().few_rows + 1, 1]
-    hidden = executor.hidden(idle_step(executor.kv_format.block_size, rows))
+    hidden = executor.hidden(idle_step(executor.kv_layout.block_size, rows))
     executor.model.logits(hidden[:1])
     executor.model.argmax_tokens(hidden[:1])
 

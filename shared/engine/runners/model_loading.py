@@ -23,7 +23,7 @@ from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvGroup, KvLayout, PagedKv
 from shared.numerics import Mode
 
 log = structlog.get_logger(__name__)
@@ -74,11 +74,15 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return dtype
 
 
-def kv_format_of(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
+def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
     """Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
-    return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
+    state = PagedKv(config.num_kv_heads, config.head_dim, dtype)
+    if len(config.reaches) == 1:
+        state = msgspec.structs.replace(state, reach=config.reaches[0])
+    group = KvGroup(tuple(range(config.num_layers)), state)
+    return KvLayout((group,), block_size, hash_tokens=block_size)
 
 
 def empty_model(

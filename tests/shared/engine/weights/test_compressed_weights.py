@@ -76,7 +76,7 @@ def batched(runner: ModelRunner) -> torch.Tensor:
 
 def assert_same(found: ModelRunner, expected: ModelRunner) -> None:
     assert found.revision == expected.revision
-    assert found.kv_format == expected.kv_format
+    assert found.kv_layout == expected.kv_layout
     for chunk in (1, 40, 90):
         assert torch.equal(logits(found, chunk), logits(expected, chunk)), f"chunks of {chunk}"
     assert torch.equal(batched(found), batched(expected))
