@@ -1,0 +1,81 @@
+"""Formats of calls that are not JSON: grammar, parser and schema agree on each value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.gateway.output.events import TextDelta, ToolArgumentsDelta
+from services.gateway.schemas.argument_text import ArgumentKinds, written
+from services.gateway.schemas.graph import ROOT, SchemaGraph
+from services.gateway.tools.families import FAMILIES
+from services.gateway.tools.parsing.marker_tokens import MarkerTokens
+from services.gateway.tools.parsing.response_parser import ResponseParser
+from services.gateway.tools.parsing.response_template import compiled_template
+from services.gateway.tools.tool import Tool, ToolOptions
+from tests.services.gateway.tools.grammar_walks import walks
+from tests.services.gateway.tools.schema_cases import arguments_schemas, validator
+from tests.services.gateway.tools.wire_formats import Call, Message, wire_text
+
+TYPED = ("qwen_xml", "pythonic", "function_gemma", "gemma4")
+NAME = "get_weather"
+
+
+def call_text(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    if name != "qwen_xml":
+        return wire_text(name, Message(calls=[Call(NAME, dict(arguments))]))
+    kinds = ArgumentKinds(schema)
+    texts = {key: written(value, kinds[key]) for key, value in arguments.items()}
+    return wire_text(name, Message(calls=[Call(NAME, texts)]))
+
+
+def parsed(name: str, text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    markers = MarkerTokens()
+    parser = ResponseParser(
+        compiled_template(FAMILIES[name].response_template, markers),
+        markers,
+        0,
+        schemas={NAME: schema},
+        call_id_of=lambda index, called: f"{called}-{index}",
+    )
+    events = [*parser.feed(text), *parser.finish()]
+    assert not any(isinstance(each, TextDelta) and each.text.strip() for each in events), text
+    assert parser.num_calls == 1, text
+    (arguments,) = (each.text for each in events if isinstance(each, ToolArgumentsDelta))
+    return json.loads(arguments)
+
+
+def exact(value: Any) -> str:
+    """`true` is not 1."""
+    return json.dumps(value, sort_keys=True)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_written_value_is_read_back(name: str, data: st.DataObject) -> None:
+    schema, candidates = data.draw(arguments_schemas())
+    arguments = data.draw(candidates)
+    assume(validator(schema).is_valid(arguments))
+    assert exact(parsed(name, call_text(name, arguments, schema), schema)) == exact(arguments)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_what_the_grammar_allows_is_valid(name: str, data: st.DataObject) -> None:
+    schema, _ = data.draw(arguments_schemas())
+    graph = SchemaGraph(schema)
+    assume(graph.is_finite(ROOT) and not graph.unenforced())
+    walk, format = walks(has_marker_tokens=False), FAMILIES[name].call_format
+    assert format is not None
+    tool = Tool(name=NAME, parameters=schema, is_strict=True)
+    grammar = walk.grammar(format, ToolOptions(tools=(tool,), is_parallel=False))
+    output = walk.walk(format, grammar, data.draw(st.integers(0, 99)))
+    arguments = parsed(name, output, schema)
+    assert validator(schema).is_valid(arguments), (output, arguments)
