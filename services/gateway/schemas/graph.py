@@ -57,12 +57,12 @@ class SchemaGraph:
         return frozenset(found)
 
     def children(self, shape: Shape) -> Iterator[Node]:
-        if "object" in shape.kinds and shape.literals is None:
+        if "object" in shape.written and shape.literals is None:
             named, _, others = members(self.document, shape)
             yield from named.values()
             if others is not None:
                 yield others
-        if "array" in shape.kinds and shape.literals is None:
+        if "array" in shape.written and shape.literals is None:
             heads, rest = items(self.document, shape)
             yield from (*heads, rest)
 
@@ -154,7 +154,6 @@ class SchemaGraph:
             return
         shape.literals = [each for each in shape.literals if fits(self, each, shape)]
         shape.kinds &= frozenset(map(kind_of, shape.literals))
-        shape.written = shape.kinds
 
     def _has_value(self, node: Node) -> bool:
         return any(self.has_value(shape) for shape in self.alternatives(node))
@@ -163,7 +162,7 @@ class SchemaGraph:
         """By the finite nodes so far."""
         if shape.literals is not None:
             return bool(shape.literals)
-        return any(self._has_kind(shape, kind) for kind in shape.kinds)
+        return any(self._has_kind(shape, kind) for kind in shape.written)
 
     def _has_kind(self, shape: Shape, kind: Kind) -> bool:
         match kind:

@@ -53,14 +53,14 @@ UNENFORCED = (
 
 
 class Shape(msgspec.Struct, kw_only=True):
-    """`kinds`: of the values; `written`: those that a model is offered: a schema that has only
-    keywords of objects means objects. `literals`: all values, None: not listed. `bounds`: of
+    """`kinds`: of the values; `meant`: those that its keywords mean, as a schema without `type` but
+    with keywords of objects means objects. `literals`: all values, None: not listed. `bounds`: of
     numbers. `patterns`: expressions, and where they stand. `objects`, `arrays`: pointers to the
     schemas with such keywords.
     """
 
     kinds: frozenset[Kind] = ALL_KINDS
-    written: frozenset[Kind] = ALL_KINDS
+    meant: frozenset[Kind] = ALL_KINDS
     is_integer: bool = False
     literals: list[Any] | None = None
     bounds: dict[str, float] = {}
@@ -72,6 +72,11 @@ class Shape(msgspec.Struct, kw_only=True):
     arrays: tuple[Pointer, ...] = ()
     objects: tuple[Pointer, ...] = ()
     unenforced: tuple[Pointer, ...] = ()
+
+    @property
+    def written(self) -> frozenset[Kind]:
+        """The kinds that a model is offered."""
+        return self.meant & self.kinds or self.kinds
 
 
 def shape_of(document: Document, node: Node) -> Shape:
@@ -115,7 +120,7 @@ def _add(shape: Shape, document: Document, pointer: Pointer, schema: dict[str, A
         _add_type(shape, pointer, schema["type"])
     else:
         meant = {_OF_KIND[key] for key in schema if key in _OF_KIND}
-        shape.written &= meant or ALL_KINDS
+        shape.meant &= meant or ALL_KINDS
     for keyword in ("enum", "const"):
         if keyword in schema:
             values = schema["enum"] if keyword == "enum" else [schema["const"]]

@@ -156,8 +156,7 @@ class TypedValues:
     def _shape(self, shape: Shape) -> str:
         if shape.literals is not None:
             return any_of(map(self._written, shape.literals))
-        kinds = shape.written & shape.kinds or shape.kinds
-        return any_of(self._typed(each, shape) for each in KINDS if each in kinds)
+        return any_of(self._typed(each, shape) for each in KINDS if each in shape.written)
 
     def _typed(self, kind: Kind, shape: Shape) -> str:
         match kind:

@@ -62,7 +62,7 @@ class _Elements:
                 yield from (
                     literal(f"{each}{CLOSE}") for each in strings if self._is_bare(each, kinds)
                 )
-            elif "string" in shape.written & shape.kinds and self._graph.has_value(shape):
+            elif "string" in shape.written and self._graph.has_value(shape):
                 others = [] if kinds == TEXT else [f"~/{refused}/"]
                 yield self._values.text(shape, literal(CLOSE), other_parts=others)
 

@@ -222,3 +222,25 @@ def test_long_grammar_is_refused(token_id_of: TokenIdOf) -> None:
     with pytest.raises(InvalidRequest) as caught:
         spec(token_id_of, OutputConstraint(kind="json_schema", source=source, param="guided_json"))
     assert caught.value.param == "guided_json"
+
+
+def test_harmony_answers_or_calls_without_a_trigger(
+    token_id_of: TokenIdOf, accepts: Accepts
+) -> None:
+    found = spec(token_id_of, None, ToolOptions(tools=(CLOCK,)), family=HARMONY)
+    assert (found.starts_after, found.is_required) == ((), False)
+    analysis = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>look<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"a": 1}'
+    for before in ("", analysis, analysis + preamble, preamble + analysis):
+        assert accepts(found, f"{before}<|channel|>final<|message|>any {{text"), before
+        assert accepts(found, before + call), before
+        assert not accepts(found, before + call.replace("1", "true")), before
+
+
+def test_output_without_a_finite_value_is_refused(token_id_of: TokenIdOf) -> None:
+    endless = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+    source = json.dumps(endless)
+    with pytest.raises(InvalidRequest, match="cannot be satisfied") as caught:
+        spec(token_id_of, OutputConstraint(kind="json_schema", source=source, param="guided_json"))
+    assert caught.value.param == "guided_json"
