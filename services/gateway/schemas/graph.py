@@ -23,7 +23,7 @@ from services.gateway.schemas.shapes import (
 from shared.errors import GrammarTooComplex, InvalidRequest
 
 MAX_ALTERNATIVES = 256  # of one node
-MAX_STEPS = 16_384  # of one document
+MAX_STEPS = 32_768  # of one document
 ROOT: Node = ("",)
 NO_FINITE_VALUE = "the schema cannot be satisfied: no finite value matches it"
 
@@ -102,15 +102,19 @@ class SchemaGraph:
                 found[f"{pointer}/oneOf"] = None
         return list(found)
 
+    def count_step(self) -> None:
+        """Raises GrammarTooComplex."""
+        self._num_steps += 1
+        if self._num_steps > MAX_STEPS:
+            raise GrammarTooComplex("the schema takes too many steps")
+
     # ── expansion ────────────────────────────────────────────────────────────────────────────────
 
     def _leaves_of(self, node: Node) -> list[Node]:
         return self._product(self._leaves(pointer, frozenset()) for pointer in node)
 
     def _leaves(self, pointer: Pointer, path: frozenset[Pointer]) -> list[Node]:
-        self._num_steps += 1
-        if self._num_steps > MAX_STEPS:
-            raise GrammarTooComplex("the schema takes too many steps")
+        self.count_step()
         schema = self.document.schema(pointer)
         if schema is False or pointer in path:
             return []
@@ -156,6 +160,7 @@ class SchemaGraph:
         shape.kinds &= frozenset(map(kind_of, shape.literals))
 
     def _has_value(self, node: Node) -> bool:
+        self.count_step()
         return any(self.has_value(shape) for shape in self.alternatives(node))
 
     def has_value(self, shape: Shape) -> bool:

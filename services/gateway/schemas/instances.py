@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import regex
 
 from services.gateway.schemas.document import Document
-from services.gateway.schemas.shapes import Node, Shape, items, kind_of, members, same
+from services.gateway.schemas.shapes import Node, Shape, items, key_of, keys_of, kind_of, members
 
 MATCH_TIMEOUT_S = 0.05
 
@@ -18,14 +18,15 @@ class Alternatives(Protocol):
     @property
     def document(self) -> Document: ...
 
+    def count_step(self) -> None: ...
+
     def alternatives(self, node: Node) -> list[Shape]: ...
 
 
 def fits(graph: Alternatives, value: Any, shape: Shape) -> bool:
+    """Whether the value matches all keywords but `enum` and `const`."""
     kind = kind_of(value)
     if kind not in shape.kinds:
-        return False
-    if shape.literals is not None and not any(same(value, each) for each in shape.literals):
         return False
     match kind:
         case "string":
@@ -50,11 +51,17 @@ def fits(graph: Alternatives, value: Any, shape: Shape) -> bool:
 
 
 def lists_disjoint(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return not any(same(each, other) for each in left for other in right)
+    return keys_of(list(left)).isdisjoint(keys_of(list(right)))
 
 
 def _matches(graph: Alternatives, value: Any, node: Node) -> bool:
-    return any(fits(graph, value, shape) for shape in graph.alternatives(node))
+    graph.count_step()
+    for shape in graph.alternatives(node):
+        if shape.keys is None and shape.literals is not None:
+            shape.keys = frozenset(keys_of(shape.literals))
+        if (shape.keys is None or key_of(value) in shape.keys) and fits(graph, value, shape):
+            return True
+    return False
 
 
 def _is_found(pattern: str, text: str) -> bool:

@@ -63,6 +63,7 @@ class Shape(msgspec.Struct, kw_only=True):
     meant: frozenset[Kind] = ALL_KINDS
     is_integer: bool = False
     literals: list[Any] | None = None
+    keys: frozenset[tuple[Kind, bytes]] | None = None  # of the literals, once they are looked up
     bounds: dict[str, float] = {}
     least_chars: int = 0
     most_chars: float = math.inf
@@ -104,15 +105,15 @@ def kind_of(value: Any) -> Kind:
     return "object"
 
 
-def same(left: Any, right: Any) -> bool:
-    """Equality of JSON: `true` is not 1."""
-    if kind_of(left) != kind_of(right):
-        return False
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return bool(left == right)
+def key_of(value: Any) -> tuple[Kind, bytes]:
+    """Equal for values that JSON Schema takes as equal: `true` is not 1, but 1.0 is."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return kind_of(value), msgspec.json.encode(value, order="sorted")
+
+
+def keys_of(values: list[Any]) -> set[tuple[Kind, bytes]]:
+    return set(map(key_of, values))
 
 
 def _add(shape: Shape, document: Document, pointer: Pointer, schema: dict[str, Any]) -> None:
@@ -126,12 +127,8 @@ def _add(shape: Shape, document: Document, pointer: Pointer, schema: dict[str, A
             values = schema["enum"] if keyword == "enum" else [schema["const"]]
             if not isinstance(values, list):
                 raise InvalidRequest(f"{pointer}/enum is no list")
-            known = shape.literals
-            shape.literals = [
-                each
-                for each in values
-                if known is None or any(same(each, other) for other in known)
-            ]
+            known = None if shape.literals is None else keys_of(shape.literals)
+            shape.literals = [each for each in values if known is None or key_of(each) in known]
     _add_lengths(shape, pointer, schema)
     for key in BOUNDS:
         if key in schema:

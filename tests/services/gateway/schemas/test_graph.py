@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -94,6 +95,22 @@ def test_product_of_alternatives_is_bounded() -> None:
         bomb[f"d{index}"] = {"allOf": [{"$ref": f"#/$defs/d{index - 1}"}] * 2}
     with pytest.raises(GrammarTooComplex):
         SchemaGraph({"$ref": "#/$defs/d29", "$defs": bomb}).alternatives(ROOT)
+
+
+def test_work_is_bounded() -> None:
+    began_at = time.process_time()
+    many = [f"v{number}" for number in range(8_000)]
+    SchemaGraph({"oneOf": [{"enum": many}, {"enum": many, "type": "integer"}]}).unenforced()
+    assert SchemaGraph({"const": many, "items": {"enum": many}}).is_finite(ROOT)
+    chain: dict[str, Any] = {
+        f"d{number}": {
+            **in_a(required=["x"]),
+            "properties": {"x": {"$ref": f"#/$defs/d{number + 1}"}},
+        }
+        for number in range(4_000)
+    }
+    assert not has_no_finite_value({"$ref": "#/$defs/d0", "$defs": {**chain, "d4000": {}}})
+    assert time.process_time() - began_at < 3  # quadratic: minutes
 
 
 @pytest.mark.parametrize(
