@@ -149,6 +149,7 @@ def _text_or_calls(
     after_trigger = bool(family.trigger)
     rules = call_grammar(family, tools, token_id_of, after_trigger=after_trigger)
     if rules is None:
+        _check_no_strict(tools, family)
         return None
     start, text_rules = _with_text(family, rules.start, token_id_of, tools.is_parallel)
     return GrammarPlan(
@@ -158,6 +159,14 @@ def _text_or_calls(
         param="tools",
         warnings=rules.warnings,
     )
+
+
+def _check_no_strict(tools: ToolOptions, family: Family) -> None:
+    """Of an operator's format of calls, for which there is no grammar."""
+    strict = next((each for each in tools.callable_tools if each.is_strict), None)
+    if strict is not None and "tool_calls" in family.response_template.get("fields", {}):
+        param = f"{strict.param}.function.strict"
+        raise InvalidRequest(f"{param}: this model's calls cannot be constrained", param=param)
 
 
 def _with_text(
