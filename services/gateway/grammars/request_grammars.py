@@ -82,8 +82,8 @@ class RequestGrammars:
             )
         verdict = await self._checks.check(plan.grammar, tenant_id)
         if isinstance(verdict, Checked) and not verdict.warnings:
-            return CheckedPlan(plan)
-        warnings: list[str] = []
+            return CheckedPlan(plan, plan.warnings[:MAX_WARNINGS])
+        warnings = list(plan.warnings)
         for part in plan.parts:  # the verdicts on the parts name the fields
             found = await self._checks.check(part.grammar, tenant_id)
             if isinstance(found, Rejected):

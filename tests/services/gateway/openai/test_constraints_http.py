@@ -86,7 +86,7 @@ async def test_ignored_keyword_is_a_warning(cluster: Cluster) -> None:
         ),
         ({"regex": "a(?=b)"}, "regex", "invalid_request", "look-ahead"),
         ({"ebnf": "root ::= ::="}, "ebnf", "invalid_request", "Expected name"),
-        ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_request", "no output"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_request", "cannot be satisfied"),
         ({"regex": "^(.{1,5000}){1,500}$"}, "regex", "grammar_too_complex", "too many"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_request", "regex"),
         ({"regex": "a", "min_tokens": 2}, "min_tokens", "invalid_request", "regex"),
