@@ -33,7 +33,8 @@ def sample_among(
     row = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(logits)))
     is_sampled = temperature > 0
     if is_sampled.any():
-        scaled = logits - np.maximum.reduceat(logits, starts)[row]
+        with np.errstate(invalid="ignore"):  # all of a row may be infinite
+            scaled = logits - np.maximum.reduceat(logits, starts)[row]
         scaled /= np.where(is_sampled, temperature, np.float32(1))[row]
         if min_p.any():
             scaled[scaled < _log(min_p)[row]] = -np.inf
