@@ -46,6 +46,7 @@ from kernels.torch_ops.penalize import penalize as torch_penalize
 from kernels.torch_ops.sample import argmax as torch_argmax
 from kernels.torch_ops.sample import sample as torch_sample
 from kernels.torch_ops.sample import scale
+from kernels.torch_ops.sample_among import sample_among as sample_among
 from kernels.torch_ops.scatter_blocks import scatter_blocks as torch_scatter_blocks
 from kernels.torch_ops.select_rows import select_rows as torch_select_rows
 from kernels.torch_ops.top_k import top_k as torch_top_k

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B1
+GOLDEN = 0x9E3779B1
+MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)
+ROW_OFFSET = 0xE6546B64
 NUM_NEAR = 512  # logits that are sorted to find a limit among them
 PIECE = 1 << 17  # elements that are mixed at a time: 512 KiB, which stay in a core's cache
 
@@ -33,9 +35,9 @@ def _signed(word: int) -> int:
 def _mix_(h: Tensor) -> Tensor:
     """murmur3's fmix32, in place on int32, whose products wrap and whose shifts repeat the sign."""
     h ^= h >> 16 & 0xFFFF
-    h *= _signed(0x85EBCA6B)
+    h *= _signed(MIX_FACTORS[0])
     h ^= h >> 13 & 0x7FFFF
-    h *= _signed(0xC2B2AE35)
+    h *= _signed(MIX_FACTORS[1])
     h ^= h >> 16 & 0xFFFF
     return h
 
@@ -44,9 +46,9 @@ def uniform(seed: Tensor, choice_index: Tensor, output_position: Tensor, vocab_s
     """[R] int64 each (`seed` as the bit pattern of a u64) -> [R, vocab_size] FP32 in (0, 1)."""
     row = torch.zeros_like(seed, dtype=torch.int32)
     for word in (seed, seed >> 32, choice_index, output_position):
-        row = _mix_((row ^ word.int()) * 5 + _signed(0xE6546B64))
-    salt = _mix_(row + _signed(_GOLDEN))
-    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) * _signed(_GOLDEN)
+        row = _mix_((row ^ word.int()) * 5 + _signed(ROW_OFFSET))
+    salt = _mix_(row + _signed(GOLDEN))
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) * _signed(GOLDEN)
     sampled = torch.empty((len(seed), vocab_size), dtype=torch.float32, device=seed.device)
     num_rows = max(1, PIECE // vocab_size)
     for first in range(0, len(seed), num_rows):

@@ -15,6 +15,7 @@ Words = NDArray[np.int32]  # [⌈vocab_size / 32⌉]: bit t % 32 of word t // 32
 
 MIN_WAIT_S = 1e-3
 WAIT_SHARE = 0.1  # of the forward pass
+MAX_FEW = 4096  # tokens of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,46 @@ def _clear(words: Words, token_ids: list[int]) -> Words:
     bits = np.left_shift(1, ids & 31).astype(np.uint32)
     np.bitwise_and.at(cleared.view(np.uint32), ids >> 5, ~bits)
     return cleared if cleared.any() else words
+
+
+@dataclass(frozen=True, slots=True)
+class FewTokens:
+    """The tokens that each of M rows may sample, flat: those of row `rows[m]` begin at `starts[m]`,
+    ascending.
+    """
+
+    rows: NDArray[np.int64]  # [M]
+    starts: NDArray[np.int64]  # [M]
+    token_ids: NDArray[np.int64]  # [K]
+    row_of_token: NDArray[np.int64]  # [K], of `rows`
+
+
+def few_tokens(words: Mapping[int, Words], vocab_size: int) -> FewTokens | None:
+    """Of the rows whose masks allow at most MAX_FEW tokens; None: there are none."""
+    if not words:
+        return None
+    rows, masks = np.array(list(words)), np.concatenate(list(words.values()))
+    masks = masks.reshape(len(rows), -1)
+    width = masks.shape[1] * 32
+    if masks.shape[1] > MAX_FEW:
+        is_candidate = np.count_nonzero(masks, axis=1) <= MAX_FEW
+        rows, masks = rows[is_candidate], masks[is_candidate]
+    word = np.flatnonzero(masks)
+    bit = np.flatnonzero(np.unpackbits(masks.ravel()[word].view(np.uint8), bitorder="little"))
+    place = word[bit >> 5] * 32 + (bit & 31)  # in the rows, one after the other
+    starts = np.searchsorted(place, np.arange(len(rows)) * width)
+    counts = np.diff(starts, append=len(place))
+    index = np.repeat(np.arange(len(rows)), counts)
+    token_ids = place - index * width
+    is_few = (counts > 0) & (counts <= MAX_FEW)
+    is_few[index[token_ids >= vocab_size]] = False
+    if not is_few.any():
+        return None
+    if not is_few.all():
+        is_used = is_few[index]
+        rows, counts, token_ids = rows[is_few], counts[is_few], token_ids[is_used]
+        index, starts = np.repeat(np.arange(len(rows)), counts), np.cumsum(counts) - counts
+    return FewTokens(rows, starts, token_ids, rows[index])
 
 
 def allowed_tokens(words: Words, vocab_size: int) -> NDArray[np.int64]:

@@ -24,11 +24,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops import apply_token_mask, argmax, penalize, sample, scale_logits
+from kernels.ops import (
+    apply_token_mask,
+    argmax,
+    penalize,
+    sample,
+    sample_among,
+    scale_logits,
+)
 from shared.engine.runner import SamplingInputs
 from shared.engine.sampling.checks import LARGEST
 from shared.engine.sampling.logprobs import token_logprobs
-from shared.engine.sampling.mask_words import NO_MASKS, JoinedMasks, Words, without_banned
+from shared.engine.sampling.mask_words import (
+    NO_MASKS,
+    FewTokens,
+    JoinedMasks,
+    Words,
+    few_tokens,
+    without_banned,
+)
 from shared.messages import TokenLogprobs
 
 
@@ -39,9 +53,9 @@ def sample_tokens(
     asks, none. Those of `masks.late_rows` are void.
     """
     raw = _rows(logits, inputs.raw_logprobs)
-    _adjust(logits, inputs, masks.words)
+    few = _adjust(logits, inputs, masks.words)
     processed = _rows(logits, inputs.processed_logprobs)
-    token_ids = _sample(logits, inputs)
+    token_ids = _sample(logits, inputs) if few is None else _sample_few(logits, inputs, few)
     if raw is None and processed is None:
         return token_ids, []
     by_row: list[TokenLogprobs | None] = [None] * len(token_ids)
@@ -58,8 +72,10 @@ def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
     return logits[list(requested)] if requested else None
 
 
-def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> None:
-    """Applies bias, penalties, masks and bans in place."""
+def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> FewTokens | None:
+    """Applies bias, penalties, masks and bans in place; the masks that allow few tokens are not
+    applied, but these tokens returned.
+    """
     device = logits.device
     if inputs.bias is not None:
         rows, token_ids, values = _on(
@@ -71,13 +87,30 @@ def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) 
     if inputs.penalties is not None:
         each = inputs.penalties
         penalize(logits, *_on(device, each.rows, each.token_ids, each.repetition, each.subtracted))
-    banned = inputs.banned
+    banned, few = inputs.banned, None
     if words:
         words, banned = without_banned(words, banned)
+        few = _few(logits, inputs, words)
+        applied = set() if few is None else set(few.rows.tolist())
+        words = {row: each for row, each in words.items() if row not in applied}
+    if words:
         apply_token_mask(logits, *_mask_tensors(words, device))
     if banned:
         rows, token_ids = torch.tensor(banned, device=device).unbind(1)
         logits[rows, token_ids] = float("-inf")
+    return few
+
+
+def _few(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> FewTokens | None:
+    """Of the rows that are sampled from them alone: on the CPU, without top-k, top-p and processed
+    logprobs.
+    """
+    if not logits.is_cpu:
+        return None
+    is_cut = (inputs.top_k > 0) | (inputs.top_p < 1)
+    excluded = {*np.flatnonzero(is_cut).tolist(), *inputs.processed_logprobs}
+    found = {row: each for row, each in words.items() if row not in excluded}
+    return few_tokens(found, logits.shape[1])
 
 
 def _mask_tensors(words: Mapping[int, Words], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -89,11 +122,13 @@ def _mask_tensors(words: Mapping[int, Words], device: torch.device) -> tuple[Ten
     return torch.tensor(list(words), device=device), host.to(device, non_blocking=True)
 
 
-def _sample(logits: Tensor, inputs: SamplingInputs) -> list[int]:
-    if not inputs.temperature.any():
+def _sample(
+    logits: Tensor, inputs: SamplingInputs, rows: NDArray[np.int64] | slice = slice(None)
+) -> list[int]:
+    """logits of these rows."""
+    if not inputs.temperature[rows].any():
         return argmax(logits).tolist()
-    columns = _on(
-        logits.device,
+    columns = (
         inputs.temperature,
         inputs.top_k,
         inputs.top_p,
@@ -102,7 +137,26 @@ def _sample(logits: Tensor, inputs: SamplingInputs) -> list[int]:
         inputs.choice_index,
         inputs.output_position,
     )
-    return sample(logits, *columns).tolist()
+    return sample(logits, *_on(logits.device, *(each[rows] for each in columns))).tolist()
+
+
+def _sample_few(logits: Tensor, inputs: SamplingInputs, few: FewTokens) -> list[int]:
+    """Also the other rows, among all their tokens."""
+    sampled, rows = np.empty(len(logits), np.int64), few.rows
+    sampled[rows] = sample_among(
+        logits.numpy()[few.row_of_token, few.token_ids],
+        few.token_ids,
+        few.starts,
+        inputs.temperature[rows],
+        inputs.min_p[rows],
+        inputs.seed[rows],
+        inputs.choice_index[rows],
+        inputs.output_position[rows],
+    )
+    others = np.setdiff1d(np.arange(len(logits)), rows)
+    if len(others):
+        sampled[others] = _sample(logits[others], inputs, others)
+    return sampled.tolist()
 
 
 def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import SamplingInputs, TokenMasks
-from shared.engine.sampling.mask_words import NO_MASKS, JoinedMasks, join_masks
+from shared.engine.sampling.mask_words import (
+    MAX_FEW,
+    NO_MASKS,
+    JoinedMasks,
+    few_tokens,
+    join_masks,
+)
 from shared.engine.sampling.sampler import sample_tokens
 from tests.shared.engine.sampling.test_sampler import inputs_of, logits_of, sequence_with
 from tests.shared.engine.support.masked import LateMask, ReadyMask, SumGrammar, words_of
@@ -51,6 +57,62 @@ def test_a_token_is_sampled_as_if_the_others_had_no_weight(options: dict[str, An
         assert token_id == expected
         tokens.add(token_id)
     assert len(tokens) > 3
+
+
+@pytest.mark.parametrize("vocab_size", [50, 64, 200_003])
+def test_few_tokens_are_those_of_the_masks(vocab_size: int) -> None:
+    """A row that may sample many tokens is left out, as is one with bits beyond the vocabulary."""
+    many = list(range(min(vocab_size, MAX_FEW + 1)))
+    allowed = {
+        5: [0, 31, 32, vocab_size - 1],
+        1: [vocab_size - 1],
+        2: many,
+        0: [7],
+    }
+    words = {row: words_of(each, vocab_size) for row, each in allowed.items()}
+    words[3] = np.full_like(words[0], -1)
+    found = few_tokens(words, vocab_size)
+    assert found is not None
+    ends = [*found.starts.tolist(), len(found.token_ids)][1:]
+    of_row = {
+        row: found.token_ids[start:end].tolist()
+        for row, start, end in zip(found.rows, found.starts, ends, strict=True)
+    }
+    if len(many) > MAX_FEW:
+        del allowed[2]
+    if vocab_size % 32 == 0:
+        allowed[3] = list(range(vocab_size))
+    assert of_row == allowed
+    assert found.row_of_token.tolist() == [row for row in of_row for _ in of_row[row]]
+    assert few_tokens({2: np.full(MAX_FEW, -1, np.int32)}, 32 * MAX_FEW) is None
+
+
+def test_rows_with_few_tokens_beside_others() -> None:
+    """One free, one cut by top-k, one scored: each as alone."""
+    sequences = [
+        sequence_with(temperature=1.0, seed=seed, **options)
+        for seed, options in enumerate(
+            (
+                {},
+                {"top_k": 2},
+                {},
+                {"num_logprobs": 1, "logprobs_mode": "processed"},
+                {"min_p": 0.5},
+            )
+        )
+    ]
+    allowed = [3, 8, 30, 45, 49]
+    logits = logits_of(5)
+    alone = [
+        sample_tokens(row.unsqueeze(0).clone(), inputs_of(each), masked(allowed) if i else NO_MASKS)
+        for i, (row, each) in enumerate(zip(logits, sequences, strict=True))
+    ]
+    words = {row: words_of(allowed, VOCAB_SIZE) for row in range(1, 5)}
+    token_ids, logprobs = sample_tokens(
+        logits, inputs_of(*sequences), JoinedMasks(words, frozenset())
+    )
+    assert token_ids == [each[0][0] for each in alone]
+    assert logprobs[3] == alone[3][1][0]
 
 
 def test_bans_apply_within_the_mask() -> None:
