@@ -33,12 +33,15 @@ from kernels.reference.compressed_linear import compressed_linear as reference_c
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.lane_linear import lane_linear as reference_lane_linear
+from kernels.reference.lane_linear import lane_sums as reference_lane_sums
 from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.split_weight import SplitWeight, split_weight
+from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
@@ -53,6 +56,7 @@ from kernels.torch_ops.top_k import top_k as torch_top_k
 
 if TYPE_CHECKING:
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
+    from kernels.cpu.gemm.lane_linear import LibraryLanes
     from kernels.cpu.host import CpuHost
     from kernels.cpu.layer.fused_layer import PackedLayer
     from kernels.cpu.warm import CompilePlan as CpuCompilePlan
@@ -62,7 +66,8 @@ R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 Compressed: TypeAlias = "CompressedWeight | SplitWeight"
 CpuCompressed: TypeAlias = "CompressedWeight"
-Weight: TypeAlias = "Tensor | CompressedWeight | SplitWeight"
+Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight"
+LaneWeight: TypeAlias = "Tensor | LibraryLanes"
 LayerKernel: TypeAlias = "PackedLayer"
 CompilePlan: TypeAlias = "CpuCompilePlan"
 # The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
@@ -74,6 +79,8 @@ TRITON_MODULES = {
     "gather_blocks": "kv.gather_blocks",
     "gelu_and_mul": "rows.gelu_and_mul",
     "top_k": "sampling.top_k",
+    "lane_linear": "gemm.lane_linear",
+    "lane_sums": "gemm.lane_linear",
     "linear": "gemm.linear",
     "penalize": "sampling.penalize",
     "prefill_attention": "attention.prefill_attention",
@@ -87,6 +94,8 @@ CPU_MODULES = {
     "add_rms_norm": "layer.add_rms_norm",
     "decode_attention": "attention.decode_attention",
     "gelu_and_mul": "layer.gated",
+    "lane_linear": "gemm.lane_linear",
+    "lane_sums": "gemm.lane_linear",
     "linear": "gemm.linear",
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "layer.rms_norm",
@@ -94,10 +103,12 @@ CPU_MODULES = {
     "silu_and_mul": "layer.gated",
 }
 # These need no compiled loops: the library multiplies by unpacked weights and oneDNN's.
-CPU_WITHOUT_LOOPS = frozenset({"linear"})
+CPU_WITHOUT_LOOPS = frozenset({"lane_linear", "lane_sums", "linear"})
+LANED_ROWS = 64  # above, a split weight that sums in lanes is decompressed first
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
     from kernels.gpu.gemm.compressed_linear import compressed_linear as _fused_linear
+    from kernels.gpu.gemm.compressed_linear import fits_lanes as _fits_lanes
     from kernels.gpu.gemm.decompress import decompress as _triton_decompress
     from kernels.gpu.gemm.fused_rows import fused_rows
 
@@ -160,6 +171,8 @@ sample = Operation(torch_sample)
 scatter_blocks = Operation(torch_scatter_blocks)
 silu_and_mul = Operation(reference_silu_and_mul)
 _linear = Operation(reference_linear)
+_lane_linear = Operation(reference_lane_linear)
+_lane_sums = Operation(reference_lane_sums)
 scale_logits = scale
 argmax = torch_argmax
 select_split_rows = torch_select_rows
@@ -180,6 +193,33 @@ def linear(
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
 
 
+def lane_linear(
+    x: Tensor,
+    weight: LaneWeight | CpuCompressed,
+    bias: Tensor | None = None,
+    *,
+    lanes: SumLanes,
+    is_batch_invariant: bool = True,
+) -> Tensor:
+    """`linear` that sums over K in lanes, with any weight of the CPU. On CUDA the library
+    multiplies, without lanes, unless a row's bits must not depend on the others.
+    """
+    if x.is_cuda and not is_batch_invariant:
+        return torch.nn.functional.linear(x, weight, bias)  # type: ignore[arg-type]
+    multiply: Any = _lane_linear
+    y: Tensor = multiply(x, weight, bias, lanes=lanes)
+    return y
+
+
+def lane_sums(
+    x: Tensor, weight: LaneWeight | CpuCompressed, *, lanes: SumLanes, num_sums: int = 1
+) -> Tensor:
+    """The FP32 sums of `num_sums` subtrees of the lanes: [num_sums, T, N]."""
+    add: Any = _lane_sums
+    sums: Tensor = add(x, weight, lanes=lanes, num_sums=num_sums)
+    return sums
+
+
 def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None = None) -> Tensor:
     """`linear` with a compressed weight of the CPU."""
     y: Tensor = _cpu("gemm.compressed_linear").compressed_linear(x, weight, bias)
@@ -187,18 +227,22 @@ def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None 
 
 
 def product_row_counts(
-    weights: Iterable[Weight], dtype: torch.dtype, max_rows: int, *, is_batch_invariant: bool
+    weights: Iterable[tuple[Weight, SumLanes | None]],
+    dtype: torch.dtype,
+    max_rows: int,
+    *,
+    is_batch_invariant: bool,
 ) -> list[int]:
-    """Numbers of rows that between them launch every kernel of `linear` with these weights; empty
-    where the kernels do not depend on the number of rows.
+    """Numbers of rows that between them launch every kernel of `linear`, or `lane_linear`, with
+    these weights; empty where the kernels do not depend on the number of rows.
     """
-    shapes = [each.shape for each in weights if _is_multiplied_by_triton(each)]
+    shapes = [(each.shape, lanes) for each, lanes in weights if _is_multiplied_by_triton(each)]
     if not shapes:
         return []
     from kernels.gpu.gemm.linear_tile import row_counts
 
     return row_counts(
-        [(rows, width) for rows, width in shapes],
+        [(rows, width, lanes) for (rows, width), lanes in shapes],
         dtype,
         max_rows,
         is_batch_invariant=is_batch_invariant,
@@ -211,7 +255,7 @@ def _is_multiplied_by_triton(weight: Weight) -> TypeGuard[Tensor | SplitWeight]:
     return _is_for_triton(weight.device)
 
 
-def packed_form(weight: Tensor | CpuCompressed) -> Any:
+def packed_form(weight: LaneWeight | CpuCompressed) -> Any:
     """The form of a weight that the compiled loops multiply with; None if it is not packed."""
     if isinstance(weight, Tensor) and not _is_for_loops(weight):
         return None
@@ -263,6 +307,15 @@ def compressed_linear(
     return fused(x) if len(x) <= most else dense(x)
 
 
+def compressed_lane_linear(
+    x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, lanes: SumLanes
+) -> Tensor:
+    """`lane_linear` with a split weight, bit-identical to that with the dense one."""
+    if _is_for_triton(x.device) and len(x) <= LANED_ROWS and _fits_lanes(lanes):
+        return _fused_linear(x, weight, bias, lanes=lanes)
+    return lane_linear(x, decompress(weight), bias, lanes=lanes)
+
+
 def _is_for_triton(device: torch.device) -> bool:
     return HAS_TRITON and (IS_INTERPRETED or device.type != "cpu")
 
@@ -277,6 +330,19 @@ def pack_weight(weight: Tensor) -> Tensor:
     return cpu_host().pack_weight(weight) if _is_for_loops(weight) else weight
 
 
+def pack_lanes(weight: Tensor, lanes: SumLanes) -> LaneWeight:
+    """weight [N, K] in the form that `lane_linear` multiplies with; unchanged if it is packed."""
+    if not _is_for_loops(weight) or packed_form(weight) is not None:
+        return weight
+    return cpu_host().pack_lanes(weight, lanes)
+
+
+def lane_parts(weight: object) -> tuple[Tensor | None, ...]:
+    """The tensors of a result of `pack_lanes`; none for any other weight."""
+    parts: tuple[Tensor | None, ...] = getattr(weight, "parts", ())
+    return parts
+
+
 def compress_weight(weight: Tensor) -> Compressed | None:
     """weight [N, K] in a smaller, lossless form for `linear` and `select_rows`.
 
@@ -289,15 +355,20 @@ def compress_weight(weight: Tensor) -> Compressed | None:
 
 def is_compressed(weight: object) -> TypeGuard[Compressed]:
     """Whether `weight` is a result of `compress_weight`."""
-    if isinstance(weight, SplitWeight):
-        return True
-    if weight is None or isinstance(weight, Tensor):
+    return isinstance(weight, SplitWeight) or is_cpu_compressed(weight)
+
+
+def is_cpu_compressed(weight: object) -> TypeGuard[CpuCompressed]:
+    if weight is None or isinstance(weight, Tensor | SplitWeight):
         return False
     return isinstance(weight, _cpu("gemm.compressed_weight").CompressedWeight)
 
 
 def layer_kernel(
-    norms: tuple[Tensor, Tensor], weights: Sequence[Weight], **options: Any
+    norms: tuple[Tensor, Tensor],
+    weights: Sequence[Weight],
+    lanes: tuple[SumLanes, SumLanes],
+    **options: Any,
 ) -> LayerKernel | None:
     """A decoder layer without its attention, see kernels.cpu.layer.fused_layer.packed_layer.
 
@@ -305,5 +376,7 @@ def layer_kernel(
     """
     if not _is_for_loops(norms[0]):
         return None
-    kernel: LayerKernel | None = _cpu("layer.fused_layer").packed_layer(norms, weights, **options)
+    kernel: LayerKernel | None = _cpu("layer.fused_layer").packed_layer(
+        norms, weights, lanes, **options
+    )
     return kernel

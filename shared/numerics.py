@@ -13,7 +13,7 @@ Mode = Literal["exact", "fast"]
 ModeChoice = Literal["auto", "exact", "fast"]
 MODES: tuple[ModeChoice, ...] = ("auto", "exact", "fast")
 # Raise it with every change of kernels or models that changes the bits of any result.
-KERNELS_VERSION = 1
+KERNELS_VERSION = 2
 
 _Part = Annotated[str, Meta(min_length=1, max_length=64)]
 _Count = Annotated[int, Meta(ge=0, le=1024)]

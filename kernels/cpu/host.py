@@ -12,11 +12,13 @@ from torch import Tensor
 from kernels.cpu import probe, warm
 from kernels.cpu.attention.vector_attention import SEGMENT
 from kernels.cpu.compile import compile_lock
-from kernels.cpu.gemm import compressed_weight, linear
+from kernels.cpu.gemm import compressed_weight, lane_linear, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
+from kernels.cpu.gemm.lane_linear import LibraryLanes
 from kernels.cpu.simd import cpu_features
 from kernels.cpu.simd.intrinsics import FEW_ROWS
 from kernels.cpu.warm import CompilePlan
+from kernels.sum_lanes import SumLanes
 
 
 class CpuHost:
@@ -83,6 +85,10 @@ class CpuHost:
         """weight [N, K] -> the weight in the layout that `linear` multiplies with."""
         pack = linear.pack_weight if self.has_kernels else linear.pack_for_library
         return pack(weight)
+
+    def pack_lanes(self, weight: Tensor, lanes: SumLanes) -> Tensor | LibraryLanes:
+        """weight [N, K] -> the weight in the layout that `lane_linear` multiplies with."""
+        return lane_linear.pack_lanes(weight, lanes, has_kernels=self.has_kernels)
 
     def is_packed(self, weight: Tensor) -> bool:
         return linear.is_packed(weight)

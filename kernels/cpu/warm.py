@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kernels.cpu import probe
 from kernels.cpu.compile import cache_dir, compile_lock, locked, start_child
+from kernels.sum_lanes import SumLanes
 
 Part = Literal["attention", "layers", "rows"]
 LOW_PRIORITY = 19
@@ -189,6 +190,7 @@ class _Layer:
         kernel = packed_layer(
             (_zeros(plan, _BLOCK), _zeros(plan, _BLOCK)),
             [_weight(plan, *shape) for shape in shapes],
+            (SumLanes.of((0, width)), SumLanes.of((0, _BLOCK))),
             qkv_bias=None,
             head_norms=(),
             post_norms=(),

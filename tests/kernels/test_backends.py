@@ -11,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Operation: its module in the library, in `kernels.cpu` (else the library), in `kernels.gpu`.
 BACKENDS = {
+    "_lane_linear": ("reference.lane_linear", "cpu.gemm.lane_linear", "gpu.gemm.lane_linear"),
+    "_lane_sums": ("reference.lane_linear", "cpu.gemm.lane_linear", "gpu.gemm.lane_linear"),
     "_linear": ("reference.linear", "cpu.gemm.linear", "gpu.gemm.linear"),
     "add_rms_norm": (
         "reference.add_rms_norm",

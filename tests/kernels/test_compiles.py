@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
+from kernels.sum_lanes import SumLanes
 from tests.kernels.support.ahead_of_time import MachineCode, compiling
 from tests.kernels.support.split_weights import empty_split as _empty_split
 
@@ -101,6 +102,16 @@ def _launch_linear() -> None:
             for is_batch_invariant in (False, True):
                 linear(_empty(num_rows, width), weight, is_batch_invariant=is_batch_invariant)
     linear(_empty(8, 100), _empty(63, 100), _empty(63))
+
+
+def _launch_lane_linear() -> None:
+    from kernels.gpu.gemm.lane_linear import lane_linear
+
+    for width in (4096, 14336):
+        for num_rows in (1, 512):
+            lanes = SumLanes.of(range(0, width + 1, width // 8))
+            lane_linear(_empty(num_rows, width), _empty(4096, width), lanes=lanes)
+    lane_linear(_empty(8, 96), _empty(63, 96), _empty(63), lanes=SumLanes.of((0, 32, 96)))
 
 
 def _launch_compressed_linear() -> None:
@@ -197,6 +208,7 @@ def _attention(
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
+    "lane_linear": _launch_lane_linear,
     "compressed_linear": _launch_compressed_linear,
     "copy_blocks": _launch_copy_blocks,
     "decode_attention": _launch_decode_attention,

@@ -15,7 +15,7 @@ LAYERS = [
     {"kernels.cpu", "kernels.gpu"},
     {"kernels.reference"},
     {"kernels.torch_ops"},
-    {"kernels.split_weight", "kernels.device", "kernels.cache"},
+    {"kernels.split_weight", "kernels.sum_lanes", "kernels.device", "kernels.cache"},
     {"kernels.check_tensor"},
 ]
 CPU_LAYERS = [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
+from kernels.sum_lanes import SumLanes
 
 pytest.importorskip("triton")
 if IS_INTERPRETED:
@@ -25,6 +26,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 NUM_ROWS = (1, 2, 3, 8, 16, 17, 64, 65, 128, 256)
 SLOW = {"decode_attention": (1, 17, 256)}  # compiled for each power of two, 2.5 s each
 HIDDEN = (96, 1024, 2048, 4096)
+LANES = SumLanes.of(range(0, 4097, 512))
 
 
 def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -65,6 +67,12 @@ def _linear(num_rows: int) -> None:
     from kernels.gpu.gemm.linear import linear
 
     linear(_empty(num_rows, 4096), _empty(4096, 4096), is_batch_invariant=True)
+
+
+def _lane_linear(num_rows: int) -> None:
+    from kernels.gpu.gemm.lane_linear import lane_linear
+
+    lane_linear(_empty(num_rows, 4096), _empty(4096, 4096), lanes=LANES)
 
 
 def _compressed_linear(num_rows: int) -> None:
@@ -112,6 +120,7 @@ OPS: dict[str, Callable[[int], None]] = {
     "gates": _gates,
     "rotate_and_store": _rotate_and_store,
     "linear": _linear,
+    "lane_linear": _lane_linear,
     "compressed_linear": _compressed_linear,
     "decode_attention": _decode_attention,
     "prefill_attention": _prefill_attention,

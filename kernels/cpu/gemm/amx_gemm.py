@@ -11,7 +11,14 @@ from numba.extending import overload
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.gemm.gemm_common import (
+    BLOCK,
+    SUM_BYTES,
+    num_blocks,
+    num_steps,
+    open_block,
+    sum_steps,
+)
 from kernels.cpu.simd.amx_tiles import (
     TILE_ROWS,
     tile_config,
@@ -70,30 +77,55 @@ def _num_steps(weight: Any) -> Any:
     return (lambda weight: weight.shape[1]) if _is_packed(weight) else None
 
 
-@overload(sum_products, strict=False)
-def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+@overload(open_block, strict=False)
+def _open_block(weight: Any, block: Any) -> Any:
+    return (lambda weight, block: block) if _is_packed(weight) else None
+
+
+@overload(sum_steps, strict=False)
+def _sum_steps(
+    rows: Any,
+    num_rows: Any,
+    weight: Any,
+    block: Any,
+    opened: Any,
+    first: Any,
+    end: Any,
+    cursor: Any,
+    sums_at: Any,
+) -> Any:
     if not _is_packed(weight):
         return None
-    return lambda rows, num_rows, weight, block, sums_at: _sum(
-        rows, num_rows, weight, block, sums_at
+    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
+        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
     )
 
 
 @compiled()
-def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    """Sums the products over K. For more than one block of rows, K is cut so that a part of the
-    weight stays in the L1 cache for all rows, while the next part is prefetched.
+def _sum(
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    block: int,
+    opened: int,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
+    """Sums the products over steps of K. For more than one block of rows, these are cut so that a
+    part of the weight stays in the L1 cache for all rows, while the next part is prefetched.
     """
-    all_steps = weight.shape[1]
+    all_steps = end - first
     num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
-    num_pieces = (all_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
+    num_pieces = max((all_steps + PIECE_STEPS - 1) // PIECE_STEPS, 1) if num_row_blocks > 1 else 1
     # A single block of rows is memory-bound, and the CPU's own prefetch order is then the best one.
     num_ahead = min(STEP_LINES // num_row_blocks, MAX_AHEAD) if num_row_blocks > 1 else 0
     configured = 0
     for piece in range(num_pieces):
-        step = all_steps * piece // num_pieces
-        piece_steps = all_steps * (piece + 1) // num_pieces - step
-        columns_at = weight.ctypes.data + (block * all_steps + step) * STEP_BYTES
+        step = first + all_steps * piece // num_pieces
+        piece_steps = first + all_steps * (piece + 1) // num_pieces - step
+        columns_at = weight.ctypes.data + (block * weight.shape[1] + step) * STEP_BYTES
         ahead_at = columns_at + piece_steps * STEP_BYTES
         for index in range(num_row_blocks):
             block_rows = min(BLOCK, num_rows - index * BLOCK)
@@ -115,6 +147,7 @@ def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> Non
             )
             ahead_at += piece_steps * num_ahead * LINE_BYTES
     tile_release()
+    return cursor
 
 
 @compiled()

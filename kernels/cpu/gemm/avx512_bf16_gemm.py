@@ -17,7 +17,14 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.gemm.gemm_common import (
+    BLOCK,
+    SUM_BYTES,
+    num_blocks,
+    num_steps,
+    open_block,
+    sum_steps,
+)
 from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.intrinsics import Strided, in_groups
 
@@ -63,30 +70,61 @@ def _num_steps(weight: Any) -> Any:
     return (lambda weight: weight.shape[1] // PAIRS) if _is_packed(weight) else None
 
 
-@overload(sum_products, strict=False)
-def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+@overload(open_block, strict=False)
+def _open_block(weight: Any, block: Any) -> Any:
+    return (lambda weight, block: block) if _is_packed(weight) else None
+
+
+@overload(sum_steps, strict=False)
+def _sum_steps(
+    rows: Any,
+    num_rows: Any,
+    weight: Any,
+    block: Any,
+    opened: Any,
+    first: Any,
+    end: Any,
+    cursor: Any,
+    sums_at: Any,
+) -> Any:
     if not _is_packed(weight):
         return None
-    return lambda rows, num_rows, weight, block, sums_at: _sum(
-        rows, num_rows, weight, block, sums_at
+    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
+        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
     )
 
 
 @compiled()
-def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    all_steps = weight.shape[1] // PAIRS
-    block_at = weight.ctypes.data + block * all_steps * STEP_BYTES
-    for step in range(0, all_steps, PIECE_STEPS):
-        piece_steps = min(PIECE_STEPS, all_steps - step)
+def _sum(
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    block: int,
+    opened: int,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
+    block_at = weight.ctypes.data + block * (weight.shape[1] // PAIRS) * STEP_BYTES
+    for step in range(first, max(end, first + 1), PIECE_STEPS):
+        piece_steps = min(PIECE_STEPS, end - step)
         columns_at = block_at + step * STEP_BYTES
-        multiply_piece(rows, num_rows, step, columns_at, piece_steps, sums_at)
+        multiply_piece(rows, num_rows, step, columns_at, piece_steps, sums_at, step == first)
+    return cursor
 
 
 @compiled()
 def multiply_piece(
-    rows: Any, num_rows: int, step: int, columns_at: int, num_steps: int, sums_at: int
+    rows: Any,
+    num_rows: int,
+    step: int,
+    columns_at: int,
+    num_steps: int,
+    sums_at: int,
+    is_first: bool,
 ) -> None:
-    """Adds the products of some steps of K to the sums [num_rows, 32], which step 0 initialises.
+    """Adds the products of some steps of K to the sums [num_rows, 32]; `is_first` clears these.
 
     `columns_at`: the columns of these steps, [num_steps, 16, 32, 2].
     """
@@ -94,7 +132,7 @@ def multiply_piece(
         rows_at = rows.address + first // BLOCK * rows.block_bytes + step * rows.step_bytes
         factors = rows_at, rows.row_bytes, rows.step_bytes
         block_rows = min(BLOCK, num_rows - first)
-        at, is_first = sums_at + first * SUM_BYTES, step == 0
+        at = sums_at + first * SUM_BYTES
         add_pairs(at, factors, columns_at, num_steps, block_rows, is_first)
 
 

@@ -11,7 +11,14 @@ from numba.extending import overload
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.gemm.gemm_common import (
+    BLOCK,
+    SUM_BYTES,
+    num_blocks,
+    num_steps,
+    open_block,
+    sum_steps,
+)
 from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.cpu.simd.f32x32 import same, store_floats
 from kernels.cpu.simd.intrinsics import add_chains
@@ -52,24 +59,50 @@ def _num_steps(weight: Any) -> Any:
     return (lambda weight: weight.shape[1] // BLOCK) if _is_packed(weight) else None
 
 
-@overload(sum_products, strict=False)
-def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+@overload(open_block, strict=False)
+def _open_block(weight: Any, block: Any) -> Any:
+    return (lambda weight, block: block) if _is_packed(weight) else None
+
+
+@overload(sum_steps, strict=False)
+def _sum_steps(
+    rows: Any,
+    num_rows: Any,
+    weight: Any,
+    block: Any,
+    opened: Any,
+    first: Any,
+    end: Any,
+    cursor: Any,
+    sums_at: Any,
+) -> Any:
     if not _is_packed(weight):
         return None
-    return lambda rows, num_rows, weight, block, sums_at: _sum(
-        rows, num_rows, weight, block, sums_at
+    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
+        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
     )
 
 
 @compiled()
-def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
+def _sum(
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    block: int,
+    opened: int,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
     """Processes all rows together: FP32 rows have the same stride across blocks as within one."""
     width, sums = weight.shape[1], (sums_at, SUM_BYTES)
     for row in range(num_rows):
         store_floats(same(_f32(0.0)), sums_at + row * SUM_BYTES)
     block_at = weight.ctypes.data + block * width * SUM_BYTES
-    for first in range(0, width, PIECE):
-        factors = rows.address + first * 4, rows.row_bytes
-        columns = block_at + first * SUM_BYTES, SUM_BYTES
-        length = min(PIECE, width - first)
+    for column in range(first * BLOCK, end * BLOCK, PIECE):
+        factors = rows.address + column * 4, rows.row_bytes
+        columns = block_at + column * SUM_BYTES, SUM_BYTES
+        length = min(PIECE, end * BLOCK - column)
         add_chains(sums, factors, columns, length, num_rows, BLOCK, MOST_ROWS, False)
+    return cursor

@@ -25,7 +25,14 @@ from kernels.cpu.gemm.amx_gemm import (
 )
 from kernels.cpu.gemm.avx512_bf16_gemm import multiply_piece
 from kernels.cpu.gemm.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
-from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.gemm.gemm_common import (
+    BLOCK,
+    SUM_BYTES,
+    num_blocks,
+    num_steps,
+    open_block,
+    sum_steps,
+)
 from kernels.cpu.simd.amx_tiles import TILE_ROWS, aligned, tile_release
 from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
@@ -53,17 +60,38 @@ def _num_steps(weight: Any) -> Any:
     return (lambda weight: weight.records.shape[1]) if _is_planes(weight) else None
 
 
-@overload(sum_products, strict=False)
-def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+@overload(sum_steps, strict=False)
+def _sum_steps(
+    rows: Any,
+    num_rows: Any,
+    weight: Any,
+    block: Any,
+    opened: Any,
+    first: Any,
+    end: Any,
+    cursor: Any,
+    sums_at: Any,
+) -> Any:
     if not _is_planes(weight):
         return None
     if has_amx():
-        return lambda rows, num_rows, weight, block, sums_at: _sum_on_tiles(
-            rows, num_rows, weight, block, sums_at
+        return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: (
+            _sum_on_tiles(rows, num_rows, weight, block, opened, first, end, cursor, sums_at)
         )
-    return lambda rows, num_rows, weight, block, sums_at: _sum_by_pairs(
-        rows, num_rows, weight, block, sums_at
+    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum_by_pairs(
+        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
     )
+
+
+@overload(open_block, strict=False)
+def _open_block(weight: Any, block: Any) -> Any:
+    return _opened if _is_planes(weight) else None
+
+
+def _opened(weight: Any, block: Any) -> Any:
+    """The bases of a strip, and memory for its decoded blocks."""
+    lanes = spread_bases(weight.bases, block, _ROW_OF_LANE)
+    return lanes, aligned(PIECE_STEPS * STEP_BYTES)
 
 
 def _is_planes(weight: Any) -> bool:
@@ -71,47 +99,66 @@ def _is_planes(weight: Any) -> bool:
 
 
 @compiled()
-def _sum_by_pairs(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
-    """FP32 sums [num_rows, 32] of rows by a strip. Each part of a strip is decoded before all rows
-    are multiplied by it.
+def _sum_by_pairs(
+    rows: Any,
+    num_rows: int,
+    planes: Any,
+    strip: int,
+    opened: Any,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
+    """FP32 sums [num_rows, 32] of rows by steps of a strip. Each part of a strip is decoded before
+    all rows are multiplied by it. The cursor is the address of the next verbatim bytes.
     """
-    all_steps = planes.records.shape[1]
-    lanes = spread_bases(planes.bases, strip, _ROW_OF_LANE)
-    scratch = aligned(PIECE_STEPS * STEP_BYTES)
-    verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
-    for first in range(0, all_steps, PIECE_STEPS):
-        piece_steps = min(PIECE_STEPS, all_steps - first)
+    lanes, scratch = opened
+    verbatim_at = cursor if cursor else planes.verbatim.ctypes.data + planes.starts[strip]
+    for start in range(first, max(end, first + 1), PIECE_STEPS):
+        piece_steps = min(PIECE_STEPS, end - start)
         for step in range(piece_steps):
-            record_at = planes.records[strip, first + step].ctypes.data
+            record_at = planes.records[strip, start + step].ctypes.data
             for line in range(RECORD_LINES):
                 expect_load(record_at + AHEAD * RECORD_BYTES + line * LINE_BYTES)
             expect_load(verbatim_at + VERBATIM_AHEAD_BYTES)
             tile_at = scratch.ctypes.data + step * STEP_BYTES
             verbatim_at = decode_block(record_at, verbatim_at, lanes.ctypes.data, 0, tile_at, 64)
-        multiply_piece(rows, num_rows, first, scratch.ctypes.data, piece_steps, sums_at)
+        scratch_at = scratch.ctypes.data
+        multiply_piece(rows, num_rows, start, scratch_at, piece_steps, sums_at, start == first)
+    return verbatim_at
 
 
 @compiled()
-def _sum_on_tiles(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
-    """FP32 sums [num_rows, 32] of rows by a strip.
+def _sum_on_tiles(
+    rows: Any,
+    num_rows: int,
+    planes: Any,
+    strip: int,
+    opened: Any,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
+    """FP32 sums [num_rows, 32] of rows by steps of a strip; the cursor as in `_sum_by_pairs`.
 
     Each part of it is decoded while the first 32 rows are multiplied by it, and stays in the L1
-    cache for the other rows. For 32 rows or fewer, the strip is one part.
+    cache for the other rows. For 32 rows or fewer, all steps are one part.
     """
-    all_steps = planes.records.shape[1]
+    all_steps, strip_steps = end - first, planes.records.shape[1]
     num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
-    num_pieces = (all_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
-    lanes = spread_bases(planes.bases, strip, _ROW_OF_LANE)
-    scratch = aligned(PIECE_STEPS * STEP_BYTES)
-    verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
+    num_pieces = max((all_steps + PIECE_STEPS - 1) // PIECE_STEPS, 1) if num_row_blocks > 1 else 1
+    lanes, scratch = opened
+    verbatim_at = cursor if cursor else planes.verbatim.ctypes.data + planes.starts[strip]
     lanes_at, scratch_at, configured = lanes.ctypes.data, scratch.ctypes.data, 0
     # With many rows there is time to prefetch the next part during their products.
     num_others = num_row_blocks - 1
     num_ahead = (RECORD_LINES + num_others - 1) // num_others if num_others >= MIN_OTHERS else 0
     for piece in range(num_pieces):
-        step = all_steps * piece // num_pieces
-        piece_steps = all_steps * (piece + 1) // num_pieces - step
-        record_at = planes.records.ctypes.data + (strip * all_steps + step) * RECORD_BYTES
+        step = first + all_steps * piece // num_pieces
+        piece_steps = first + all_steps * (piece + 1) // num_pieces - step
+        record_at = planes.records.ctypes.data + (strip * strip_steps + step) * RECORD_BYTES
         ahead_at = record_at + piece_steps * RECORD_BYTES
         for index in range(num_row_blocks):
             block_rows = min(BLOCK, num_rows - index * BLOCK)
@@ -152,6 +199,7 @@ def _sum_on_tiles(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: in
                 )
                 ahead_at += piece_steps * num_ahead * LINE_BYTES
     tile_release()
+    return verbatim_at
 
 
 @compiled()

@@ -15,11 +15,7 @@ from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import decode_strips
 from kernels.cpu.gemm.linear import linear
 from kernels.cpu.gemm.packed_linear import for_products, packed_linear
-
-# The library splits K among threads if a product has few columns: a part of a weight needs this
-# many rows per thread to give the bits of the full weight (measured: 1 and 2 threads, K <= 14,336).
-THREAD_ROWS = 128
-MIN_PIECE_ROWS = 256
+from kernels.cpu.gemm.row_pieces import row_pieces
 
 
 def compressed_linear(
@@ -41,14 +37,10 @@ def compressed_linear(
 
 def _by_pieces(x: Tensor, weight: CompressedWeight) -> Tensor:
     num_rows, width = weight.shape
-    num_strips = len(weight.planes.bases)
-    piece_rows = max(THREAD_ROWS * torch.get_num_threads(), MIN_PIECE_ROWS)
-    num_pieces = max(num_rows // piece_rows, 1)
-    ends = [num_strips * (piece + 1) // num_pieces for piece in range(num_pieces)]
-    largest = max(end - first for first, end in zip([0, *ends], ends, strict=False))
-    scratch = x.new_empty(largest * BLOCK, width)
+    pieces = row_pieces(num_rows)
+    scratch = x.new_empty(max(end - first for first, end in pieces) * BLOCK, width)
     y = x.new_empty(len(x), num_rows)
-    for first, end in zip([0, *ends], ends, strict=False):
+    for first, end in pieces:
         low, high = first * BLOCK, min(end * BLOCK, num_rows)
         decode_strips(weight, first, end, scratch)
         y[:, low:high] = linear(x, scratch[: high - low])

@@ -1,13 +1,13 @@
 """Products of rows with a packed weight, a block of 32 columns at a time, summed in FP32.
 
-`num_blocks`, `num_steps` and `sum_products` have one overload for each form of a weight:
+`num_blocks`, `num_steps`, `open_block` and `sum_steps` have one overload for each form of a weight:
 
-    amx_products           BF16 on AMX tiles
-    pair_products          BF16 on AVX-512, without AMX
-    compressed_products    BF16 that is decoded for either of the two
-    float_products         FP32 on AVX-512
+    amx_gemm           BF16 on AMX tiles
+    avx512_bf16_gemm   BF16 on AVX-512, without AMX
+    compressed_gemm    BF16 that is decoded for either of the two
+    avx512_fp32_gemm   FP32 on AVX-512
 
-Each sums a block over all of K in one order: a row's bits depend neither on the other rows nor on
+Each sums a block over steps of K in one order: a row's bits depend neither on the other rows nor on
 the number of threads. (oneDNN cuts K by the number of rows.)
 """
 
@@ -19,9 +19,11 @@ import numpy as np
 
 from kernels.cpu.compile import compiled
 from kernels.cpu.simd.amx_tiles import TILE_BYTES
+from kernels.cpu.simd.f32x32 import load_floats, store_floats
 
 BLOCK = 32  # of rows, of columns, and of K
 SUM_BYTES = BLOCK * 4  # of a row's sums by 32 columns
+LEVELS = 4  # sums that eight lanes keep at a time
 # Rows that stay in a core's L2 cache while the weight is streamed. FP32 computes twelve at a time.
 HALF_CHUNK_ROWS = 256
 FLOAT_CHUNK_ROWS = 96
@@ -37,7 +39,7 @@ class Rows(NamedTuple):
 
 
 def num_blocks(weight: Any) -> Any:
-    """The number of blocks of 32 columns of the product; `weight` as for `sum_products`."""
+    """The number of blocks of 32 columns of the product; `weight` as for `sum_steps`."""
     return len(weight) if isinstance(weight, np.ndarray) else len(weight.bases)
 
 
@@ -46,9 +48,76 @@ def num_steps(weight: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-def sum_products(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    """FP32 sums [num_rows, 32] of rows by a block of the weight's columns."""
+def open_block(weight: Any, block: int) -> Any:
+    """What `sum_steps` needs besides the weight, for the steps of one block of columns."""
     raise NotImplementedError("compiled code only")
+
+
+def sum_steps(
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    block: int,
+    opened: Any,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
+    """FP32 sums [num_rows, 32] of rows by a block of the weight's columns, over steps [first, end)
+    of K; zeros if there are none.
+
+    Steps of a block are summed in order: `cursor` is 0 for the first ones, then the result of the
+    call before.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@compiled()
+def sum_products(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
+    """`sum_steps` over all of K."""
+    opened = open_block(weight, block)
+    sum_steps(rows, num_rows, weight, block, opened, 0, num_steps(weight), 0, sums_at)
+
+
+@compiled()
+def sum_lanes(
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    block: int,
+    opened: Any,
+    borders: Any,
+    first: int,
+    end: int,
+    cursor: int,
+    sums_at: int,
+) -> int:
+    """The sum of an aligned subtree of lanes, [first, end), at `sums_at`: FP32 [num_rows, 32].
+
+    `borders` [L + 1] are steps. Sums that wait for their sibling lie behind, so the memory has room
+    for LEVELS sums. Returns the next cursor.
+    """
+    level_bytes, depth = padded(num_rows) * SUM_BYTES, 0
+    for lane in range(first, end):
+        at = sums_at + depth * level_bytes
+        cursor = sum_steps(
+            rows, num_rows, weight, block, opened, borders[lane], borders[lane + 1], cursor, at
+        )
+        done = lane - first + 1
+        while done % 2 == 0:
+            add_sums(sums_at + (depth - 1) * level_bytes, sums_at + depth * level_bytes, num_rows)
+            depth -= 1
+            done //= 2
+        depth += 1
+    return cursor
+
+
+@compiled()
+def add_sums(sums_at: int, others_at: int, num_rows: int) -> None:
+    """sums [num_rows, 32] += others"""
+    for at in range(0, num_rows * SUM_BYTES, SUM_BYTES):
+        store_floats(load_floats(sums_at + at) + load_floats(others_at + at), sums_at + at)
 
 
 @compiled()

@@ -74,11 +74,16 @@ def linear(
     """
     if is_packed_for_products(weight):
         y = packed_linear(x, array(weight))
-    elif x.shape[0] > AMX_ROWS and _is_on_amx(weight):
-        y = torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
     else:
-        y = _product(x, weight)
+        y = library_linear(x, weight)
     return y if bias is None else y.add_(bias)
+
+
+def library_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """The product with a weight that is not packed, or packed for the library."""
+    if x.shape[0] > AMX_ROWS and _is_on_amx(weight):
+        return torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
+    return _product(x, weight)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.gemm_common import (
     BLOCK,
+    LEVELS,
     SUM_BYTES,
     chunk_rows,
     num_blocks,
@@ -31,6 +32,7 @@ from kernels.cpu.gemm.gemm_common import (
     work_bytes,
     work_rows,
 )
+from kernels.cpu.gemm.lane_linear import is_blocked, lane_steps
 from kernels.cpu.gemm.packed_linear import for_products, multiply_rows
 from kernels.cpu.layer.layer_rows import (
     add_normed,
@@ -42,6 +44,7 @@ from kernels.cpu.layer.layer_rows import (
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
+from kernels.sum_lanes import SumLanes
 
 # Per thread. With fewer, reading all weights in every thread costs more time than it saves.
 MANY_ROWS = 160
@@ -70,7 +73,7 @@ class PostAttention(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Each in the form that `sum_products` takes."""
+    """Each in the form that `sum_steps` takes."""
 
     qkv: Any
     output: Any
@@ -83,6 +86,7 @@ class PackedLayer:
     _before: PreAttention
     _behind: PostAttention
     _weights: Weights
+    _lanes: tuple[Any, Any]  # of the output and down weights: borders [L + 1] in steps of K
 
     def pre_attention(
         self,
@@ -127,7 +131,7 @@ class PackedLayer:
         is_by_rows = _goes_by_rows(x) if is_by_rows is None else is_by_rows
         run = _post_attention_by_rows if is_by_rows else _post_attention_by_columns
         rows, num_tasks = array(attended.flatten(1)), _num_tasks(x, is_by_rows=is_by_rows)
-        run(array(x), rows, *self._weights[1:], self._behind, array(y), num_tasks)
+        run(array(x), rows, *self._weights[1:], *self._lanes, self._behind, array(y), num_tasks)
         return y
 
 
@@ -147,6 +151,7 @@ def _num_tasks(x: Tensor, *, is_by_rows: bool) -> int:
 def packed_layer(
     norms: tuple[Tensor, Tensor],
     weights: Sequence[Any],
+    lanes: tuple[SumLanes, SumLanes],
     *,
     qkv_bias: Tensor | None,
     head_norms: Sequence[Tensor],
@@ -157,11 +162,13 @@ def packed_layer(
 ) -> PackedLayer | None:
     """`weights`: QKV; output; gate and up; down. None if one of them is not packed for products.
 
+    `lanes` of the sums over K: output; down.
+
     `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
     none; `post_norms` [hidden] of the outputs of attention and of the MLP, or none.
     """
     found = [for_products(each) for each in weights]
-    if any(each is None for each in found):
+    if any(each is None for each in found) or not all(map(is_blocked, lanes)):
         return None
     none = array(norms[0][:0])
     bias = none if qkv_bias is None else array(qkv_bias)
@@ -172,6 +179,7 @@ def packed_layer(
         PreAttention(array(norms[0]), *shared, bias, query_norm, key_norm),
         PostAttention(array(norms[1]), attention_norm, mlp_norm, *shared, activation != "silu"),
         Weights(*found),
+        (lane_steps(lanes[0]), lane_steps(lanes[1])),
     )
 
 
@@ -241,6 +249,8 @@ def _post_attention_by_rows(
     output: Any,
     gate_up: Any,
     down: Any,
+    output_lanes: Any,
+    down_lanes: Any,
     post_attention: Any,
     y: Any,
     num_tasks: int,
@@ -251,14 +261,25 @@ def _post_attention_by_rows(
     for task in prange(num_tasks):
         normed = aligned(work_bytes(most_rows, hidden, size))
         gated = aligned(work_bytes(most_rows, inner, size))
-        added = np.empty((most_rows, min(len(post_attention.mlp_norm), hidden)), x.dtype)
-        sums = aligned(2 * padded(most_rows) * SUM_BYTES)
+        added = np.empty((1, most_rows, min(len(post_attention.mlp_norm), hidden)), x.dtype)
+        sums = aligned(LEVELS * padded(most_rows) * SUM_BYTES)
         first, end = share_of_rows(len(x), task, num_tasks)
         for low in range(first, end, most_rows):
             high = min(low + most_rows, end)
             num_rows, x_rows, y_rows = high - low, x[low:high], y[low:high]
             rows = plain_rows(attended[low:].ctypes.data, attended.shape[1], size)
-            add_or_keep(rows, num_rows, output, 0, num_columns, sums, added, x_rows, y_rows)
+            add_or_keep(
+                rows,
+                num_rows,
+                output,
+                output_lanes,
+                0,
+                num_columns,
+                sums,
+                added,
+                x_rows,
+                y_rows,
+            )
             add_normed(
                 added, 0, num_rows, post_attention.attention_norm, post_attention, x_rows, y_rows
             )
@@ -269,7 +290,9 @@ def _post_attention_by_rows(
             gate_products(
                 normed_rows, num_rows, gate_up, is_gelu, 0, num_inner, sums, rows, x.dtype
             )
-            add_or_keep(rows, num_rows, down, 0, num_columns, sums, added, y_rows, y_rows)
+            add_or_keep(
+                rows, num_rows, down, down_lanes, 0, num_columns, sums, added, y_rows, y_rows
+            )
             add_normed(added, 0, num_rows, post_attention.mlp_norm, post_attention, y_rows, y_rows)
 
 
@@ -280,6 +303,8 @@ def _post_attention_by_columns(
     output: Any,
     gate_up: Any,
     down: Any,
+    output_lanes: Any,
+    down_lanes: Any,
     post_attention: Any,
     y: Any,
     num_tasks: int,
@@ -287,14 +312,14 @@ def _post_attention_by_columns(
     num_rows, hidden, inner, size = len(x), x.shape[1], num_steps(down) * BLOCK, x.itemsize
     normed = aligned(work_bytes(num_rows, hidden, size))
     gated = aligned(work_bytes(num_rows, inner, size))
-    added = np.empty((num_rows, min(len(post_attention.mlp_norm), hidden)), x.dtype)
+    added = np.empty((1, num_rows, min(len(post_attention.mlp_norm), hidden)), x.dtype)
     num_columns, num_inner = hidden // BLOCK, inner // BLOCK
     num_sharing = num_tasks if num_rows > BLOCK else 1
     for task in prange(num_tasks):
         rows = plain_rows(attended.ctypes.data, attended.shape[1], size)
-        sums = aligned(padded(num_rows) * SUM_BYTES)
+        sums = aligned(LEVELS * padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        add_or_keep(rows, num_rows, output, first, end, sums, added, x, y)
+        add_or_keep(rows, num_rows, output, output_lanes, first, end, sums, added, x, y)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
         add_normed(added, first, end, post_attention.attention_norm, post_attention, x, y)
@@ -308,9 +333,9 @@ def _post_attention_by_columns(
         gate_products(normed_rows, num_rows, gate_up, is_gelu, first, end, sums, rows, x.dtype)
     for task in prange(num_tasks):
         rows = work_rows(gated.ctypes.data, inner, size)
-        sums = aligned(padded(num_rows) * SUM_BYTES)
+        sums = aligned(LEVELS * padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        add_or_keep(rows, num_rows, down, first, end, sums, added, y, y)
+        add_or_keep(rows, num_rows, down, down_lanes, first, end, sums, added, y, y)
     for task in prange(num_sharing if added.size else 0):
         first, end = share_of_rows(num_rows, task, num_sharing)
         add_normed(added, first, end, post_attention.mlp_norm, post_attention, y, y)

@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, padded, row_at, sum_products
-from kernels.cpu.gemm.packed_linear import multiply_rows
+from kernels.cpu.gemm.gemm_common import (
+    BLOCK,
+    SUM_BYTES,
+    num_blocks,
+    open_block,
+    padded,
+    row_at,
+    sum_lanes,
+    sum_products,
+)
+from kernels.cpu.gemm.lane_linear import multiply_lanes
 from kernels.cpu.layer.gated import GELU_CUBIC, GELU_FACTOR
 from kernels.cpu.simd.dtype_convert import load_numbers, rounded_as, store_numbers
 from kernels.cpu.simd.f32x32 import (
@@ -74,12 +83,22 @@ def inverse_size(x_at: int, num_columns: int, eps: Any, dtype: Any, size: int) -
 
 @compiled()
 def add_products(
-    rows: Any, num_rows: int, weight: Any, first: int, end: int, sums: Any, x: Any, y: Any
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    borders: Any,
+    first: int,
+    end: int,
+    sums: Any,
+    x: Any,
+    y: Any,
 ) -> None:
-    """y [T, N] = x + rows · weightᵀ, the product rounded first; y may be x."""
+    """y [T, N] = x + rows · weightᵀ, summed in lanes, the product rounded first; y may be x."""
     row_bytes, block_bytes, sums_at = y.strides[0], BLOCK * y.itemsize, sums.ctypes.data
+    num_lanes = len(borders) - 1
     for block in range(first, end):
-        sum_products(rows, num_rows, weight, block, sums_at)
+        opened = open_block(weight, block)
+        sum_lanes(rows, num_rows, weight, block, opened, borders, 0, num_lanes, 0, sums_at)
         x_at, y_at = x.ctypes.data + block * block_bytes, y.ctypes.data + block * block_bytes
         for row in range(num_rows):
             update = rounded_as(load_floats(sums_at + row * SUM_BYTES), y.dtype)
@@ -92,6 +111,7 @@ def add_or_keep(
     rows: Any,
     num_rows: int,
     weight: Any,
+    borders: Any,
     first: int,
     end: int,
     sums: Any,
@@ -99,11 +119,11 @@ def add_or_keep(
     x: Any,
     y: Any,
 ) -> None:
-    """`add_products`; but if the product is normalised first, it is stored in `added` [T, N]."""
+    """`add_products`; but if the product is normalised first, it is stored in `added` [1, T, N]."""
     if added.size:
-        multiply_rows(rows, num_rows, weight, first, end, sums, added, y.dtype)
+        multiply_lanes(rows, num_rows, weight, borders, first, end, sums, added, y.dtype)
     else:
-        add_products(rows, num_rows, weight, first, end, sums, x, y)
+        add_products(rows, num_rows, weight, borders, first, end, sums, x, y)
 
 
 @compiled()

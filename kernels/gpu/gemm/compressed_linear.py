@@ -22,7 +22,10 @@ from kernels.gpu.gemm.linear_tile import (
     HALF_SHARED_BYTES,
     MAX_STAGES,
     Tiling,
+    add_lane,
     expect_product,
+    lane_tiling,
+    lane_total,
     multiply,
     segment_steps,
     store_tile,
@@ -38,38 +41,59 @@ from kernels.gpu.gemm.split_tile import (
 )
 from kernels.gpu.gemm.tile_dot import dot
 from kernels.split_weight import HALF, SplitWeight
+from kernels.sum_lanes import SumLanes
 
 WEIGHT_BYTES = 2  # per weight of a stage, including the side table of wide groups
 BLOCK_N = 64  # beyond 16 rows: a decoded tile and the sums must fit into the registers
 
 
 def compressed_linear(
-    x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+    x: Tensor,
+    weight: SplitWeight,
+    bias: Tensor | None = None,
+    *,
+    is_batch_invariant: bool = False,
+    lanes: SumLanes | None = None,
 ) -> Tensor:
-    """Like kernels.reference.compressed_linear. Raises BadTensor."""
+    """Like kernels.reference.compressed_linear, or with `lanes`, which must fit, like
+    kernels.reference.lane_linear. Raises BadTensor.
+    """
     num_columns, width = weight.shape
     expect_product(x, weight.shape, bias)
     expect_split(weight, x)
     out = torch.empty((len(x), num_columns), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    tiled = _tiling((len(x), num_columns, width), is_batch_invariant=is_batch_invariant)
+    is_batch_invariant = is_batch_invariant or lanes is not None
+    tiled = _tiling((len(x), num_columns, width), lanes, is_batch_invariant=is_batch_invariant)
     operands = (x, *weight.planes().values())
     strides = x.stride(0), weight.exponents.shape[1], weight.is_wide.shape[1]
     multiply(
         *(_compressed_linear_kernel, tiled, operands, strides, bias, out),
         is_batch_invariant=is_batch_invariant,
+        lanes=lanes,
         HALF=HALF,
     )
     return out
 
 
-def _tiling(shape: tuple[int, int, int], *, is_batch_invariant: bool) -> Tiling:
+def fits_lanes(lanes: SumLanes) -> bool:
+    """Whether each step of a lane is one of whole groups; else the weight is decompressed first."""
+    step = lane_tiling((1, 1, lanes.width), torch.bfloat16, lanes).block_k
+    return lanes.alignment % step == 0
+
+
+def _tiling(
+    shape: tuple[int, int, int], lanes: SumLanes | None, *, is_batch_invariant: bool
+) -> Tiling:
     """The tiling of `linear` in everything that determines the order of sums.
 
     There are twice as many stages: half of them pass before the wide groups to load are known.
     """
-    tiled = tiling(shape, torch.bfloat16, is_batch_invariant=is_batch_invariant)
+    if lanes is None:
+        tiled = tiling(shape, torch.bfloat16, is_batch_invariant=is_batch_invariant)
+    else:
+        tiled = lane_tiling(shape, torch.bfloat16, lanes)
     block_n = tiled.block_n if tiled.block_m <= 16 else BLOCK_N
     stage_bytes = (tiled.block_m * 2 + block_n * WEIGHT_BYTES) * tiled.block_k
     depth = max(2, min(MAX_STAGES, HALF_SHARED_BYTES // stage_bytes))
@@ -103,9 +127,13 @@ def _compressed_linear_kernel(
     num_rows,
     num_columns,
     width,
+    borders_ptr,
     HAS_BIAS: tl.constexpr,
     IS_CUT: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_LANED: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -130,11 +158,15 @@ def _compressed_linear_kernel(
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first, last, steps = segment_steps(width, IS_SPLIT, NUM_SEGMENTS, BLOCK_K)
+    pair, quad, half = total, total, total
+    first, last, steps, base, limit = segment_steps(
+        width, borders_ptr, IS_SPLIT, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
+    )
     end = steps  # of the segment
     for step in range(first, last):
-        k = (step * BLOCK_K + step_k)[None, :]  # [1, BLOCK_K]
-        byte = (step * BYTES + step_byte)[None, :]  # [1, BYTES]
+        start = base + step * BLOCK_K
+        k = (start + step_k)[None, :]  # [1, BLOCK_K]
+        byte = (start // 2 + step_byte)[None, :]  # [1, BYTES]
         weight_k = weight_index(byte)
         if IS_EVEN_K:
             x = tl.load(x_row_ptr + k, mask=is_row, other=0.0)
@@ -142,13 +174,13 @@ def _compressed_linear_kernel(
             first_rest = tl.load(rest_row_ptr + weight_k)
             second_rest = tl.load(rest_row_ptr + weight_k + HALF)
         else:
-            x = tl.load(x_row_ptr + k, mask=is_row & (k < width), other=0.0)
+            x = tl.load(x_row_ptr + k, mask=is_row & (k < limit), other=0.0)
             lower = tl.load(lower_row_ptr + byte, mask=byte < row_bytes, other=0)
-            first_rest = tl.load(rest_row_ptr + weight_k, mask=weight_k < width, other=0)
+            first_rest = tl.load(rest_row_ptr + weight_k, mask=weight_k < limit, other=0)
             second_rest = tl.load(
-                rest_row_ptr + weight_k + HALF, mask=weight_k + HALF < width, other=0
+                rest_row_ptr + weight_k + HALF, mask=weight_k + HALF < limit, other=0
             )
-        first_group = step * (BYTES // HALF)
+        first_group = start // (2 * HALF)
         upper = upper_codes(
             is_wide_ptr,
             wide_start_ptr,
@@ -167,9 +199,12 @@ def _compressed_linear_kernel(
         acc = dot(x, tl.trans(weight), acc)  # [BLOCK_M, BLOCK_N]
         if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
             if step + 1 == end:
-                total += acc
+                if IS_LANED:
+                    pair, quad, half = add_lane(acc, step // steps, pair, quad, half)
+                else:
+                    total += acc
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 end += steps
     if IS_CUT:
-        acc = total + acc
+        acc = lane_total(pair, quad, half, NUM_SEGMENTS) if IS_LANED else total + acc
     store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)

@@ -23,7 +23,10 @@ from torch import Tensor
 
 from kernels.check_tensor import expect
 from kernels.gpu.gemm.linear_tile import (
+    Tiling,
+    add_lane,
     expect_product,
+    lane_total,
     multiply,
     segment_steps,
     store_tile,
@@ -31,6 +34,7 @@ from kernels.gpu.gemm.linear_tile import (
     tiling,
 )
 from kernels.gpu.gemm.tile_dot import dot
+from kernels.sum_lanes import SumLanes
 
 
 def linear(
@@ -45,12 +49,27 @@ def linear(
         return out
     shape = (num_rows, num_columns, width)
     tiled = tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
+    launch(x, weight, bias, tiled, out, is_batch_invariant=is_batch_invariant)
+    return out
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiled: Tiling,
+    out: Tensor,
+    *,
+    is_batch_invariant: bool,
+    lanes: SumLanes | None = None,
+) -> None:
+    """Fills `out`, see `multiply`, with checked operands."""
     strides = x.stride(0), weight.stride(0)
     multiply(
         *(_linear_kernel, tiled, (x, weight), strides, bias, out),
         is_batch_invariant=is_batch_invariant,
+        lanes=lanes,
     )
-    return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
@@ -64,9 +83,13 @@ def _linear_kernel(
     num_rows,
     num_columns,
     width,
+    borders_ptr,
     HAS_BIAS: tl.constexpr,
     IS_CUT: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_LANED: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -86,22 +109,29 @@ def _linear_kernel(
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first, last, steps = segment_steps(width, IS_SPLIT, NUM_SEGMENTS, BLOCK_K)
+    pair, quad, half = total, total, total
+    first, last, steps, base, limit = segment_steps(
+        width, borders_ptr, IS_SPLIT, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
+    )
     end = steps  # of the segment
     for step in range(first, last):
-        k = (step * BLOCK_K + step_k)[None, :]  # [1, BLOCK_K]
+        start = base + step * BLOCK_K
+        k = (start + step_k)[None, :]  # [1, BLOCK_K]
         if IS_EVEN_K:
             x = tl.load(x_row_ptr + k, mask=is_row, other=0.0)
             weight = tl.load(weight_row_ptr + k)
         else:
-            x = tl.load(x_row_ptr + k, mask=is_row & (k < width), other=0.0)
-            weight = tl.load(weight_row_ptr + k, mask=k < width, other=0.0)
+            x = tl.load(x_row_ptr + k, mask=is_row & (k < limit), other=0.0)
+            weight = tl.load(weight_row_ptr + k, mask=k < limit, other=0.0)
         acc = dot(x, tl.trans(weight), acc)  # [BLOCK_M, BLOCK_N]
         if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
             if step + 1 == end:
-                total += acc
+                if IS_LANED:
+                    pair, quad, half = add_lane(acc, step // steps, pair, quad, half)
+                else:
+                    total += acc
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 end += steps
     if IS_CUT:
-        acc = total + acc
+        acc = lane_total(pair, quad, half, NUM_SEGMENTS) if IS_LANED else total + acc
     store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)

@@ -5,7 +5,8 @@ of K, and the path of the sums to y. kernels/gpu/gemm/linear.py gives the reason
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, expect
+from kernels.sum_lanes import SumLanes
 
 NUM_SEGMENTS = 4
 INVARIANT_ROWS = 64
@@ -24,6 +26,8 @@ MAX_STAGES = 6
 MAX_REGISTERS = 255  # without this limit the assembler spills to make more programs resident
 GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
+LEAST_STEP = 64  # of K, for lanes that end within a longer one
+LANE_BLOCK_N = 64
 
 
 @dataclass(frozen=True)
@@ -74,23 +78,48 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
     )
 
 
+def lane_tiling(shape: tuple[int, int, int], dtype: torch.dtype, lanes: SumLanes) -> Tiling:
+    """The tiling of a product that sums in lanes. Its steps are those of every rank's part, and its
+    tiles are narrow: four of them, of sums that wait for their siblings, stay in the registers.
+    """
+    tiled = tiling(shape, dtype, is_batch_invariant=True)
+    least = lanes.alignment & -lanes.alignment  # the power of two that divides all borders
+    block_k = min(tiled.block_k, least) if least >= LEAST_STEP else tiled.block_k
+    return replace(
+        tiled,
+        block_k=block_k,
+        block_n=min(tiled.block_n, LANE_BLOCK_N),
+        is_split=tiled.is_split or not has_even_lanes(lanes, block_k),
+    )
+
+
+def has_even_lanes(lanes: SumLanes, block_k: int) -> bool:
+    """Whether all lanes have equally many full steps: one program can loop over all of them."""
+    widths = {end - first for first, end in lanes.ranges}
+    return len(widths) == 1 and lanes.width // lanes.num % block_k == 0
+
+
 def row_counts(
-    shapes: Iterable[tuple[int, int]],
+    shapes: Iterable[tuple[int, int, SumLanes | None]],
     dtype: torch.dtype,
     max_rows: int,
     *,
     is_batch_invariant: bool,
 ) -> list[int]:
     """The least numbers of rows, up to `max_rows`, that between them need every kernel of products
-    with weights of these shapes [N, K].
+    with weights of these shapes [N, K], some of which sum in lanes.
     """
-    unique, counts = sorted(set(shapes)), []
-    seen: set[tuple[tuple[int, int], Tiling]] = set()
+    unique, counts = set(shapes), []
+    seen: set[tuple[tuple[int, int, SumLanes | None], Tiling]] = set()
+
+    def tiled(num_rows: int, each: tuple[int, int, SumLanes | None]) -> Tiling:
+        shape, lanes = (num_rows, *each[:2]), each[2]
+        if lanes is not None and is_batch_invariant:
+            return lane_tiling(shape, dtype, lanes)
+        return tiling(shape, dtype, is_batch_invariant=is_batch_invariant)
+
     for num_rows in range(1, max_rows + 1):
-        found = {
-            (shape, tiling((num_rows, *shape), dtype, is_batch_invariant=is_batch_invariant))
-            for shape in unique
-        }
+        found = {(each, tiled(num_rows, each)) for each in unique}
         if not found <= seen:
             counts.append(num_rows)
             seen |= found
@@ -106,23 +135,31 @@ def multiply(
     out: Tensor,
     *,
     is_batch_invariant: bool,
+    lanes: SumLanes | None = None,
     **constants: int,
 ) -> None:
     """Fills y with `kernel`'s products of x, the first operand, and a weight, the others. A second
-    kernel adds split segments.
+    kernel adds split segments, or lanes. For y of FP32 [L, M, N], only the lanes are computed.
     """
-    (num_rows, num_columns), width = out.shape, operands[0].shape[1]
+    (num_rows, num_columns), width = out.shape[-2:], operands[0].shape[1]
     num_tiles = triton.cdiv(num_rows, tiled.block_m) * triton.cdiv(num_columns, tiled.block_n)
-    sums = out
-    if tiled.is_split:
-        sums = out.new_empty((NUM_SEGMENTS, *out.shape), dtype=torch.float32)
-    kernel[(num_tiles, NUM_SEGMENTS if tiled.is_split else 1)](
+    num_segments = NUM_SEGMENTS if lanes is None else lanes.num
+    sums, is_added = out, tiled.is_split and out.ndim == 2
+    if is_added:
+        sums = out.new_empty((num_segments, *out.shape), dtype=torch.float32)
+    widths = [width] if lanes is None else [end - first for first, end in lanes.ranges]
+    is_uneven = lanes is not None and not has_even_lanes(lanes, tiled.block_k)
+    kernel[(num_tiles, num_segments if tiled.is_split else 1)](
         *(*operands, bias, sums, *strides, num_rows, num_columns, width),
+        _borders(lanes, out.device) if is_uneven else None,
         HAS_BIAS=bias is not None,
         IS_CUT=is_batch_invariant and not tiled.is_split,
         IS_SPLIT=tiled.is_split,
-        IS_EVEN_K=width % tiled.block_k == 0,
-        NUM_SEGMENTS=NUM_SEGMENTS,
+        IS_LANED=lanes is not None,
+        IS_UNEVEN=is_uneven,
+        IS_ALIGNED=lanes is not None and lanes.alignment % 16 == 0,
+        IS_EVEN_K=all(each % tiled.block_k == 0 for each in widths),
+        NUM_SEGMENTS=num_segments,
         GROUP=GROUP_ROWS,
         BLOCK_M=tiled.block_m,
         BLOCK_N=tiled.block_n,
@@ -133,14 +170,20 @@ def multiply(
         **constants,
         enable_fp_fusion=True,
     )
-    if tiled.is_split:
+    if is_added:
         _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
             *(sums, bias, out, num_rows, num_columns),
             HAS_BIAS=bias is not None,
-            NUM=NUM_SEGMENTS,
+            NUM=num_segments,
+            IS_LANED=lanes is not None,
             BLOCK=REDUCE_BLOCK,
             enable_fp_fusion=True,
         )
+
+
+@cache
+def _borders(lanes: SumLanes, device: torch.device) -> Tensor:
+    return torch.tensor(lanes.borders, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -157,13 +200,58 @@ def tile_place(
 
 
 @triton.jit
-def segment_steps(width, IS_SPLIT: tl.constexpr, NUM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """This program's first step of K, its end step, and the number of steps per segment."""
-    num_steps = tl.cdiv(width, BLOCK_K)
-    steps = tl.cdiv(num_steps, NUM)
-    first = tl.program_id(1) * steps
-    last = min(first + steps, num_steps) if IS_SPLIT else num_steps
-    return first, last, steps
+def segment_steps(
+    width,
+    borders_ptr,
+    IS_SPLIT: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    NUM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """This program's first step of K, its end step, and the number of steps per segment; then the
+    column of step 0, and the end of the columns that it may read.
+    """
+    if IS_UNEVEN:
+        low = tl.load(borders_ptr + tl.program_id(1))
+        high = tl.load(borders_ptr + tl.program_id(1) + 1)
+        if IS_ALIGNED:  # otherwise loads would not be wide, nor asynchronous
+            low, high = tl.multiple_of(low, 16), tl.multiple_of(high, 16)
+        steps = tl.cdiv(high - low, BLOCK_K)
+        return 0, steps, steps, low, high
+    else:  # noqa: RET505  the other branch is not compiled
+        num_steps = tl.cdiv(width, BLOCK_K)
+        steps = tl.cdiv(num_steps, NUM)
+        first = tl.program_id(1) * steps
+        last = min(first + steps, num_steps) if IS_SPLIT else num_steps
+        return first, last, steps, 0, width
+
+
+@triton.jit
+def add_lane(acc, lane, pair, quad, half):
+    """Adds a lane's sum to the tree: sums of one, two and four lanes that wait for their siblings.
+    The sum of 1, 2, 4 or 8 lanes ends in the last one that it reaches, of eight in `half`.
+    """
+    if lane % 2 == 0:
+        pair = acc
+    else:
+        acc = pair + acc
+        if lane % 4 == 1:
+            quad = acc
+        else:
+            acc = quad + acc
+            half = acc if lane % 8 == 3 else half + acc
+    return pair, quad, half
+
+
+@triton.jit
+def lane_total(pair, quad, half, NUM: tl.constexpr):
+    if NUM == 1:
+        return pair
+    elif NUM == 2:  # noqa: RET505
+        return quad
+    else:
+        return half
 
 
 @triton.jit
@@ -201,6 +289,7 @@ def _add_segments_kernel(
     num_columns,
     HAS_BIAS: tl.constexpr,
     NUM: tl.constexpr,
+    IS_LANED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sums [NUM, M, N] -> out [M, N], flat. Only small products are split, so 32 bits suffice."""
@@ -208,8 +297,15 @@ def _add_segments_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)
-    for segment in tl.static_range(NUM):
-        total += tl.load(sums_ptr + segment * size + place, mask=is_inside, other=0.0)
+    if IS_LANED:
+        pair, quad, half = total, total, total
+        for lane in tl.static_range(NUM):
+            found = tl.load(sums_ptr + lane * size + place, mask=is_inside, other=0.0)
+            pair, quad, half = add_lane(found, lane, pair, quad, half)
+        total = lane_total(pair, quad, half, NUM)
+    else:
+        for segment in tl.static_range(NUM):
+            total += tl.load(sums_ptr + segment * size + place, mask=is_inside, other=0.0)
     y = total.to(out_ptr.dtype.element_ty)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + place % num_columns, mask=is_inside, other=0.0)

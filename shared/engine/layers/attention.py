@@ -10,6 +10,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.cuts import head_lanes
 
 
 class Attention(nn.Module):
@@ -36,6 +37,7 @@ class Attention(nn.Module):
             config.hidden_size,
             has_bias=config.has_output_bias,
             dtype=dtype,
+            lane_borders=head_lanes(config.num_heads, config.head_dim),
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

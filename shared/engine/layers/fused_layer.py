@@ -55,11 +55,15 @@ def fused_layer(
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
     if any(each.bias is not None for each in linears[1:]):
         return None
+    lanes = self_attn.o_proj.lanes, mlp.down_proj.lanes
+    assert lanes[0] is not None
+    assert lanes[1] is not None
     before_attention, before_mlp, *post_attention = norms
     head_norms = self_attn.q_norm, self_attn.k_norm
     kernel = layer_kernel(
         (before_attention.weight, before_mlp.weight),
         [each.weight for each in linears],
+        (lanes[0], lanes[1]),
         qkv_bias=linears[0].bias,
         head_norms=[each.weight for each in head_norms if each is not None],
         post_norms=[each.weight for each in post_attention],

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Weight, pack_weight
+from kernels.ops import LaneWeight, SumLanes, Weight, pack_lanes, pack_weight
 from shared.engine.layers.methods.choose import choose_method
 from shared.engine.layers.methods.linear_method import LinearMethod
 
@@ -17,6 +19,7 @@ class MatrixModule(nn.Module):
 
     weight: Weight
     method: LinearMethod
+    lanes: SumLanes | None = None  # of a row-parallel product
     is_batch_invariant = True
 
     def set_parameter(self, parameter: nn.Parameter) -> None:
@@ -40,7 +43,9 @@ class MatrixModule(nn.Module):
         self._choose()
 
     def _choose(self) -> None:
-        self.method = choose_method(self.weight, is_batch_invariant=self.is_batch_invariant)
+        self.method = choose_method(
+            self.weight, is_batch_invariant=self.is_batch_invariant, lanes=self.lanes
+        )
 
 
 class ProductModule(MatrixModule):
@@ -49,16 +54,30 @@ class ProductModule(MatrixModule):
     def pack(self) -> None:
         """Replaces a dense weight by the form that the device multiplies with."""
         if isinstance(self.weight, Tensor):
-            self.replace_weight(pack_weight(self.weight))
+            self.replace_weight(self.packed(self.weight))
+
+    def packed(self, weight: Tensor) -> LaneWeight:
+        """A dense weight [N, K], or one that is packed already, in that form."""
+        return pack_weight(weight) if self.lanes is None else pack_lanes(weight, self.lanes)
 
 
 class Linear(ProductModule):
-    """y = x · weightᵀ + bias over x [T, in_features]."""
+    """y = x · weightᵀ + bias over x [T, in_features].
+
+    `lane_borders`: of a row-parallel product, which sums over K in lanes.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, *, has_bias: bool = False, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        has_bias: bool = False,
+        dtype: torch.dtype,
+        lane_borders: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        self.lanes = None if lane_borders is None else SumLanes.of(lane_borders)
         self.set_parameter(unset_parameter(out_features, in_features, dtype=dtype))
         self.bias = unset_parameter(out_features, dtype=dtype) if has_bias else None
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from kernels.ops import gelu_and_mul, silu_and_mul
 from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.cuts import column_lanes
 
 GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 
@@ -17,7 +18,8 @@ class GatedMlp(nn.Module):
         super().__init__()
         hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, has_bias=has_bias, dtype=dtype)
-        self.down_proj = Linear(inner, hidden, has_bias=has_bias, dtype=dtype)
+        lanes = column_lanes(inner)
+        self.down_proj = Linear(inner, hidden, has_bias=has_bias, dtype=dtype, lane_borders=lanes)
         self.activation = config.activation
         self.gate = GATES[config.activation]
 

@@ -116,7 +116,8 @@ class CudaRunner(ModelRunner):
 def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     """Launches every kernel that a step or a push can need, and runs the largest steps."""
     kv_layout = executor.kv_layout
-    weights = [each.weight for each in executor.model.modules() if isinstance(each, ProductModule)]
+    modules = executor.model.modules()
+    weights = [(each.weight, each.lanes) for each in modules if isinstance(each, ProductModule)]
     row_counts = product_row_counts(
         weights,
         executor.kv_cache.dtype,

@@ -9,6 +9,7 @@ import torch
 
 from kernels.device import IS_INTERPRETED, compute_capability
 from kernels.ops import cpu_host
+from shared.engine.parallel.lanes import NUM_LANES
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
 _MAX_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN's limits of its instruction sets
@@ -22,7 +23,9 @@ def device_numerics(device: torch.device, dtype: str, mode: Mode) -> Numerics:
         name = f"sm{compute_capability(device)}"
     else:
         name = "cpu-interpreted" if IS_INTERPRETED else _cpu_name(dtype)
-    return Numerics(mode, name, dtype, "-".join(parts))
+    # In the fast mode of CUDA the library multiplies.
+    lanes = 1 if device.type == "cuda" and mode == "fast" else NUM_LANES
+    return Numerics(mode, name, dtype, "-".join(parts), sum_lanes=lanes)
 
 
 def _cpu_name(dtype: str) -> str:

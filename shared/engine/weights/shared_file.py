@@ -34,7 +34,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
-MAGIC = b"hearthW3"  # the digit changes with the file's format
+MAGIC = b"hearthW4"  # the digit changes with the file's format
 ALIGNMENT = 64
 _TRAILER = struct.Struct("<16sQ8s")
 _SUFFIX, _PARTIAL = ".packed", ".partial"

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kernels.device import IS_INTERPRETED
-from kernels.ops import cpu_host, pack_weight
+from kernels.ops import cpu_host
 from shared.engine.weights.load import matched_names
 from shared.engine.weights.shared_file import (
     MAGIC,
@@ -183,8 +183,8 @@ def _write_region(
     is_needed_dense = region.is_needed_dense
     for name, module in region.linears.items():
         dense = view_of(filled, module.parameter)
-        weight = pack_weight(dense) if can_share_packed() else dense
-        if cpu_host().is_packed(weight):
+        weight = module.packed(dense) if can_share_packed() else dense
+        if isinstance(weight, Tensor) and cpu_host().is_packed(weight):
             form, data = packed_bytes(weight)
             writer.append(_packed_name(name), data, form)
         else:

@@ -10,13 +10,14 @@ auto          compressed if the checkpoint is a bundle and the device decodes as
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import cpu_host, is_compressed
+from kernels.ops import cpu_host, is_compressed, lane_parts
 from shared.config import WEIGHT_FORMS
 from shared.engine.codec.manifest import is_bundle
 from shared.errors import ConfigError
@@ -52,7 +53,8 @@ def uses_compressed(
 def weights_report(model: nn.Module) -> WeightsReport:
     found = [getattr(module, "weight", None) for module in model.modules()]
     compressed = {id(each): each for each in found if is_compressed(each)}.values()
-    dense = {id(each): each for each in (*model.parameters(), *found) if isinstance(each, Tensor)}
+    plain = (*model.parameters(), *found, *chain.from_iterable(map(lane_parts, found)))
+    dense = {id(each): each for each in plain if isinstance(each, Tensor)}
     num_compressed = sum(each.numel() for each in compressed)
     num_bytes = sum(each.num_bytes for each in compressed)
     num_verbatim = sum(each.num_verbatim for each in compressed)

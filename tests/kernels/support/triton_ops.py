@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from kernels import ops
-from kernels.gpu.gemm.compressed_linear import compressed_linear
+from kernels.gpu.gemm.compressed_linear import compressed_linear, fits_lanes
 from kernels.gpu.gemm.decompress import decompress
 from kernels.gpu.gemm.fused_rows import fused_rows
 from shared.engine.layers import attention_inputs
@@ -31,6 +31,7 @@ def triton_ops() -> Iterator[FakeDriver]:
             name = {"compressed_linear": "_fused_linear", "decompress": "_triton_decompress"}
             target = name.get(function.__name__, function.__name__)
             stack.enter_context(patch.object(ops, target, function, create=True))
+        stack.enter_context(patch.object(ops, "_fits_lanes", fits_lanes, create=True))
         stack.enter_context(patch.object(torch, "empty", torch.zeros))
         for each in _OPERATIONS:
             _forget(each)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import cast
 
-from kernels.ops import Weight
-from kernels.split_weight import SplitWeight
+from kernels.ops import LaneWeight, SplitWeight, SumLanes, Weight, is_cpu_compressed
 from shared.engine.layers.methods.compressed import CompressedMethod
 from shared.engine.layers.methods.dense import DenseMethod
 from shared.engine.layers.methods.linear_method import LinearMethod
 from shared.engine.layers.methods.split12 import Split12Method
 
 
-def choose_method(weight: Weight, *, is_batch_invariant: bool) -> LinearMethod:
-    """`is_batch_invariant`: a row's bits must not depend on the other rows."""
-    if isinstance(weight, Tensor):
-        return DenseMethod(weight, is_batch_invariant=is_batch_invariant)
+def choose_method(
+    weight: Weight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
+) -> LinearMethod:
+    """`is_batch_invariant`: a row's bits must not depend on the other rows. `lanes`: the product
+    is row-parallel, and sums over K in lanes.
+    """
     if isinstance(weight, SplitWeight):
-        return Split12Method(weight, is_batch_invariant=is_batch_invariant)
-    return CompressedMethod(weight)
+        return Split12Method(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
+    if is_cpu_compressed(weight):
+        return CompressedMethod(weight, lanes=lanes)
+    return DenseMethod(
+        cast("LaneWeight", weight), is_batch_invariant=is_batch_invariant, lanes=lanes
+    )

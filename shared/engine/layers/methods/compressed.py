@@ -6,8 +6,11 @@ from torch import Tensor
 
 from kernels.ops import (
     CpuCompressed,
+    SumLanes,
     argmax,
     cpu_compressed_linear,
+    lane_linear,
+    lane_sums,
     packed_argmax,
     packed_form,
     packed_logits,
@@ -18,8 +21,9 @@ from kernels.ops import (
 class CompressedMethod:
     """On CPUs a row's bits never depend on the other rows."""
 
-    def __init__(self, weight: CpuCompressed) -> None:
+    def __init__(self, weight: CpuCompressed, *, lanes: SumLanes | None = None) -> None:
         self.weight = weight
+        self._lanes = lanes
         self._packed = packed_form(weight)
 
     @property
@@ -27,7 +31,14 @@ class CompressedMethod:
         return self._packed is not None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._lanes is not None:
+            return lane_linear(x, self.weight, bias, lanes=self._lanes)
         return cpu_compressed_linear(x, self.weight, bias)
+
+    def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
+        if self._lanes is None:
+            raise ValueError("this product does not sum in lanes")
+        return lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:
         return self(x).float() if self._packed is None else packed_logits(x, self._packed)

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.ops import argmax, linear, packed_argmax, packed_form, packed_logits
+from kernels.ops import (
+    LaneWeight,
+    SumLanes,
+    argmax,
+    lane_linear,
+    lane_sums,
+    linear,
+    packed_argmax,
+    packed_form,
+    packed_logits,
+)
 
 
 class DenseMethod:
-    """`weight` [N, K], or the result of `pack_weight`; a plain one may be filled later."""
+    """`weight` [N, K], or the result of `pack_weight`; a plain one may be filled later.
 
-    def __init__(self, weight: Tensor, *, is_batch_invariant: bool) -> None:
+    With `lanes` the product sums in them, and `weight` may be the result of `pack_lanes`.
+    """
+
+    def __init__(
+        self, weight: LaneWeight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
+    ) -> None:
         self.weight = weight
         self._is_batch_invariant = is_batch_invariant
+        self._lanes = lanes
         self._packed = packed_form(weight)
 
     @property
@@ -20,7 +36,15 @@ class DenseMethod:
         return self._packed is not None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, bias, is_batch_invariant=self._is_batch_invariant)
+        mode = {"is_batch_invariant": self._is_batch_invariant}
+        if self._lanes is not None:
+            return lane_linear(x, self.weight, bias, lanes=self._lanes, **mode)
+        return linear(x, self._dense(), bias, **mode)
+
+    def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
+        if self._lanes is None:
+            raise ValueError("this product does not sum in lanes")
+        return lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:
         return self(x).float() if self._packed is None else packed_logits(x, self._packed)
@@ -29,4 +53,8 @@ class DenseMethod:
         return argmax(self.logits(x)) if self._packed is None else packed_argmax(x, self._packed)
 
     def select_rows(self, row_ids: Tensor) -> Tensor:
-        return self.weight.index_select(0, row_ids)
+        return self._dense().index_select(0, row_ids)
+
+    def _dense(self) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return self.weight

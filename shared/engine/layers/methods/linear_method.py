@@ -25,6 +25,14 @@ class LinearMethod(Protocol):
         """x · weightᵀ, rounded once, then + bias: [T, K] -> [T, N] in the dtype of x."""
         ...
 
+    def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
+        """The sums of a row-parallel product by subtrees of its lanes: FP32 [num_sums, T, N].
+
+        A rank's sum of one subtree is what other ranks add to theirs. Raises ValueError for a
+        weight whose product does not sum in lanes.
+        """
+        ...
+
     def logits(self, x: Tensor) -> Tensor:
         """The product as FP32: [T, K] -> [T, N]."""
         ...

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.ops import argmax, compressed_linear, select_split_rows
-from kernels.split_weight import SplitWeight
+from kernels.ops import (
+    SplitWeight,
+    SumLanes,
+    argmax,
+    compressed_lane_linear,
+    compressed_linear,
+    decompress,
+    lane_sums,
+    select_split_rows,
+)
 
 
 class Split12Method:
     has_custom_gemm = True
 
-    def __init__(self, weight: SplitWeight, *, is_batch_invariant: bool) -> None:
+    def __init__(
+        self, weight: SplitWeight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
+    ) -> None:
         self.weight = weight
         self._is_batch_invariant = is_batch_invariant
+        self._lanes = lanes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._lanes is not None and self._is_batch_invariant:
+            return compressed_lane_linear(x, self.weight, bias, lanes=self._lanes)
         return compressed_linear(x, self.weight, bias, is_batch_invariant=self._is_batch_invariant)
+
+    def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
+        if self._lanes is None:
+            raise ValueError("this product does not sum in lanes")
+        return lane_sums(x, decompress(self.weight), lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:
         return self(x).float()

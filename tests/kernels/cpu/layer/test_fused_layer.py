@@ -20,12 +20,14 @@ from kernels.ops import (
     compress_weight,
     cpu_compressed_linear,
     gelu_and_mul,
+    lane_linear,
     linear,
     pack_weight,
     rms_norm,
     rotate_and_store,
     silu_and_mul,
 )
+from kernels.sum_lanes import SumLanes
 from tests.threads import computing_threads
 
 BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
@@ -34,6 +36,11 @@ EPS = 1e-5
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 3, 1, 16
 GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 rng = torch.Generator()
+
+
+def _lanes(width: int) -> SumLanes:
+    """Eight lanes of whole blocks of 32, some of them empty."""
+    return SumLanes.of([width // 32 * lane // 8 * 32 for lane in range(9)])
 
 
 @dataclass
@@ -63,12 +70,16 @@ class Layer:
         ]
         form = compress_weight if self.is_compressed else pack_weight
         self.weights = [form(self.random(*shape, scale=0.2)) for shape in shapes]
+        self.lanes = {1: _lanes(NUM_HEADS * self.head_dim), 3: _lanes(self.inner)}
         self.norms = self.random(self.hidden), self.random(self.hidden)
         self.bias = self.random(width) if self.has_bias else None
         self.post_norms = [self.random(self.hidden) for _ in range(2 * self.has_post_norms)]
         self.head_norms = [self.random(self.head_dim) for _ in range(2 * self.has_head_norms)]
 
     def product(self, x: Tensor, index: int, bias: Tensor | None = None) -> Tensor:
+        lanes = self.lanes.get(index)
+        if lanes is not None:
+            return lane_linear(x, self.weights[index], bias, lanes=lanes)
         multiply: Any = cpu_compressed_linear if self.is_compressed else linear
         return multiply(x, self.weights[index], bias)
 
@@ -79,6 +90,7 @@ class Layer:
         return packed_layer(
             self.norms,
             self.weights,
+            (self.lanes[1], self.lanes[3]),
             qkv_bias=self.bias,
             head_norms=self.head_norms,
             post_norms=self.post_norms,
