@@ -137,7 +137,7 @@ LAYERS = {
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | inputs | engine | batching | runners | models | weights"
-        " | layers | sampling | kv_cache codec"
+        " | layers | sampling | parallel kv_cache codec"
     ),
 }
 MAX_FILES = 16
