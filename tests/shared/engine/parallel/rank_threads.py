@@ -62,8 +62,10 @@ def run_ranks(
     """The results of `work` at each rank."""
     ranks = range(shape.num_ranks)
     queues: dict[tuple[int, int], Queue] = {(a, b): Queue() for a in ranks for b in ranks}
-    meshes = [
-        RankMesh(ThreadTransport(shape, rank, queues), exchange, all_gather_bytes) for rank in ranks
-    ]
-    with ThreadPoolExecutor(shape.num_ranks) as pool:
+    transports = [ThreadTransport(shape, rank, queues) for rank in ranks]
+    return run_meshes([RankMesh(each, exchange, all_gather_bytes) for each in transports], work)
+
+
+def run_meshes(meshes: Sequence[Mesh], work: Callable[[Mesh], T]) -> Sequence[T]:
+    with ThreadPoolExecutor(len(meshes)) as pool:
         return list(pool.map(work, meshes))
