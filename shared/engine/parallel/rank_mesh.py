@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shared.engine.parallel.lane_sums import Exchange, check_lanes, halved_range, sum_nodes
-from shared.engine.parallel.mesh import MeshShape, best_of
+from shared.engine.parallel.mesh import best_of
+from shared.engine.parallel.mesh_shape import MeshShape
 
 ALL_GATHER_BYTES = 256 * 1024  # sums larger than this are halved
 

@@ -9,7 +9,6 @@ is bytes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import time
@@ -155,23 +154,42 @@ class RingReader:
         self._assembly = Assembly(first_step)
 
     def fileno(self) -> int:
-        """Readable after a write; `read` clears it."""
+        """Readable after a write, until `take` has found nothing."""
         return self._event
 
     def read(self, limit_s: float | None) -> Record | None:
         """The next record; None after the limit. Without a limit it waits as long as it takes."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
+        while (record := self.take()) is None:
+            remaining_s = None if deadline is None else deadline - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                return None
+            self.wait(remaining_s)
+        return record
+
+    def take(self) -> Record | None:
+        """The next record, if all of it is written."""
         while True:
             while self._is_written():
-                if (record := self._take()) is not None:
+                if (record := self._take_part()) is not None:
                     return record
-            if not self._wait(deadline):
+            try:
+                os.eventfd_read(self._event)
+            except BlockingIOError:
                 return None
+
+    def wait(self, limit_s: float | None) -> None:
+        """Returns after a write, a signal of the event, or the limit."""
+        for _ in range(SPINS):
+            if self._is_written():
+                return
+            os.sched_yield()
+        self._poll.poll(None if limit_s is None else limit_s * 1000)
 
     def _is_written(self) -> bool:
         return self._ring.counts[0] > self._num_taken
 
-    def _take(self) -> Record | None:
+    def _take_part(self) -> Record | None:
         part = self._decode(time.monotonic() + TORN_S)
         self._num_taken += 1
         self._ring.set_taken(self._reader, self._num_taken)
@@ -184,20 +202,6 @@ class RingReader:
             except RingError:
                 if time.monotonic() > deadline:
                     raise
-
-    def _wait(self, deadline: float | None) -> bool:
-        """Whether something may have been written, before the deadline."""
-        remaining_s = None if deadline is None else deadline - time.monotonic()
-        if remaining_s is not None and remaining_s <= 0:
-            return False
-        for _ in range(SPINS):
-            if self._is_written():
-                return True
-            os.sched_yield()
-        is_ready = bool(self._poll.poll(None if remaining_s is None else remaining_s * 1000))
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event)
-        return is_ready
 
     def close(self) -> None:
         self._ring.close()

@@ -1,7 +1,5 @@
 """Collectives between the rank processes of one host, over one memfd.
 
-    memory: words | boards: 2 slots a rank | mailboxes: 2 slots for each ordered pair of ranks
-
 A rank publishes chunk n of its gathers in slot n mod 2 of its board. It may overwrite chunk n - 2
 without asking: it has seen chunk n - 1 of every rank, which each wrote after it had read chunk
 n - 2. A mailbox has one reader, which counts what it has taken. Pages are allocated when used.
@@ -15,38 +13,16 @@ import torch
 from torch import Tensor
 
 from shared.engine.parallel.lane_sums import Exchange
-from shared.engine.parallel.mesh import WAIT_S, MeshShape, RankLost
-from shared.engine.parallel.rank_mesh import RankMesh
-from shared.engine.parallel.shared_words import (
-    LINE_BYTES,
-    SharedWords,
-    create_memory,
-    map_memory,
-    num_spins,
+from shared.engine.parallel.mesh_memory import (
+    NUM_SLOTS,
+    SLOT_BYTES,
+    data_start,
+    memory_bytes,
+    num_words,
 )
-
-SLOT_BYTES = 256 * 1024
-NUM_SLOTS = 2
-PAGE_BYTES = 4096
-
-
-def _num_words(num_ranks: int) -> int:
-    """A board's chunks for each rank; chunks sent and taken for each ordered pair."""
-    return num_ranks + 2 * num_ranks * num_ranks
-
-
-def _data_start(num_ranks: int) -> int:
-    return -(-_num_words(num_ranks) * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
-
-
-def memory_bytes(num_ranks: int) -> int:
-    num_boxes = num_ranks + num_ranks * num_ranks
-    return _data_start(num_ranks) + num_boxes * NUM_SLOTS * SLOT_BYTES
-
-
-def create_mesh_memory(shape: MeshShape) -> int:
-    """The file descriptor that all ranks of a group map."""
-    return create_memory("hearth-mesh", memory_bytes(shape.num_ranks))
+from shared.engine.parallel.mesh_shape import WAIT_S, MeshShape, RankLost
+from shared.engine.parallel.rank_mesh import RankMesh
+from shared.engine.parallel.shared_words import SharedWords, map_memory, num_spins
 
 
 class SharedMemoryTransport:
@@ -61,8 +37,8 @@ class SharedMemoryTransport:
         self._limit_s = limit_s
         num_ranks = shape.num_ranks
         self._memory = map_memory(fd, memory_bytes(num_ranks))
-        self._words = SharedWords(self._memory, _num_words(num_ranks), num_spins(num_ranks))
-        self._slots = self._words.address + _data_start(num_ranks)
+        self._words = SharedWords(self._memory, num_words(num_ranks), num_spins(num_ranks))
+        self._slots = self._words.address + data_start(num_ranks)
         self._num_gathered = 0
         self._num_sent = [0] * num_ranks
         self._num_received = [0] * num_ranks

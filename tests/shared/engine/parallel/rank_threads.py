@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shared.engine.parallel.lane_sums import Exchange
-from shared.engine.parallel.mesh import Mesh, MeshShape, RankLost
+from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.mesh_shape import MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import ALL_GATHER_BYTES, RankMesh
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shared.engine.parallel.lane_sums import Exchange, halved_range
 from shared.engine.parallel.lanes import EMPTY_LANE, NUM_LANES, rank_lanes
-from shared.engine.parallel.mesh import LocalMesh, Mesh, MeshShape, best_of
+from shared.engine.parallel.mesh import LocalMesh, Mesh, best_of
+from shared.engine.parallel.mesh_shape import MeshShape
 from tests.shared.engine.parallel.rank_threads import run_ranks
 
 GATHER, HALVE = 1 << 30, 0
