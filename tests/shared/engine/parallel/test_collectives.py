@@ -71,25 +71,26 @@ def test_halved_sums_over_gloo_have_the_bits_of_one_rank(tmp_path: Path) -> None
     assert run_forked(4, connect, work) == [expected] * 4
 
 
+@pytest.mark.parametrize("shape", [MeshShape(2), MeshShape(1, 2)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_peer_raises_over_gloo(how: signal.Signals, tmp_path: Path) -> None:
-    """A killed peer at once, a stopped one after the group's limit."""
+def test_lost_peer_raises_over_gloo(how: signal.Signals, shape: MeshShape, tmp_path: Path) -> None:
+    """A killed peer at once, a stopped one after the limit: in a stage, and between stages."""
     limit_s = 30.0 if how == signal.SIGKILL else 0.3
 
     def connect(rank: int) -> Mesh:
-        return distributed_mesh(f"file://{tmp_path}/r", MeshShape(2), rank, limit_s=limit_s)
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        return distributed_mesh(f"file://{tmp_path}/r", shape, rank, limit_s=limit_s)
 
     def work(mesh: Mesh) -> bytes:
-        pids = mesh.gather(torch.tensor([os.getpid()]), 0)
-        if mesh.rank == 1:
+        if mesh.rank == 0:
             os.kill(os.getpid(), how)
         started = time.monotonic()
         with pytest.raises(RankLost):
-            mesh.gather(torch.zeros(4), 0)
-        os.kill(int(pids[1]), signal.SIGKILL)
+            _ = mesh.gather(torch.zeros(4), 0) if shape.pp == 1 else mesh.recv((4,), torch.float32)
+        os.kill(int((tmp_path / "0").read_text()), signal.SIGKILL)
         return str(time.monotonic() - started).encode()
 
-    found, _ = run_forked(2, connect, work, lost_rank=1)
+    _, found = run_forked(2, connect, work, lost_rank=0)
     assert float(found) < (0.5 if how == signal.SIGKILL else 5.0)
 
 

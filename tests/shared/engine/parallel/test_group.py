@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,9 @@ import pytest
 from shared.engine.parallel.group import ROOT, GroupSpec, RankGroup
 from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.rank_messages import RankIdentity, difference
+from shared.engine.parallel.rank_messages import Failed, RankIdentity, difference, encode
 from shared.engine.parallel.records import Record
-from shared.engine.parallel.watchdog import GroupLost
+from shared.engine.parallel.watchdog import GroupLost, RankHandle, failure_of
 from tests.shared.engine.parallel.echo import Config, Plan
 from tests.shared.engine.parallel.mlp import Mlp
 
@@ -150,6 +151,27 @@ def test_rank_that_raises_ends_the_group(rank: int, capfd: pytest.CaptureFixture
                 group.take(WAIT_S)
         assert ends_within(group.pids, 1.0)
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_killed_rank_is_named_before_one_that_failed_without_it() -> None:
+    handles, theirs = [], []
+    for rank in (0, 1):
+        ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        handles.append(RankHandle(rank, process, os.pidfd_open(process.pid), ours))
+        theirs.append(other)
+    assert failure_of(handles) is None
+    theirs[0].send(encode(Failed("rank 1 does not answer")))
+    handles[1].kill()
+    assert select.select([handles[1].pidfd], [], [], WAIT_S)[0]
+    assert failure_of(handles) == "rank 1 ended: SIGKILL"
+    theirs[0].send(encode(Failed("rank 1 does not answer")))
+    assert failure_of(handles[:1]) == "rank 0 failed: rank 1 does not answer"
+    theirs[0].send(b"\xc1")
+    assert "rank 0 failed: its message is damaged" in str(failure_of(handles[:1]))
+    for handle, other in zip(handles, theirs, strict=True):
+        handle.close()
+        other.close()
 
 
 def test_missing_step_ends_the_group(capfd: pytest.CaptureFixture[str]) -> None:
