@@ -28,7 +28,15 @@ from shared.engine.parallel.rank_messages import (
 )
 from shared.engine.parallel.records import Record
 from shared.engine.parallel.ring import RingFiles, RingReader, RingWriter, create_ring
-from shared.engine.parallel.watchdog import GroupLost, RankHandle, Watchdog, ended, failure_of
+from shared.engine.parallel.watchdog import (
+    TICK_S,
+    GroupLost,
+    RankHandle,
+    StoppedRanks,
+    Watchdog,
+    ended,
+    failure_of,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 STOP_S = 2.0  # for ranks to end by themselves
@@ -209,14 +217,17 @@ def _environment(spec: GroupSpec) -> dict[str, str]:
 
 
 def _shake_hands(handles: list[RankHandle], ready_s: float) -> None:
-    """Raises GroupLost, which names the rank that ended, is late, or differs from the others."""
+    """Raises GroupLost, which names the rank that ended, is stopped or late, or differs."""
     found: dict[int, RankIdentity] = {}
+    stopped = StoppedRanks()
     deadline = time.monotonic() + ready_s
     while missing := [each for each in handles if each.rank not in found]:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise GroupLost(f"rank {missing[0].rank} is not ready after {ready_s:g} s")
-        for each in ended(handles, remaining_s):
+        if (line := stopped.check(handles)) is not None:
+            raise GroupLost(line)
+        for each in ended(handles, min(remaining_s, TICK_S)):
             message = each.receive() if each.rank not in found else None
             if isinstance(message, Ready):
                 found[each.rank] = message.identity

@@ -1,4 +1,4 @@
-"""Ends a group of ranks as one: when a rank ends, fails, or a step takes longer than its budget."""
+"""Ends a group of ranks as one: when a rank ends, fails, is stopped, or a step takes too long."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from shared.engine.parallel.rank_messages import (
 )
 
 TICK_S = 0.25  # budgets are checked as often; an ended rank is noticed at once
+STOPPED_S = 1.0  # a rank that is stopped (SIGSTOP) for longer is lost, also without a step
 
 
 class GroupLost(RuntimeError):
@@ -62,7 +63,7 @@ class RankHandle:
     def is_stopped(self) -> bool:
         with contextlib.suppress(OSError, IndexError):
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+            return stat.rpartition(")")[2].split()[0] == "T"
         return False
 
     def close(self) -> None:
@@ -99,6 +100,21 @@ def failure_of(handles: Sequence[RankHandle]) -> str | None:
     return min(lines, default=(0, None))[1]
 
 
+class StoppedRanks:
+    """Since when ranks are stopped, as seen by `check`."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def check(self, handles: Sequence[RankHandle]) -> str | None:
+        """Names a rank that has been stopped for too long."""
+        now = time.monotonic()
+        stopped = [each.rank for each in handles if each.is_stopped()]
+        self._since = {rank: self._since.get(rank, now) for rank in stopped}
+        late = [rank for rank, since in self._since.items() if now - since > STOPPED_S]
+        return f"rank {late[0]} is stopped" if late else None
+
+
 class Watchdog:
     """A thread that kills all ranks when one is lost, then calls `on_lost` once.
 
@@ -107,6 +123,7 @@ class Watchdog:
 
     def __init__(self, handles: Sequence[RankHandle], on_lost: Callable[[], None]) -> None:
         self._handles = handles
+        self._stopped = StoppedRanks()
         self._on_lost = on_lost
         self._deadlines: dict[int, tuple[float, float]] = {}  # step -> deadline, budget
         self._lock = threading.Lock()
@@ -128,6 +145,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_closed:
             reason = failure_of(ended(self._handles, TICK_S)) or self._overdue()
+            reason = reason or self._stopped.check(self._handles)
             if reason is not None and not self._is_closed:
                 self._end(reason)
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import msgspec
@@ -21,6 +23,7 @@ class Config(msgspec.Struct):
     other_field: str = "weights_digest"
     failing_rank: int = -1
     hanging_rank: int = -1
+    freezing_rank: int = -1
 
 
 class EchoWork:
@@ -28,6 +31,8 @@ class EchoWork:
         self._rank = context.rank
         config = msgspec.json.decode(context.config or b"{}", type=Config)
         self._act(config.failing_rank, config.hanging_rank)
+        if context.rank == config.freezing_rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
         self.identity = RankIdentity("digest", "layout", "numerics", "versions")
         if context.rank == config.other_rank:
             self.identity = msgspec.structs.replace(self.identity, **{config.other_field: "other"})

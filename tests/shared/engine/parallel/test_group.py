@@ -127,6 +127,20 @@ def test_frozen_rank_ends_the_group_after_the_budget(is_hanging: bool) -> None:
         assert ends_within(group.pids, 1.0)
 
 
+def test_rank_that_is_frozen_without_a_step_ends_the_group() -> None:
+    with RankGroup.start(spec()) as group:
+        started = time.monotonic()
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(GroupLost, match=r"^rank 1 is stopped$"):
+            group.take(WAIT_S)
+        assert time.monotonic() - started < 2.5
+
+
+def test_rank_that_is_frozen_while_it_loads_is_named() -> None:
+    with descriptors_return_to_before(), pytest.raises(GroupLost, match=r"^rank 1 is stopped$"):
+        RankGroup.start(spec(freezing_rank=1))
+
+
 def test_budget_of_a_step_begins_after_the_step_before_it() -> None:
     with RankGroup.start(spec()) as group:
         os.kill(group.pids[0], signal.SIGSTOP)
@@ -248,6 +262,15 @@ def test_ranks_die_with_a_killed_leader() -> None:
     leader.wait()
     leader.stdout.close()
     assert ends_within(pids, 2.0)
+
+
+def test_leader_and_ranks_start_without_torch() -> None:
+    code = (
+        "import sys, shared.engine.parallel.group, shared.engine.parallel.rank_process\n"
+        "print(sorted({'torch', 'numba', 'nats', 'uvloop'} & set(sys.modules)))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert child.stdout.strip() == "[]"
 
 
 def test_difference_names_the_rank_that_most_others_contradict() -> None:
