@@ -103,7 +103,7 @@ class Hearth:
     def __init__(self, runner: ModelRunner) -> None:
         self.engine = Engine(
             num_blocks=runner.num_blocks,
-            block_size=runner.kv_format.block_size,
+            block_size=runner.kv_layout.block_size,
             max_context_tokens=CONTEXT,
             max_batch_tokens=MAX_BATCH_TOKENS,
             max_sequences=256,

@@ -125,7 +125,7 @@ async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
     runner = ProfiledRunner.load(model_dir, LoadOptions(dtype="bfloat16", num_threads=1))
     engine = Engine(
         num_blocks=runner.num_blocks,
-        block_size=runner.kv_format.block_size,
+        block_size=runner.kv_layout.block_size,
         max_context_tokens=CONTEXT,
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_sequences=BATCH,

@@ -97,6 +97,7 @@ BARS = {
     "compression_engine": "Compressed weights beside dense ones on a CPU",
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
     "chaos_nats": "The same faults, requests over NATS",
+    "chaos_constrained": "Kills and freezes of decode, streams under grammars and calls of tools",
     "chaos_soak": "A steady load without a fault",
     "transports": "Dialects and transports of one gateway, engines that take no time, by turns",
     "adversity": "Failing devices, doubled identities, greedy tenants, distance and attackers",

@@ -43,10 +43,11 @@ from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_t
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
 from kernels.torch_ops.penalize import penalize as torch_penalize
-from kernels.torch_ops.sample import argmax, scale
+from kernels.torch_ops.sample import argmax as torch_argmax
 from kernels.torch_ops.sample import sample as torch_sample
+from kernels.torch_ops.sample import scale
 from kernels.torch_ops.scatter_blocks import scatter_blocks as torch_scatter_blocks
-from kernels.torch_ops.select_rows import select_rows as select_split_rows
+from kernels.torch_ops.select_rows import select_rows as torch_select_rows
 from kernels.torch_ops.top_k import top_k as torch_top_k
 
 if TYPE_CHECKING:
@@ -159,24 +160,29 @@ scatter_blocks = Operation(torch_scatter_blocks)
 silu_and_mul = Operation(reference_silu_and_mul)
 _linear = Operation(reference_linear)
 scale_logits = scale
+argmax = torch_argmax
+select_split_rows = torch_select_rows
 
 
 def linear(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """On CUDA the library multiplies, unless a row's bits must not depend on the others."""
-    if isinstance(weight, SplitWeight):
-        return compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
-    if not isinstance(weight, Tensor):
-        y: Tensor = _cpu("gemm.compressed_linear").compressed_linear(x, weight, bias)
-        return y
+    """The product with a dense weight, packed or not. On CUDA the library multiplies, unless a
+    row's bits must not depend on the others.
+    """
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None = None) -> Tensor:
+    """`linear` with a compressed weight of the CPU."""
+    y: Tensor = _cpu("gemm.compressed_linear").compressed_linear(x, weight, bias)
+    return y
 
 
 def product_row_counts(
@@ -204,30 +210,27 @@ def _is_multiplied_by_triton(weight: Weight) -> TypeGuard[Tensor | SplitWeight]:
     return _is_for_triton(weight.device)
 
 
-def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
-    """`linear` with an FP32 result."""
-    packed = _packed(weight)
-    if packed is not None:
-        y: Tensor = _cpu("gemm.packed_linear").packed_linear(x, packed, dtype=torch.float32)
-        return y
-    return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
+def packed_form(weight: Tensor | CpuCompressed) -> Any:
+    """The form of a weight that the compiled loops multiply with; None if it is not packed."""
+    if isinstance(weight, Tensor) and not _is_for_loops(weight):
+        return None
+    return _cpu("gemm.packed_linear").for_products(weight)
 
 
-def argmax_logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
-    """argmax(`logits`), [T] int64; the first index among equal maxima."""
-    packed = _packed(weight)
-    if packed is not None:
-        columns: Tensor = _cpu("gemm.argmax").packed_argmax(x, packed)
-        return columns
-    return argmax(logits(x, weight, is_batch_invariant=is_batch_invariant))
+def packed_logits(x: Tensor, packed: Any) -> Tensor:
+    """`linear` with a `packed_form`, as FP32."""
+    y: Tensor = _cpu("gemm.packed_linear").packed_linear(x, packed, dtype=torch.float32)
+    return y
 
 
-def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:
+def packed_argmax(x: Tensor, packed: Any) -> Tensor:
+    """argmax(`packed_logits`), [T] int64; the first index among equal maxima."""
+    columns: Tensor = _cpu("gemm.argmax").packed_argmax(x, packed)
+    return columns
+
+
+def select_compressed_rows(weight: CpuCompressed, row_ids: Tensor) -> Tensor:
     """weight [N, K], row_ids [T] -> [T, K]."""
-    if isinstance(weight, SplitWeight):
-        return select_split_rows(weight, row_ids)
-    if isinstance(weight, Tensor):
-        return weight.index_select(0, row_ids)
     rows: Tensor = _cpu("gemm.decompress_rows").select_rows(weight, row_ids)
     return rows
 
@@ -268,23 +271,9 @@ def _is_for_loops(tensor: Tensor) -> bool:
     return tensor.is_cpu and not IS_INTERPRETED
 
 
-def _packed(weight: Weight) -> Any:
-    """The form of a packed weight that the compiled loops' GEMMs take; None if it is not packed."""
-    if isinstance(weight, SplitWeight):
-        return None
-    if isinstance(weight, Tensor) and not _is_for_loops(weight):
-        return None
-    return _cpu("gemm.packed_linear").for_products(weight)
-
-
 def pack_weight(weight: Tensor) -> Tensor:
     """weight [N, K] in the form that `linear` multiplies with."""
     return cpu_host().pack_weight(weight) if _is_for_loops(weight) else weight
-
-
-def has_custom_gemm(weight: Weight) -> bool:
-    """Whether `linear` uses a kernel of this package for it; otherwise torch's library."""
-    return isinstance(weight, SplitWeight) or _packed(weight) is not None
 
 
 def compress_weight(weight: Tensor) -> Compressed | None:

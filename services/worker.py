@@ -171,7 +171,7 @@ async def build_worker(
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
     runner = await asyncio.to_thread(load, config)
-    codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
+    codec = await asyncio.to_thread(load_codec, config, runner.kv_layout.dtype)
     grammars = await asyncio.to_thread(load_grammars, config, runner, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
@@ -240,11 +240,11 @@ def _served(
     card = ModelCard(
         name=config.served_name,
         revision=runner.revision,
-        kv_format=runner.kv_format.key,
+        kv_format=runner.kv_layout.key,
         block_size=config.block_size,
         max_context_tokens=engine.max_context_tokens,
         vocab_size=runner.vocab_size,
-        kv_bytes_per_token=runner.kv_format.bytes_per_token,
+        kv_bytes_per_token=runner.kv_layout.bytes_per_token,
         model_context_tokens=engine.model_context_tokens,
         numerics=runner.numerics,
         features=features,

@@ -13,7 +13,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
-from shared.numerics import MODES, Mode
+from shared.numerics import MODES, ModeChoice
 from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
@@ -186,7 +186,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
     num_threads: int = 0  # 0: share the cores of this host
-    mode: Mode = "exact"  # fast: resumed responses may differ, unlike hardware may share KV
+    mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA

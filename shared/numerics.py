@@ -9,11 +9,14 @@ from msgspec import Meta
 
 # exact: a token's bits depend neither on its batch nor on chunking; fast: they may
 Mode = Literal["exact", "fast"]
-MODES: tuple[Mode, ...] = ("exact", "fast")
+# auto: exact wherever it is proven and costs little, else fast
+ModeChoice = Literal["auto", "exact", "fast"]
+MODES: tuple[ModeChoice, ...] = ("auto", "exact", "fast")
 # Raise it with every change of kernels or models that changes the bits of any result.
 KERNELS_VERSION = 1
 
 _Part = Annotated[str, Meta(min_length=1, max_length=64)]
+_Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class Numerics(msgspec.Struct, frozen=True, array_like=True):
@@ -21,22 +24,31 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
 
     `device`: the instruction set or architecture that the kernels use, such as cpu-avx512 or sm90;
     `dtype`: of activations and KV; `kernels`: versions of the kernels and of what compiles them.
+    `sum_lanes`: the parts in which a row-parallel product sums over K, 1 for none; `activations`:
+    plain, or the form to which they are quantised; `tp`: the ranks that a result depends on, 0
+    where it depends on none.
     """
 
     mode: Mode
     device: _Part
     dtype: _Part
     kernels: _Part
+    sum_lanes: _Count = 1
+    activations: _Part = "plain"
+    tp: _Count = 0
 
     @property
     def kv_key(self) -> str:
         """Equal for workers that may share KV: in the exact mode those of equal numerics, in the
-        fast mode those of one dtype; never across modes.
+        fast mode those of one dtype and one form of activations; never across modes.
         """
-        return str(self) if self.mode == "exact" else f"{self.mode}/{self.dtype}"
+        if self.mode == "exact":
+            return str(self)
+        return f"{self.mode}/{self.dtype}/{self.activations}"
 
     def may_share_kv(self, other: Numerics) -> bool:
         return self.kv_key == other.kv_key
 
     def __str__(self) -> str:
-        return f"{self.mode}/{self.device}/{self.dtype}/{self.kernels}"
+        parts = self.mode, self.device, self.dtype, self.kernels
+        return "/".join((*parts, f"lanes{self.sum_lanes}", self.activations, f"tp{self.tp}"))

@@ -164,7 +164,7 @@ def test_invalid_arguments_print_one_line_and_exit_with_2(arguments: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
     [
-        ([], {}, ("exact", False)),
+        ([], {}, ("auto", False)),
         (["--mode", "fast", "--zero-freed-blocks"], {}, ("fast", True)),
         ([], {"HEARTH_MODE": "fast", "HEARTH_ZERO_FREED_BLOCKS": "true"}, ("fast", True)),
         (

@@ -24,6 +24,7 @@ from shared.engine.codec.model_folder import digest_of
 from shared.engine.codec.savings_report import KindRow, rows_by_kind, tensors_of, total_row
 from shared.engine.codec.tensor import EncodedTensor, decode_tensor, encode_tensor
 from shared.engine.codec.threads import coding_threads
+from shared.engine.parallel.cuts import WHOLE
 from shared.engine.weights.load import open_checkpoint
 
 CODEC_SHAPE = (14_336, 4096)  # gate_proj: 117 MB
@@ -177,8 +178,8 @@ def read_all(folder: Path, place: torch.Tensor) -> None:
     """Reads like a worker, which copies each tensor to its place; here all share one place."""
     with open_checkpoint(folder) as tensors:
         for name in tensors.names():
-            tensor = tensors.read(name)
-            place[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            shape = tensors.info(name).shape
+            tensors.read_into(name, WHOLE, place[: math.prod(shape)].view(shape))
 
 
 # ── one checkpoint ───────────────────────────────────────────────────────────────────────────────

@@ -68,7 +68,7 @@ async def demo_kv() -> list[Bytes]:
     paths = [*pages, *sorted((ROOT / "shared" / "kv_wire").glob("*.py"))]
     text = "\n".join(path.read_text() for path in paths)
     worker = Worker(DEMO_MODEL, "bfloat16", num_blocks=NUM_SEQUENCES * 512, budget=512)
-    per_token = worker.runner.kv_format.bytes_per_token
+    per_token = worker.runner.kv_layout.bytes_per_token
     num_tokens = FRAME_BYTES // per_token
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     frames = []

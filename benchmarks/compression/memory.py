@@ -31,6 +31,7 @@ from kernels.reference.decompress import decompress
 from kernels.split_weight import exponent_entropy, split_weight
 from services.cli.service_options import DEMO_MODEL_DIR
 from shared.engine.weights.load import open_checkpoint
+from shared.engine.weights.weight_source import read_tensor
 
 NUM_LAYERS = 32
 # (N, K, number per layer)
@@ -89,7 +90,7 @@ def checkpoint_rows(model_dir: Path) -> list[Row]:
     found: dict[str, list[tuple[int, Row]]] = defaultdict(list)
     with open_checkpoint(model_dir) as tensors:
         for name in tensors.names():
-            weight = tensors.read(name)
+            weight = read_tensor(tensors, name)
             if weight.ndim == 2:
                 kind = re.sub(r"\.\d+\.", ".*.", name)
                 found[kind].append((weight.numel(), split_row(name, weight.bfloat16())))

@@ -75,7 +75,7 @@ async def _send(pipe: Connection, runner: Any, num_tokens: int, repetitions: int
     from shared.kv_wire.dialer import Dialer
     from shared.messages import DataPlaneAddress
 
-    block_size = runner.kv_format.block_size
+    block_size = runner.kv_layout.block_size
     for start in range(0, num_tokens, CHUNK):
         await runner.run(prefill_step(start, min(CHUNK, num_tokens - start), block_size))
     table = list(range(-(-num_tokens // block_size)))
@@ -90,7 +90,7 @@ async def _send(pipe: Connection, runner: Any, num_tokens: int, repetitions: int
         took_s = time.perf_counter() - started
         if await _message(pipe) != wanted:
             raise RuntimeError("the received KV differs from the sent KV")
-        num_bytes = num_tokens * runner.kv_format.bytes_per_token
+        num_bytes = num_tokens * runner.kv_layout.bytes_per_token
         rows.append(
             {
                 "case": f"push of {num_tokens} tokens",
@@ -108,8 +108,8 @@ async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, numbe
     """Pushes like the prefill worker: frames of FRAME_BYTES, FRAMES_UNDER_WAY at a time."""
     from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 
-    kv_format = runner.kv_format
-    num_each = max(1, FRAME_BYTES // kv_format.bytes_per_token)
+    kv_layout = runner.kv_layout
+    num_each = max(1, FRAME_BYTES // kv_layout.bytes_per_token)
     starts = iter(list(enumerate(range(0, num_tokens, num_each))))
 
     async def send(index: int, first: int) -> None:
@@ -120,12 +120,12 @@ async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, numbe
             first_token=first,
             num_tokens=count,
             first_layer=0,
-            num_layers=kv_format.num_layers,
+            num_layers=kv_layout.num_layers,
             first_head=0,
-            num_heads=kv_format.num_kv_heads,
-            kv_format=kv_format.key,
+            num_heads=kv_layout.state.row[1],
+            kv_format=kv_layout.key,
             num_cached_tokens=0,
-            payload_bytes=count * kv_format.bytes_per_token,
+            payload_bytes=count * kv_layout.bytes_per_token,
             numerics=runner.numerics,
         )
 
@@ -154,10 +154,10 @@ async def _message(pipe: Connection) -> bytes:
 
 async def _digest(runner: Any, table: list[int], num_tokens: int) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    view = bytearray(64 * runner.kv_format.bytes_per_token)
+    view = bytearray(64 * runner.kv_layout.bytes_per_token)
     for first in range(0, num_tokens, 64):
         count = min(64, num_tokens - first)
-        part = memoryview(view)[: count * runner.kv_format.bytes_per_token]
+        part = memoryview(view)[: count * runner.kv_layout.bytes_per_token]
         await runner.read_kv(table, first, count, part)
         digest.update(part)
     return digest.digest()
@@ -192,7 +192,7 @@ async def _serve(pipe: Connection, runner: Any, num_tokens: int, repetitions: in
 
     from shared.kv_wire.kv_server import KvServer
 
-    table = list(reversed(range(-(-num_tokens // runner.kv_format.block_size))))
+    table = list(reversed(range(-(-num_tokens // runner.kv_layout.block_size))))
     server = await KvServer.start(instance_id=b"gpu-kit-receiver")
     writer = Writer(runner, table)
     server.expect(PLACEMENT, writer)

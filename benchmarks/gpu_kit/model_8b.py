@@ -45,7 +45,7 @@ def run(session: Session, mode: str) -> None:
         case="start",
         mode=mode,
         seconds=round(start_s, 2),
-        kv_tokens=runner.num_blocks * runner.kv_format.block_size,
+        kv_tokens=runner.num_blocks * runner.kv_layout.block_size,
         **memory(),
     )
     asyncio.run(measure(session, runner, mode, roofline.CONFIG))
@@ -80,11 +80,11 @@ def memory() -> dict[str, float]:
 
 async def measure(session: Session, runner: Any, mode: str, config: dict[str, Any]) -> None:
     for batch in BATCHES:
-        if batch * -(-CONTEXT // runner.kv_format.block_size) > runner.num_blocks:
+        if batch * -(-CONTEXT // runner.kv_layout.block_size) > runner.num_blocks:
             session.add(case=f"decode, batch {batch}", mode=mode, left_out="too few KV blocks")
             continue
         await _decode(session, runner, mode, config, batch)
-    if -(-PROMPT // runner.kv_format.block_size) <= runner.num_blocks:
+    if -(-PROMPT // runner.kv_layout.block_size) <= runner.num_blocks:
         for chunk in CHUNKS:
             await _prefill(session, runner, mode, config, chunk)
     await runner.close()
@@ -93,7 +93,7 @@ async def measure(session: Session, runner: Any, mode: str, config: dict[str, An
 async def _decode(
     session: Session, runner: Any, mode: str, config: dict[str, Any], batch: int
 ) -> None:
-    step = decode_step(batch, CONTEXT, runner.kv_format.block_size)
+    step = decode_step(batch, CONTEXT, runner.kv_layout.block_size)
     took = [await _seconds(runner, step) for _ in range(WARM_UP_STEPS + STEPS)][WARM_UP_STEPS:]
     step_s = statistics.median(took)
     num_bytes = roofline.decode_bytes(config, batch, CONTEXT)
@@ -110,7 +110,7 @@ async def _decode(
 async def _prefill(
     session: Session, runner: Any, mode: str, config: dict[str, Any], chunk: int
 ) -> None:
-    block_size = runner.kv_format.block_size
+    block_size = runner.kv_layout.block_size
     took = []
     for _ in range(3):
         starts = range(0, PROMPT, chunk)

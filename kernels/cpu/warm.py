@@ -132,7 +132,7 @@ def _compile_attention(plan: CompilePlan) -> None:
     if plan.has_plain_attention:
         prefill_attention(query, cache, table, starts, lens, 1.0)
     if plan.has_masked_attention:
-        prefill_attention(query, cache, table, starts, lens, 1.0, window=1)
+        prefill_attention(query, cache, table, starts, lens, 1.0, lower=torch.zeros(2).int())
     rms_norm(_zeros(plan, _FEW, _BLOCK), _zeros(plan, _BLOCK), 0.0)
     if plan.dtype == "bfloat16":
         frame = torch.zeros(frame_codec.BLOCK_BYTES, dtype=torch.uint8).numpy()

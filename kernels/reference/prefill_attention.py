@@ -14,7 +14,7 @@ def prefill_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
@@ -23,30 +23,35 @@ def prefill_attention(
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, max_blocks];
     cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is already stored.
-    A token attends to the tokens up to itself, or the last `window` of them; `softcap` maps a score
-    s to cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: the factors of a head's
-    stored keys and values, in a cache of FP8 e4m3 or any other dtype. `is_batch_invariant`: a
-    token's bits depend only on itself and the tokens that it attends to; here they always do.
+    A token attends to the tokens up to itself, from position lower[i] on; `lower` [T] int32 does
+    not decrease within a sequence, and earlier blocks need not exist. `softcap` maps a score s to
+    cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: the factors of a head's stored keys
+    and values, in a cache of FP8 e4m3 or any other dtype. `is_batch_invariant`: a token's bits
+    depend only on itself and the tokens that it attends to; here they always do.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q.tolist()
     for index, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
-        key, value = _context(kv_cache, kv_scales, block_tables[index], context_len)
+        bounds = None if lower is None or rows.start == rows.stop else lower[rows]
+        first = 0 if bounds is None else int(bounds[0])
+        key, value = _context(kv_cache, kv_scales, block_tables[index], first, context_len)
         scores = torch.einsum("qhd,khd->hqk", query[rows].float() * scale, _spread(key, query))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores.masked_fill_(
-            _is_hidden(rows.stop - rows.start, context_len, window, query), -torch.inf
+            _is_hidden(rows.stop - rows.start, context_len, bounds, query), -torch.inf
         )
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _spread(value, query))
     return out
 
 
 def _context(
-    kv_cache: Tensor, kv_scales: Tensor | None, block_table: Tensor, context_len: int
+    kv_cache: Tensor, kv_scales: Tensor | None, block_table: Tensor, first: int, context_len: int
 ) -> tuple[Tensor, Tensor]:
-    """FP32 keys and values of one sequence, [context_len, num_kv_heads, D] each."""
+    """FP32 keys and values of one sequence, [context_len, num_kv_heads, D] each; zero before
+    `first`, where a block may be of another sequence.
+    """
     block_size = kv_cache.shape[3]
     tokens = torch.arange(context_len, device=kv_cache.device)
     blocks = block_table[tokens // block_size]
@@ -54,6 +59,7 @@ def _context(
     kv = stored[:, blocks, :, tokens % block_size].view(kv_cache.dtype).float()
     if kv_scales is not None:
         kv *= kv_scales.unsqueeze(-1)
+    kv[:first] = 0
     key, value = kv.unbind(1)
     return key, value
 
@@ -63,9 +69,9 @@ def _spread(kv: Tensor, query: Tensor) -> Tensor:
     return kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1)
 
 
-def _is_hidden(num_tokens: int, context_len: int, window: int | None, like: Tensor) -> Tensor:
+def _is_hidden(num_tokens: int, context_len: int, lower: Tensor | None, like: Tensor) -> Tensor:
     """[num_tokens, context_len]"""
     position = torch.arange(context_len - num_tokens, context_len, device=like.device).unsqueeze(1)
     token = torch.arange(context_len, device=like.device)
     is_hidden = token > position
-    return is_hidden if window is None else is_hidden | (token <= position - window)
+    return is_hidden if lower is None else is_hidden | (token < lower.unsqueeze(1))

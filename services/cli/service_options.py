@@ -83,7 +83,8 @@ HELP = {
     "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
-    "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV.",
+    "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
+    "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
     "block_size": "Tokens in a KV block.",
     "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
     "what is free after weights and the largest step).",

@@ -123,5 +123,5 @@ class Handoff:
             accepting.cancel()
 
     def _full_blocks(self, num_tokens: int) -> int:
-        size = self._runner.kv_format.block_size
+        size = self._runner.kv_layout.block_size
         return num_tokens // size * size

@@ -57,15 +57,15 @@ class KvWriter:
         """Raises FrameRefused unless the frame has the next tokens, all layers and heads, and the
         agreed format and numerics.
         """
-        kv_format = self._runner.kv_format
+        kv_layout = self._runner.kv_layout
         is_next = header.first_token == self._num_taken_tokens and header.num_tokens > 0
         fits = header.first_token + header.num_tokens <= self._num_expected_tokens
-        is_full = (header.first_layer, header.num_layers) == (0, kv_format.num_layers) and (
+        is_full = (header.first_layer, header.num_layers) == (0, kv_layout.num_layers) and (
             header.first_head,
             header.num_heads,
-        ) == (0, kv_format.num_kv_heads)
-        has_bytes = header.payload_bytes == header.num_tokens * kv_format.bytes_per_token
-        is_same_format = header.kv_format == kv_format.key
+        ) == (0, kv_layout.state.row[1])
+        has_bytes = header.payload_bytes == header.num_tokens * kv_layout.bytes_per_token
+        is_same_format = header.kv_format == kv_layout.key
         if not self._runner.numerics.may_share_kv(header.numerics):
             raise FrameRefused(f"KV of {header.numerics} is not that of {self._runner.numerics}")
         if self.ended.done() or not (is_next and fits and is_full and has_bytes and is_same_format):

@@ -389,7 +389,7 @@ def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPoo
 
 def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
     setup = ProcessSetup(None, str(config.model_dir), files.defaults.eos_token_ids)
-    return PreparationPool(setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S)
+    return PreparationPool(setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, grows=True)
 
 
 def model_family(config: GatewayConfig, files: ModelFiles) -> Family:

@@ -124,8 +124,8 @@ class KvSender:
                     raise error
 
     def _next_header(self) -> FrameHeader:
-        kv_format = self._runner.kv_format
-        per_frame = max(1, FRAME_BYTES // kv_format.bytes_per_token)
+        kv_layout = self._runner.kv_layout
+        per_frame = max(1, FRAME_BYTES // kv_layout.bytes_per_token)
         num_tokens = min(per_frame, self._num_computed_tokens - self._num_sent_tokens)
         return FrameHeader(
             placement_id=self._placement_id,
@@ -133,12 +133,12 @@ class KvSender:
             first_token=self._num_sent_tokens,
             num_tokens=num_tokens,
             first_layer=0,
-            num_layers=kv_format.num_layers,
+            num_layers=kv_layout.num_layers,
             first_head=0,
-            num_heads=kv_format.num_kv_heads,
-            kv_format=kv_format.key,
+            num_heads=kv_layout.state.row[1],
+            kv_format=kv_layout.key,
             num_cached_tokens=self._sequence.num_cached_tokens,
-            payload_bytes=num_tokens * kv_format.bytes_per_token,
+            payload_bytes=num_tokens * kv_layout.bytes_per_token,
             numerics=self._runner.numerics,
         )
 

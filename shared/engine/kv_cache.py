@@ -10,28 +10,22 @@ import torch
 from torch import Tensor
 
 from shared.errors import ConfigError
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvLayout
 
 
-def num_blocks_for(kv_format: KvFormat, kv_cache_bytes: int) -> int:
+def num_blocks_for(kv_layout: KvLayout, kv_cache_bytes: int) -> int:
     """Raises ConfigError if not even one block fits."""
-    num_blocks = kv_cache_bytes // (kv_format.bytes_per_token * kv_format.block_size)
+    num_blocks = kv_cache_bytes // kv_layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_bytes {kv_cache_bytes} holds no block of {kv_format.block_size} tokens "
-            f"({kv_format.bytes_per_token} bytes per token)"
+            f"kv_cache_bytes {kv_cache_bytes} holds no block of {kv_layout.block_size} tokens "
+            f"({kv_layout.block_bytes} bytes)"
         )
     return num_blocks
 
 
-def allocate_kv_cache(kv_format: KvFormat, num_blocks: int, device: torch.device) -> Tensor:
-    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], zeroed."""
-    shape = (
-        kv_format.num_layers,
-        2,
-        num_blocks,
-        kv_format.num_kv_heads,
-        kv_format.block_size,
-        kv_format.head_dim,
-    )
-    return torch.zeros(shape, dtype=getattr(torch, kv_format.dtype), device=device)
+def allocate_kv_cache(kv_layout: KvLayout, num_blocks: int, device: torch.device) -> Tensor:
+    """[num_slots, planes, num_blocks, heads, block_size, dim], zeroed."""
+    planes, heads, dim = kv_layout.state.row
+    shape = (kv_layout.num_slots, planes, num_blocks, heads, kv_layout.block_size, dim)
+    return torch.zeros(shape, dtype=getattr(torch, kv_layout.dtype), device=device)

@@ -87,10 +87,10 @@ class EngineLoop:
         """Returns when all blocks freed so far hold zeros, or immediately if the engine does not
         require it. Call this before writing KV into newly allocated blocks.
         """
-        pool, kv_format = self.engine.pool, self.runner.kv_format
+        pool, kv_layout = self.engine.pool, self.runner.kv_layout
         if not pool.notes_freed:
             return
-        num_at_once = max(1, ZEROED_BYTES // (kv_format.bytes_per_token * kv_format.block_size))
+        num_at_once = max(1, ZEROED_BYTES // kv_layout.block_bytes)
         async with self._zeroing:  # also waits for blocks that another caller is zeroing
             freed = pool.take_freed()
             while freed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.kv_layout import Reach, Window
+
 
 class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
     factor: float
@@ -43,6 +45,10 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     rope_index: int = 0
 
+    @property
+    def reach(self) -> Reach:
+        return None if self.window is None else Window(self.window)
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`max_position_embeddings` is the longest context served, in tokens."""
@@ -77,3 +83,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """Those of the layers, each once."""
+        return tuple(dict.fromkeys(layer.reach for layer in self.layers))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvLayout
 from shared.messages import Pooling, TokenLogprobs
 from shared.numerics import Numerics
 
@@ -131,7 +131,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 class Runner(Protocol):
-    kv_format: KvFormat
+    kv_layout: KvLayout
     numerics: Numerics
     num_blocks: int
     max_context_tokens: int  # of the model

@@ -153,14 +153,15 @@ def _launch_sample() -> None:
 ATTENTION_OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (64, {}),
     (64, {"is_batch_invariant": True}),
-    (32, {"window": 4096, "softcap": 50.0}),
+    (32, {"has_lower": True, "softcap": 50.0}),
 )
 
 
 def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
     from kernels.gpu.attention.prefill_attention import prefill_attention
 
-    for num_heads, options in ATTENTION_OPTIONS if dtype == BF16 else ATTENTION_OPTIONS[:1]:
+    for num_heads, given in ATTENTION_OPTIONS if dtype == BF16 else ATTENTION_OPTIONS[:1]:
+        options = _with_lower(given, 300)
         query, cache, tables, lens, scales = _attention(300, num_heads, 3, dtype)
         starts = _empty(4, dtype=torch.int32)
         prefill_attention(query, cache, tables, starts, lens, 0.1, kv_scales=scales, **options)
@@ -169,9 +170,16 @@ def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
 def _launch_decode_attention(dtype: torch.dtype = BF16) -> None:
     from kernels.gpu.attention.decode_attention import decode_attention
 
-    for num_heads, options in ATTENTION_OPTIONS if dtype == BF16 else ATTENTION_OPTIONS[:1]:
+    for num_heads, given in ATTENTION_OPTIONS if dtype == BF16 else ATTENTION_OPTIONS[:1]:
+        options = _with_lower(given, 64)
         query, cache, tables, lens, scales = _attention(64, num_heads, 64, dtype)
         decode_attention(query, cache, tables, lens, 0.1, kv_scales=scales, **options)
+
+
+def _with_lower(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    if "has_lower" not in options:
+        return options
+    return {"softcap": options["softcap"], "lower": _empty(num_tokens, dtype=torch.int32)}
 
 
 def _attention(

@@ -22,7 +22,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.runners.cuda_runner import warm_up
-from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_format_of
+from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
 from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import AllTokens, idle_step
 from tests.kernels.support.fake_driver import FakeDriver
@@ -39,9 +39,9 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> ModelExecutor:
     fields = {"vocab_size": 512, "hidden_size": 64, "head_dim": 16, "intermediate_size": 640}
     write_llama(folder, num_hidden_layers=1, **fields)
     config = read_config(folder)
-    kv_format = kv_format_of(config, "bfloat16", 16)
+    kv_layout = kv_layout_of(config, "bfloat16", 16)
     model = Decoder(config, dtype=torch.bfloat16, num_positions=4096).eval()
-    return ModelExecutor(model, allocate_kv_cache(kv_format, 64, torch.device("cpu")), kv_format)
+    return ModelExecutor(model, allocate_kv_cache(kv_layout, 64, torch.device("cpu")), kv_layout)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver,
 def test_pushes_of_a_warm_worker_compile_nothing(executor: ModelExecutor, fake: FakeDriver) -> None:
     fake.compiled.clear()
     for first, num_tokens in ((0, 1), (0, 16), (3, 20), (16, 300)):
-        wire = memoryview(bytearray(num_tokens * executor.kv_format.bytes_per_token))
+        wire = memoryview(bytearray(num_tokens * executor.kv_layout.bytes_per_token))
         executor.read_kv(list(range(20)), first, num_tokens, wire)
         executor.write_kv(list(range(20)), first, num_tokens, wire)
     assert Counter(each.name for each in fake.compiled) == {}

@@ -28,6 +28,8 @@ from kernels.torch_ops.copy_blocks import copy_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks
 from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks
+from shared.kv_layout import Chunk, Reach, Window, first_seen
+from tests.kernels.support.lower import lower_of
 from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -277,7 +279,7 @@ def _naive(
     table: Tensor,
     context_len: int,
     *,
-    window: int | None = None,
+    reach: Reach = None,
     softcap: float | None = None,
 ) -> Tensor:
     """FP64 attention of the last tokens of one sequence. query [Q, num_heads, D]."""
@@ -288,8 +290,8 @@ def _naive(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     visible = torch.ones(num_tokens, context_len).tril(context_len - num_tokens).bool()
-    if window is not None:
-        visible = visible.triu(context_len - num_tokens - window + 1)
+    for row in range(num_tokens):
+        visible[row, : first_seen(reach, context_len - num_tokens + row)] = False
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return (weights @ value).transpose(0, 1)
 
@@ -303,14 +305,50 @@ def test_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int) -> Non
 
 @both
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 100, 200, 1000])
-def test_attention_in_a_window_with_capped_scores(
-    ops: Ops, window: int | None, softcap: float | None
+@pytest.mark.parametrize(
+    "reach",
+    [
+        None,
+        *(Window(tokens) for tokens in (1, 63, 64, 65, 100, 200, 1000)),
+        *(Chunk(tokens) for tokens in (1, 16, 50, 64, 128, 1000)),
+    ],
+)
+def test_attention_in_a_reach_with_capped_scores(
+    ops: Ops, reach: Reach, softcap: float | None
 ) -> None:
-    _check_attention(ops, 3, 1, 20, window=window, softcap=softcap)
+    _check_attention(ops, 3, 1, 20, reach=reach, softcap=softcap)
 
 
-def _check_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
+@both
+@pytest.mark.parametrize("context_len", [15, 16, 17, 33, 200])
+def test_attention_in_chunks_of_16(ops: Ops, context_len: int) -> None:
+    """A prompt as a whole and its last token alone, beside other contexts."""
+    cache, tables = _paged(2, 20, 2, 20)
+    query = _random(context_len + 1, 4, 20, seed=5)
+    lens = [context_len, 300]
+    lower = lower_of(Chunk(16), [context_len, 1], lens, query.device)
+    starts = torch.tensor([0, context_len, context_len + 1])
+    rest = torch.tensor(lens), 20**-0.5
+    out = ops.prefill_attention(query, cache, tables, starts, *rest, lower=lower)
+    whole = query[:context_len]
+    expected = _naive(whole, cache, tables[0], context_len, reach=Chunk(16))
+    _near(out[:context_len], expected)
+    last = lower_of(Chunk(16), [1, 1], lens, query.device)
+    single = ops.decode_attention(query[-2:], cache, tables, *rest, lower=last)
+    _near(single[0], expected[-1])
+    if ops is not Plain:
+        assert torch.equal(single, out[-2:])
+
+
+def _check_attention(
+    ops: Ops,
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    *,
+    reach: Reach = None,
+    **options: Any,
+) -> None:
     """Compares both functions with FP64, and compiled ones bit for bit with each other."""
     cache, tables = _paged(4, 20, num_kv_heads, dim)
     query_lens, context_lens = [2, 150, 63, 20], [2, 300, 64, 300]
@@ -323,21 +361,27 @@ def _check_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **op
         torch.tensor(starts),
         torch.tensor(context_lens),
         dim**-0.5,
+        lower=lower_of(reach, query_lens, context_lens, query.device),
         **options,
     )
     for index in range(4):
         rows = slice(starts[index], starts[index + 1])
-        expected = _naive(query[rows], cache, tables[index], context_lens[index], **options)
+        expected = _naive(
+            *(query[rows], cache, tables[index], context_lens[index]), reach=reach, **options
+        )
         _near(out[rows], expected)
         lens = torch.arange(context_lens[index] - query_lens[index], context_lens[index]) + 1
+        lower = lower_of(reach, [1] * len(lens), lens.tolist(), query.device)
         single = ops.decode_attention(
-            query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5, **options
+            *(query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5),
+            **options,
+            lower=lower,
         )
         _near(single, expected)
         if ops is Plain:
             continue
         assert torch.equal(single, out[rows])
-        for row in (slice(0, 1), slice(-1, None)):  # a single row has more tiles before the window
+        for row in (slice(0, 1), slice(-1, None)):  # a single row has more tiles before its reach
             alone = ops.decode_attention(
                 query[rows][row],
                 cache,
@@ -345,6 +389,7 @@ def _check_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **op
                 lens[row],
                 dim**-0.5,
                 **options,
+                lower=None if lower is None else lower[row],
             )
             assert torch.equal(alone, single[row])
 

@@ -59,7 +59,7 @@ class LiveWorkers:
 
     @property
     def kv_format(self) -> str:
-        return self.runners["decode-1"].kv_format.key
+        return self.runners["decode-1"].kv_layout.key
 
     @property
     def data_plane(self) -> DataPlaneAddress:

@@ -103,5 +103,5 @@ async def test_handoff_gives_the_same_tokens(
         num_coded = (NUM_PAIRS + 1) // 2 + NUM_CHUNKS - (NUM_NEEDED + NUM_PAIRS + 1)
         compressed = pair.dialer.compressed
         assert compressed.num_frames == (num_coded if is_compressed else 0)
-        frame_bytes = CHUNK * both.prefill.runner.kv_format.bytes_per_token
+        frame_bytes = CHUNK * both.prefill.runner.kv_layout.bytes_per_token
         assert (compressed.num_saved_bytes > 0.25 * num_coded * frame_bytes) is is_compressed

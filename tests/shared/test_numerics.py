@@ -19,6 +19,10 @@ replace = msgspec.structs.replace
         (EXACT, replace(EXACT, dtype="float32"), False),
         (FAST, replace(FAST, device="sm90", kernels="2"), True),
         (FAST, replace(FAST, dtype="float32"), False),
+        (FAST, replace(FAST, activations="fp8"), False),
+        (FAST, replace(FAST, tp=2, sum_lanes=8), True),
+        (EXACT, replace(EXACT, sum_lanes=8), False),
+        (EXACT, replace(EXACT, activations="fp8"), False),
         (FAST, EXACT, False),
     ],
 )
@@ -28,7 +32,15 @@ def test_kv_is_shared_between_equal_numerics_or_in_fast_mode_by_dtype(
     assert one.may_share_kv(other) == other.may_share_kv(one) == may_share
 
 
-@pytest.mark.parametrize("bad", [["exact", "sm90"], ["other", "sm90", "bf16", "1"], [1, 2, 3, 4]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["exact", "sm90"],
+        ["other", "sm90", "bf16", "1"],
+        [1, 2, 3, 4],
+        ["exact", "sm90", "bf16", "1", -1],
+    ],
+)
 def test_invalid_numerics_are_rejected_when_decoded(bad: list[object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(bad, Numerics)

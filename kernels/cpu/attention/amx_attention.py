@@ -67,13 +67,13 @@ def amx_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """query [T, num_heads, D], flat over S sequences -> [T, num_heads, D].
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, B]; query_lens and
-    context_lens [S], where a context includes the new tokens. `window` and `softcap` as in
+    context_lens [S], where a context includes the new tokens. `lower` and `softcap` as in
     `decode_attention`.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -92,7 +92,7 @@ def amx_attention(
         block_tables.numpy(),
         runs,
         AmxMask(
-            0 if window is None else window,
+            np.zeros(num_tokens, np.int32) if lower is None else lower.numpy(),
             _f32(0.0 if softcap is None else softcap),
             _f32(scale),
             _f32(scale * LOG2_E if softcap is None else LOG2_E),
@@ -110,9 +110,9 @@ class AmxCache(NamedTuple):
 
 
 class AmxMask(NamedTuple):
-    """How a score is scaled, capped and masked. `window` and `softcap`: 0 disables them."""
+    """How a score is scaled, capped and masked. `softcap`: 0 disables it."""
 
-    window: int
+    lower: Any  # [T] int32: the first visible position of each new token
     softcap: Any
     scale: Any  # applied before the soft cap
     factor: Any  # applied after the soft cap, converts to an exponent of 2
@@ -176,6 +176,7 @@ def _attend(
                     cache,
                     block_tables[seq],
                     head,
+                    low,
                     position,
                     high - low,
                     group,
@@ -191,6 +192,7 @@ def _attend_run(
     cache: Any,
     block_table: Any,
     head: int,
+    row: int,  # of the first token, in the batch
     position: int,  # of the first token
     num_tokens: int,
     group: int,
@@ -199,10 +201,10 @@ def _attend_run(
 ) -> None:
     num_rows = num_tokens * group
     end = position + num_tokens
-    start = (max(0, position + 1 - mask.window) if mask.window else 0) // SEGMENT * SEGMENT
+    lowest = np.int64(mask.lower[row])  # of all tokens: bounds never decrease
     num_configured = 0  # rows of the tiles; configuring costs as much as a few products
-    for segment in range(start, end, SEGMENT):
-        _pack(cache, block_table, head, segment, min(end - segment, SEGMENT), scratch)
+    for segment in range(lowest // SEGMENT * SEGMENT, end, SEGMENT):
+        _pack(cache, block_table, head, segment, (lowest, end), scratch)
         reach = position - segment  # the column of the first token
         for low in range(0, num_rows, BLOCK):
             high = min(low + BLOCK, num_rows)
@@ -213,8 +215,9 @@ def _attend_run(
                     num_configured = high - low
                     configure_for(num_configured)
                 _score(scratch, low, high, num_columns)
-                _raise_tops(scratch, low, high, reach, group, mask)
-                _weigh(scratch, low, high, reach, group, num_columns, mask)
+                at = segment, reach, row, group
+                _raise_tops(scratch, low, high, at, mask)
+                _weigh(scratch, low, high, at, num_columns, mask)
                 _add_values(scratch, low, high, num_columns)
 
 
@@ -252,17 +255,18 @@ def _score(scratch: Any, low: int, high: int, num_columns: int) -> None:
 
 
 @compiled(is_inlined=True)
-def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
-    """Finds the largest scores of rows [low, high); token 0 is at column `reach`.
+def _raise_tops(scratch: Any, low: int, high: int, at: Any, mask: Any) -> None:
+    """Finds the largest scores of rows [low, high). A row's sums so far are rescaled to its new
+    maximum.
 
-    A row's sums so far are rescaled to its new maximum.
+    `at`: first position of the segment, column of token 0, its row in the batch, rows per token.
     """
     _, _, _, _, scores, tops, sums, attended = scratch
     if mask.softcap > 0.0:
         _cap(scores, high - low, mask)
     for row in range(low, high):
         row_at = scores.ctypes.data + (row - low) * SEGMENT * 4
-        start, end = _visible(reach + row // group, mask)
+        start, end = _visible(at, row, mask)
         seen = same(LOWEST)
         for first in range(start // BLOCK * BLOCK, end, BLOCK):
             seen = larger(_seen(row_at, first, start, end), seen)
@@ -273,20 +277,18 @@ def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask:
             sums[row] *= rescale
             attended_at = attended.ctypes.data + row * attended.shape[1] * 4
             for d in range(0, attended.shape[1], NUM_FLOATS):
-                at = attended_at + d * 4
-                store_floats(load_floats(at) * rescale, at)
+                sum_at = attended_at + d * 4
+                store_floats(load_floats(sum_at) * rescale, sum_at)
 
 
 @compiled(is_inlined=True)
-def _weigh(
-    scratch: Any, low: int, high: int, reach: int, group: int, num_columns: int, mask: Any
-) -> None:
+def _weigh(scratch: Any, low: int, high: int, at: Any, num_columns: int, mask: Any) -> None:
     """Turns the scores of rows [low, high) into weights. A second loop, so that no row waits for
     the maximum of its scores."""
     _, _, _, _, scores, tops, sums, _ = scratch
     for row in range(low, high):
         row_at = scores.ctypes.data + (row - low) * SEGMENT * 4
-        start, end = _visible(reach + row // group, mask)
+        start, end = _visible(at, row, mask)
         summed = same(_f32(0.0))
         for first in range(0, num_columns, BLOCK):
             if first + BLOCK <= start or first >= end:
@@ -309,10 +311,12 @@ def _seen(row_at: int, first: int, start: int, end: int) -> Any:
 
 
 @compiled()
-def _visible(column: int, mask: Any) -> Any:
-    """[start, end) of the columns that are visible to a token at `column`."""
-    end = min(max(column + 1, 0), SEGMENT)
-    start = max(0, column + 1 - mask.window) if mask.window else 0
+def _visible(at: Any, row: int, mask: Any) -> Any:
+    """[start, end) of the columns that are visible to a row of the run; `at` as above."""
+    segment, reach, first_row, group = at
+    token = row // group
+    end = min(max(reach + token + 1, 0), SEGMENT)
+    start = max(0, mask.lower[first_row + token] - segment)
     return min(start, end), end
 
 
@@ -352,24 +356,28 @@ def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> Non
 
 @compiled(is_inlined=True)
 def _pack(
-    cache: Any, block_table: Any, head: int, segment: int, num_tokens: int, scratch: Any
+    cache: Any, block_table: Any, head: int, segment: int, readable: Any, scratch: Any
 ) -> None:
-    """Packs tokens [segment, segment + num_tokens) of one KV head as columns of the two products.
+    """Packs the tokens of a segment of one KV head as columns of the two products.
 
-    Zeros follow up to a multiple of BLOCK: a block's last owner can have left NaN after the
-    context's end, and 0 · NaN is NaN.
+    Zeros stand for tiles before `readable`, whose blocks may be of another sequence by now, and
+    follow it up to a multiple of BLOCK: a block's last owner can have left NaN after the context's
+    end, and 0 · NaN is NaN.
     """
+    lowest, end = readable
+    num_tokens = min(end - segment, SEGMENT)
     _, keys, values, tail, _, _, _, _ = scratch
     row_bytes, depth, num_places = cache.key.shape[3] * 2, keys.shape[1], values.shape[1]
     for first in range(0, _whole_blocks(num_tokens), TILE_ROWS):
         num_left = num_tokens - first
         token = segment + first
-        if num_left >= TILE_ROWS:
+        if num_left >= TILE_ROWS and token + TILE_ROWS > lowest:
             key_at, value_at = _tile_at(cache, block_table, head, token)
             if num_left > TILE_ROWS:
                 _expect(_tile_at(cache, block_table, head, token + TILE_ROWS), row_bytes)
         else:
-            _fill_tail(cache, block_table, head, token, num_left, tail)
+            num_read = num_left if token + TILE_ROWS > lowest else 0
+            _fill_tail(cache, block_table, head, token, num_read, tail)
             key_at, value_at = tail.ctypes.data, tail.ctypes.data + TILE_ROWS * row_bytes
         block, half = first // BLOCK, first % BLOCK
         for step in range(depth):

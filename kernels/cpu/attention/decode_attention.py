@@ -17,7 +17,7 @@ def decode_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
@@ -30,7 +30,7 @@ def decode_attention(
             block_tables,
             context_lens,
             scale,
-            window=window,
+            lower=lower,
             softcap=softcap,
             kv_scales=kv_scales,
         )
@@ -38,6 +38,6 @@ def decode_attention(
     query_lens = torch.ones_like(context_lens)
     return attend(
         *(query, kv_cache, block_tables, query_lens, context_lens, scale),
-        window=window,
+        lower=lower,
         softcap=softcap,
     )

@@ -18,7 +18,7 @@ def prefill_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
@@ -32,13 +32,13 @@ def prefill_attention(
             cu_seqlens_q,
             context_lens,
             scale,
-            window=window,
+            lower=lower,
             softcap=softcap,
             kv_scales=kv_scales,
         )
     attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
     return attend(
         *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),
-        window=window,
+        lower=lower,
         softcap=softcap,
     )

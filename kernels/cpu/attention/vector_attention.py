@@ -59,7 +59,7 @@ def vector_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Like kernels.cpu.attention.amx_attention, for any dtype, head_dim and block_size."""
@@ -75,7 +75,7 @@ def vector_attention(
         Cache(array(key), array(value)),
         block_tables.numpy(),
         runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
-        _mask(window, softcap),
+        _mask(lower, softcap, num_tokens),
         True if is_direct else None,
         _f32(scale if softcap is not None else scale * LOG2_E),
         numba.get_num_threads(),
@@ -90,16 +90,17 @@ class Cache(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """`window` and `softcap`: 0 disables them."""
+    """`softcap`: 0 disables it."""
 
-    window: int
+    lower: Any  # [T] int32: the first visible position of each new token
     softcap: Any
 
 
-def _mask(window: int | None, softcap: float | None) -> Mask | None:
-    if window is None and softcap is None:
+def _mask(lower: Tensor | None, softcap: float | None, num_tokens: int) -> Mask | None:
+    if lower is None and softcap is None:
         return None
-    return Mask(0 if window is None else window, _f32(0.0 if softcap is None else softcap))
+    bounds = np.zeros(num_tokens, np.int32) if lower is None else lower.numpy()
+    return Mask(bounds, _f32(0.0 if softcap is None else softcap))
 
 
 class Scratch(NamedTuple):
@@ -166,7 +167,7 @@ def _attend(
     for _, low, high, position in runs:
         num_rows, end = (high - low) * group, position + high - low
         max_rows = max(max_rows, num_rows)
-        num_scores = max(num_scores, num_rows * _whole(end - _start(position, mask), TILE))
+        num_scores = max(num_scores, num_rows * _whole(end - _start(_lowest(low, mask)), TILE))
     # Heads of a run are adjacent in a block: one thread reads all of them if there are enough runs
     # for each thread.
     num_together = num_kv_heads if len(runs) >= MIN_RUNS * num_tasks else 1
@@ -180,27 +181,25 @@ def _attend(
             block_table, num_tokens = block_tables[seq], high - low
             for head in range(first % num_kv_heads, first % num_kv_heads + num_together):
                 _begin(query, head, low, num_tokens, scale, scratch)
-                at = head, position, num_tokens, group
-                _score(cache, block_table, at, mask, direct, scratch)
+                at = head, position, num_tokens, group, low, _lowest(low, mask)
+                _score(cache, block_table, at, direct, scratch)
                 _weigh(at, mask, scratch)
-                _add_values(cache, block_table, at, mask, direct, scratch)
+                _add_values(cache, block_table, at, direct, scratch)
                 _divide(scratch, head, low, num_tokens, out)
 
 
 @compiled()
-def _start(position: int, mask: Any) -> int:
-    """The start of the tiles that are visible to a run from `position` on."""
+def _lowest(row: int, mask: Any) -> Any:
+    """The first position that a run from `row` of the batch on reads: bounds never decrease."""
     if mask is None:
         return 0
-    return _hidden(position + 1, mask) // TILE * TILE
+    return np.int64(mask.lower[row])
 
 
 @compiled()
-def _hidden(num_tokens: int, mask: Any) -> int:
-    """How many of the first `num_tokens` tokens are hidden from the last of them."""
-    if mask is None:
-        return 0
-    return max(0, num_tokens - mask.window) if mask.window else 0
+def _start(lowest: int) -> int:
+    """The start of the tile with the first visible position."""
+    return lowest // TILE * TILE
 
 
 @compiled(is_inlined=True)
@@ -223,27 +222,29 @@ def _begin(query: Any, head: int, low: int, num_tokens: int, scale: Any, scratch
 
 
 @compiled(is_inlined=True)
-def _score(cache: Any, block_table: Any, at: Any, mask: Any, direct: Any, scratch: Any) -> None:
-    """scores [R, keys of full tiles]; scores after the context's end are undefined.
+def _score(cache: Any, block_table: Any, at: Any, direct: Any, scratch: Any) -> None:
+    """scores [R, keys of full tiles]; undefined before the first visible key and after the last.
 
-    `at`: head, position of the first token, number of tokens, queries per token.
+    `at`: head, position of the first token, number of tokens, queries per token, row of the first
+    token in the batch, first visible position. Earlier blocks are not read: they may be of another
+    sequence by now.
     """
-    head, position, num_tokens, group = at
+    head, position, num_tokens, group, _, lowest = at
     rows, gathered, keys, scores, _, _, _, _ = scratch
     head_dim, end = cache.key.shape[3], position + num_tokens
-    start = _start(position, mask)
+    start = _start(lowest)
     row_bytes, num_rows = _whole(end - start, TILE) * 4, num_tokens * group
     factors = rows.ctypes.data, head_dim * 4
     keys_at, key_bytes = keys.ctypes.data, TILE * 4
     packed = keys_at, key_bytes
     for token in range(start, end, TILE):
-        count = min(TILE, end - token)
+        count, skipped = min(TILE, end - token), max(0, lowest - token)
         if num_rows <= FEW_ROWS:
             _expect(cache.key, block_table, head, token + TILE, min(token + 2 * TILE, end))
-            _expect(cache.value, block_table, head, token, token + count)
+            _expect(cache.value, block_table, head, token + skipped, token + count)
         if direct is None:
-            _gather(cache.key, block_table, head, token, count, scratch)
-        for low in range(0, count, SIDE):
+            _gather(cache.key, block_table, head, token, (skipped, count), scratch)
+        for low in range(skipped // SIDE * SIDE, count, SIDE):
             if direct is None:
                 key_at = gathered.ctypes.data + low * head_dim * 4
             else:
@@ -280,15 +281,15 @@ def _expect(plane: Any, block_table: Any, head: int, token: int, end: int) -> No
 
 
 @compiled(is_inlined=True)
-def _gather(
-    plane: Any, block_table: Any, head: int, token: int, num_tokens: int, scratch: Any
-) -> None:
-    """Gathers a head's keys or values from `token` on, widened to FP32, block by block."""
+def _gather(plane: Any, block_table: Any, head: int, token: int, places: Any, scratch: Any) -> None:
+    """Gathers a head's keys or values into places [first, end) of the tile at `token`, widened to
+    FP32, block by block.
+    """
     _, gathered, _, _, _, _, _, _ = scratch
     block_size, head_dim = plane.shape[2:]
-    done = 0
-    while done < num_tokens:
-        count = min(block_size - (token + done) % block_size, num_tokens - done)
+    done, end = places
+    while done < end:
+        count = min(block_size - (token + done) % block_size, end - done)
         at = _address(plane, block_table, head, token + done)
         gathered_at = gathered.ctypes.data + done * head_dim * 4
         for i in range(0, count * head_dim, NUM_FLOATS):
@@ -304,9 +305,9 @@ def _weigh(at: Any, mask: Any, scratch: Any) -> None:
     Their sum runs in NUM_FLOATS interleaved chains over absolute positions, so that skipping keys
     that a row does not attend to changes no bit.
     """
-    _, position, num_tokens, group = at
+    _, position, num_tokens, group, low, lowest = at
     _, _, _, scores, tops, totals, _, _ = scratch
-    start = _start(position, mask)
+    start = _start(lowest)
     row_bytes = _whole(position + num_tokens - start, TILE) * 4
     if mask is not None:  # noqa: SIM102 - numba prunes the two branches separately
         if mask.softcap > 0.0:
@@ -314,7 +315,7 @@ def _weigh(at: Any, mask: Any, scratch: Any) -> None:
     row_at, row = scores.ctypes.data, 0
     for token in range(num_tokens):
         last = position + token + 1 - start
-        first = _hidden(last, mask)
+        first = _lowest(low + token, mask) - start
         for _ in range(group):
             seen = same(_f32(-np.inf))
             for i in range(first // NUM_FLOATS * NUM_FLOATS, last, NUM_FLOATS):
@@ -326,7 +327,7 @@ def _weigh(at: Any, mask: Any, scratch: Any) -> None:
     row_at, row = scores.ctypes.data, 0
     for token in range(num_tokens):
         last = position + token + 1 - start
-        first = _hidden(last, mask)
+        first = _lowest(low + token, mask) - start
         for _ in range(group):
             summed = same(_f32(0.0))
             for i in range(0, num_columns, NUM_FLOATS):
@@ -361,25 +362,24 @@ def _cap(scores_at: int, num_scores: int, softcap: Any) -> None:
 
 
 @compiled(is_inlined=True)
-def _add_values(
-    cache: Any, block_table: Any, at: Any, mask: Any, direct: Any, scratch: Any
-) -> None:
+def _add_values(cache: Any, block_table: Any, at: Any, direct: Any, scratch: Any) -> None:
     """Adds weights · values, in one chain for each SEGMENT of absolute positions."""
-    head, position, num_tokens, group = at
+    head, position, num_tokens, group, _, lowest = at
     _, gathered, _, scores, _, _, chain, sums = scratch
     block_size, head_dim = cache.value.shape[2:]
-    start, end, num_rows = _start(position, mask), position + num_tokens, num_tokens * group
+    start, end, num_rows = _start(lowest), position + num_tokens, num_tokens * group
     width, row_bytes = _whole(head_dim, SIDE), _whole(end - start, TILE) * 4
     into = chain.ctypes.data, width * 4
     for token in range(start, end, TILE):
-        count = min(TILE, end - token)
+        count, skipped = min(TILE, end - token), max(0, lowest - token)
         weights_at = scores.ctypes.data + (token - start) * 4
         if direct is None:
-            _gather(cache.value, block_table, head, token, count, scratch)
-            values = gathered.ctypes.data, head_dim * 4
-            _add_rows(into, (weights_at, row_bytes), values, count, num_rows, width)
+            _gather(cache.value, block_table, head, token, (skipped, count), scratch)
+            weights = weights_at + skipped * 4, row_bytes
+            values = gathered.ctypes.data + skipped * head_dim * 4, head_dim * 4
+            _add_rows(into, weights, values, count - skipped, num_rows, width)
         else:
-            done = 0
+            done = skipped
             while done < count:
                 piece = min(block_size - (token + done) % block_size, count - done)
                 values = _address(cache.value, block_table, head, token + done), head_dim * 4

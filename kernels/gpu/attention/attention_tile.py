@@ -32,6 +32,7 @@ def expect_attention(
     context_lens: Tensor,
     scale: float,
     kv_scales: Tensor | None,
+    lower: Tensor | None,
 ) -> None:
     """Checks the common arguments of both wrappers. Raises BadTensor, ValueError."""
     device = query.device
@@ -50,6 +51,13 @@ def expect_attention(
         expect(
             *("kv_scales", kv_scales, (2, num_kv_heads)),
             dtype=torch.float32,
+            device=device,
+            is_contiguous=True,
+        )
+    if lower is not None:
+        expect(
+            *("lower", lower, (len(query),)),
+            dtype=torch.int32,
             device=device,
             is_contiguous=True,
         )
@@ -103,14 +111,14 @@ def attend(
     position,  # [BLOCK_M]: a row attends to tokens up to its own
     span,  # [lowest, stop) is visible; [first_full, end_full), full tiles, is visible to each row
     paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows per block
-    scoring,  # score_scale, softcap, window
+    scoring,  # score_scale, softcap, lower: [BLOCK_M], or None
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """top [BLOCK_M], total [BLOCK_M] and acc [BLOCK_M, BLOCK_D] of a span of tokens.
 
-    `lowest` is a multiple of BLOCK_N, unless there is a window.
+    `lowest` is a multiple of BLOCK_N, unless there are lower bounds.
     """
     lowest, first_full, end_full, stop = span
     readable = (lowest, stop)
@@ -172,7 +180,7 @@ def _attend_tiles(
     running, pending = state
     top, total, acc = running
     weight, kept, last_row = pending
-    score_scale, softcap, window = scoring
+    score_scale, softcap, lower = scoring
     key_ptr, value_ptr, _, block_rows = paged
     # The loop carries weights as integer bits: as floats they would go through shared memory.
     BITS: tl.constexpr = weight.dtype
@@ -186,7 +194,7 @@ def _attend_tiles(
         key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, IS_MASKED)
         value = _load_rows(
             *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM),
-            IS_MASKED or window is not None,
+            IS_MASKED or lower is not None,
         )
         block = next_block
         last_row = row
@@ -199,8 +207,8 @@ def _attend_tiles(
             factor = 1.0
         if IS_MASKED:
             is_seen = token[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
-            if window is not None:
-                is_seen &= token[None, :] > position[:, None] - window
+            if lower is not None:
+                is_seen &= token[None, :] >= lower[:, None]
             score = tl.where(is_seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1) * factor)  # [BLOCK_M]
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: no visible token so far

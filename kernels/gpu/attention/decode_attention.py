@@ -37,13 +37,13 @@ def decode_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.decode_attention. Raises BadTensor."""
-    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales)
+    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales, lower)
     num_seqs, num_heads, head_dim = query.shape
     expect("context_lens", context_lens, (num_seqs,))
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -71,9 +71,9 @@ def decode_attention(
         "IS_INVARIANT": is_batch_invariant,
     }
     _decode_attention_kernel[(num_kv_heads, num_items)](
-        *(query, kv_cache, block_tables, context_lens, kv_scales, out, parts, sums),
+        *(query, kv_cache, block_tables, context_lens, lower, kv_scales, out, parts, sums),
         *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
-        *(num_seqs, num_splits, max_units, num_parts, scale, softcap, window),
+        *(num_seqs, num_splits, max_units, num_parts, scale, softcap),
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=group,
@@ -87,8 +87,8 @@ def decode_attention(
     )
     if parts is not None:
         _join_kernel[(num_seqs, num_heads)](
-            *(context_lens, kv_scales, out, parts, sums),
-            *(num_seqs, num_splits, max_units, num_parts, window),
+            *(context_lens, lower, kv_scales, out, parts, sums),
+            *(num_seqs, num_splits, max_units, num_parts),
             HEAD_DIM=head_dim,
             GROUP=group,
             BLOCK_D=padded(head_dim),
@@ -131,6 +131,7 @@ def _decode_attention_kernel(
     kv_cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
+    lower_ptr,
     kv_scales_ptr,
     out_ptr,
     parts_ptr,
@@ -145,7 +146,6 @@ def _decode_attention_kernel(
     num_parts,
     scale,
     softcap,
-    window,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -158,7 +158,10 @@ def _decode_attention_kernel(
 ):
     head = tl.program_id(0).to(tl.int64)
     item = tl.program_id(1)
-    units, share, ends = _plan(context_lens_ptr, num_seqs, num_splits, window, BLOCK_SEQS, UNIT)
+    units, share, ends = _plan(
+        *(context_lens_ptr, lower_ptr, num_seqs, num_splits),
+        *(BLOCK_SEQS, UNIT),
+    )
     if item >= tl.max(ends):
         return
     is_before = ends <= item
@@ -167,7 +170,7 @@ def _decode_attention_kernel(
     num_units = _at(units, seq)
     num_own = _at(share, seq)
     length = tl.load(context_lens_ptr + seq).to(tl.int32)
-    lowest = _lowest(length, window)
+    lowest = _lowest(lower_ptr, seq)
     first_unit = lowest // UNIT + split * num_own
     end_unit = tl.minimum(first_unit + num_own, lowest // UNIT + num_units)
 
@@ -178,7 +181,10 @@ def _decode_attention_kernel(
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(0))
-    scoring = (score_scale, softcap, window)
+    bounds = None
+    if lower_ptr is not None:
+        bounds = tl.full((BLOCK_M,), lowest, tl.int32)
+    scoring = (score_scale, softcap, bounds)
     key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(0) * BLOCK_SIZE)
@@ -236,6 +242,7 @@ def _store(
 @triton.jit(do_not_specialize=VARYING[:-1])
 def _join_kernel(
     context_lens_ptr,
+    lower_ptr,
     kv_scales_ptr,
     out_ptr,
     parts_ptr,
@@ -244,7 +251,6 @@ def _join_kernel(
     num_splits,
     max_units,
     num_parts,
-    window,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -257,12 +263,14 @@ def _join_kernel(
     seq = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    units, share, ends = _plan(context_lens_ptr, num_seqs, num_splits, window, BLOCK_SEQS, UNIT)
+    units, share, ends = _plan(
+        *(context_lens_ptr, lower_ptr, num_seqs, num_splits),
+        *(BLOCK_SEQS, UNIT),
+    )
     num_units = _at(units, seq)
     if IS_INVARIANT:
         count = num_units
-        length = tl.load(context_lens_ptr + seq).to(tl.int32)
-        first = seq * max_units + _lowest(length, window) // UNIT
+        first = seq * max_units + _lowest(lower_ptr, seq) // UNIT
     else:
         count = tl.cdiv(num_units, _at(share, seq))
         first = _at(ends, seq) - count
@@ -300,9 +308,9 @@ def _join_kernel(
 @triton.jit
 def _plan(
     context_lens_ptr,
+    lower_ptr,
     num_seqs,
     num_splits,
-    window,
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
@@ -313,7 +321,10 @@ def _plan(
     """
     seq = tl.arange(0, BLOCK_SEQS)
     length = tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0).to(tl.int32)
-    units = tl.cdiv(length, UNIT) - _lowest(length, window) // UNIT
+    lowest = length * 0
+    if lower_ptr is not None:
+        lowest = tl.load(lower_ptr + seq, mask=seq < num_seqs, other=0)
+    units = tl.cdiv(length, UNIT) - lowest // UNIT
     largest = tl.maximum(tl.cdiv(tl.sum(units), num_splits), 1)
     splits = tl.maximum(tl.cdiv(units, largest), 1)
     share = tl.maximum(tl.cdiv(units, splits), 1)
@@ -322,11 +333,11 @@ def _plan(
 
 
 @triton.jit
-def _lowest(length, window):
-    """The first token that the last one of `length` attends to."""
-    lowest = length * 0
-    if window is not None:
-        lowest = tl.maximum(length - window, 0)
+def _lowest(lower_ptr, seq):
+    """The first token that the last one of a sequence attends to."""
+    lowest = seq * 0
+    if lower_ptr is not None:
+        lowest = tl.load(lower_ptr + seq)
     return lowest
 
 

@@ -34,13 +34,13 @@ def prefill_attention(
     context_lens: Tensor,
     scale: float,
     *,
-    window: int | None = None,
+    lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.prefill_attention. Raises BadTensor."""
-    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales)
+    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales, lower)
     num_seqs, num_tokens = len(context_lens), len(query)
     expect(
         *("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,)),
@@ -58,9 +58,9 @@ def prefill_attention(
     has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
     _prefill_attention_kernel[(num_tiles, num_kv_heads)](
-        *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, kv_scales, out, done),
+        *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, lower, kv_scales, out, done),
         *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
-        *(out.stride(0), num_seqs, scale, softcap, window),
+        *(out.stride(0), num_seqs, scale, softcap),
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=group,
@@ -82,6 +82,7 @@ def _prefill_attention_kernel(
     block_tables_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
+    lower_ptr,
     kv_scales_ptr,
     out_ptr,
     done_ptr,
@@ -93,7 +94,6 @@ def _prefill_attention_kernel(
     num_seqs,
     scale,
     softcap,
-    window,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -121,7 +121,6 @@ def _prefill_attention_kernel(
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(1))
-    scoring = (score_scale, softcap, window)
     key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(1) * BLOCK_SIZE)
@@ -132,9 +131,14 @@ def _prefill_attention_kernel(
     end_full = (first_position + 1) // BLOCK_N * BLOCK_N
     lowest = 0
     first_full = 0
-    if window is not None:
-        lowest = tl.maximum(first_position - window + 1, 0)
-        first_full = tl.cdiv(tl.maximum(stop - window, 0), BLOCK_N) * BLOCK_N
+    bounds = None
+    if lower_ptr is not None:
+        last = begin + tl.minimum(token + TILE_TOKENS, query_len) - 1
+        index = tl.minimum(begin + token + tl.arange(0, BLOCK_M) // GROUP, last)
+        bounds = tl.load(lower_ptr + index)  # [BLOCK_M]
+        lowest = tl.load(lower_ptr + begin + token)
+        first_full = tl.cdiv(tl.load(lower_ptr + last), BLOCK_N) * BLOCK_N
+    scoring = (score_scale, softcap, bounds)
     if SEGMENT is None:
         span = (lowest, first_full, end_full, stop)
         _, total, acc = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)

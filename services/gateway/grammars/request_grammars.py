@@ -15,6 +15,7 @@ from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.grammar import TokenIdOf, grammar_of
 from services.gateway.grammars.schema_places import located
 from services.gateway.text.process_jobs import Checked, Rejected
+from services.gateway.tools.families import PLAIN
 from services.gateway.tools.family import Family
 from services.gateway.tools.tool import ToolOptions
 from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
@@ -38,25 +39,36 @@ class RequestGrammars:
         self._token_id_of = token_id_of
 
     async def checked_plan(
-        self, output: OutputConstraint | None, tools: ToolOptions | None, tenant_id: str
+        self,
+        output: OutputConstraint | None,
+        tools: ToolOptions | None,
+        tenant_id: str,
+        *,
+        continues_text: bool = False,
     ) -> CheckedPlan | None:
-        """None: the output is free. Answers within `MAX_CHECK_S`.
+        """None: the output is free. `continues_text`: it has no markup of the model's family, as no
+        chat template has written the prompt. Answers within `MAX_CHECK_S`.
 
         Raises InvalidRequest, GrammarTooComplex, Overloaded, NoCapacity.
         """
         try:
             async with asyncio.timeout(MAX_CHECK_S):
-                return await self._checked_plan(output, tools, tenant_id)
+                family = PLAIN if continues_text else self._family
+                return await self._checked_plan(output, tools, tenant_id, family)
         except TimeoutError:  # a grammar that took too long itself has been rejected before
             raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
 
     async def _checked_plan(
-        self, output: OutputConstraint | None, tools: ToolOptions | None, tenant_id: str
+        self,
+        output: OutputConstraint | None,
+        tools: ToolOptions | None,
+        tenant_id: str,
+        family: Family,
     ) -> CheckedPlan | None:
         if output is not None and output.kind == "gbnf":
             output = await self._as_lark(output, tenant_id)
         try:
-            plan = answer_grammar(output, tools, self._family, self._token_id_of)
+            plan = answer_grammar(output, tools, family, self._token_id_of)
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             reason = "the parameters of a tool are no valid JSON Schema"
             raise InvalidRequest(f"tools: {reason}", param="tools") from error
@@ -70,8 +82,8 @@ class RequestGrammars:
             )
         verdict = await self._checks.check(plan.grammar, tenant_id)
         if isinstance(verdict, Checked) and not verdict.warnings:
-            return CheckedPlan(plan)
-        warnings: list[str] = []
+            return CheckedPlan(plan, plan.warnings[:MAX_WARNINGS])
+        warnings = list(plan.warnings)
         for part in plan.parts:  # the verdicts on the parts name the fields
             found = await self._checks.check(part.grammar, tenant_id)
             if isinstance(found, Rejected):

@@ -48,10 +48,18 @@ def spec_of(
             return _spec(plan, grammar, starts_after=((close,),))
         rule = f"thinking[suffix={literal(family.think_close)}]: {_ANY_TEXT}"
         return _spec(plan, joined("thinking @answer", "answer", grammar, rule))
-    if opening is None or close is None:
+    if not opens_reasoning(thinking, family, token_id_of):
         return _spec(plan, grammar)
     start = f"(<[{opening}]> {_ANY_TEXT} <[{close}]>)? @answer"
     return _spec(plan, joined(start, "answer", grammar))
+
+
+def opens_reasoning(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> bool:
+    """Whether the output may open reasoning before an answer under a constraint."""
+    if family.call_format == "harmony":
+        return True
+    marks = (family.think_open, family.think_close)
+    return thinking == "undecided" and all(token_id_of(each) is not None for each in marks)
 
 
 def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> ReasoningMarks | None:

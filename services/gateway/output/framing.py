@@ -14,6 +14,9 @@ import msgspec
 
 _encode = msgspec.json.Encoder().encode
 _MARK = "\ufdd0text\ufdd1"
+# Where Python's `str.splitlines`, and so the lines of httpx, end besides at control characters,
+# which JSON escapes. A client that reads a stream by such lines would get half an event.
+_LINE_ENDS = tuple((each.encode(), b"\\u%04x" % ord(each)) for each in "\x85\u2028\u2029")
 _ENCODED_MARK = _encode(_MARK)
 
 
@@ -29,7 +32,15 @@ class Framing:
     keep_alive: bytes
 
     def event(self, body: Any) -> bytes:
-        return self.before + _encode(body) + self.after
+        return self.before + on_one_line(_encode(body)) + self.after
+
+
+def on_one_line(encoded: bytes) -> bytes:
+    """Escapes the line ends of Unicode in JSON."""
+    if not encoded.isascii():
+        for line_end, escaped in _LINE_ENDS:
+            encoded = encoded.replace(line_end, escaped)
+    return encoded
 
 
 SSE = Framing(b"data: ", b"\n\n", b"data: [DONE]\n\n", b": keep-alive\n\n")
@@ -50,4 +61,5 @@ class TextEvent:
         """Returns one event per text."""
         if not texts:
             return b""
-        return b"%b%b%b" % (self._head, self._between.join(map(_encode, texts)), self._tail)
+        encoded = on_one_line(self._between.join(map(_encode, texts)))
+        return b"%b%b%b" % (self._head, encoded, self._tail)

@@ -60,6 +60,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
         return not is_chat
 
+    @property
+    def constrains_text(self) -> bool:
+        """Whether a grammar applies to the output's text; it does not if a call is demanded."""
+        return self.output is not None and (self.tools is None or not self.tools.is_forced)
+
 
 def check_constrained(generation: GenerationRequest) -> None:
     """Raises InvalidRequest for options that contradict a demanded form of the output."""

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.grammars.request_grammars import CheckedPlan
-from services.gateway.grammars.thinking import TAIL_TOKENS, spec_of, thinking_at_end
+from services.gateway.grammars.thinking import (
+    TAIL_TOKENS,
+    opens_reasoning,
+    spec_of,
+    thinking_at_end,
+)
 from services.gateway.request.generation_request import (
     GenerationRequest,
     RequestContext,
@@ -157,15 +162,19 @@ class Preparation:
         generation = prepared.generation
         if generation.continues_text or not self._parsing.applies(generation.tools):
             return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
-        prompt = generation.prompt
+        prompt, tail = generation.prompt, self._tail(prepared.prompt_token_ids)
+        thinking = thinking_at_end(tail, self._family)
         parser = self._parsing.parser(
             generation.tools,
             choice_index,
             request_id=prepared.request.request_id,
-            prompt_tail=tokenizer.decode(prepared.prompt_token_ids[-TAIL_TOKENS:]),
+            prompt_tail=tail,
             num_earlier_calls=prompt.num_calls
             if isinstance(prompt, ChatPrompt | PackedPrompt)
             else 0,
+            is_constrained=generation.constrains_text,
+            opens_reasoning=not generation.constrains_text
+            or opens_reasoning(thinking, self._family, tokenizer.added_token_id),
         )
         return OutputAssembler(
             detokenizer,
@@ -180,10 +189,12 @@ class Preparation:
     def _grammar(
         self, generation: GenerationRequest, checked: CheckedPlan, prompt: Sequence[int]
     ) -> GrammarSpec:
-        tokenizer, family = self._files.tokenizer, self._family
-        tail = tokenizer.decode(prompt[-TAIL_TOKENS:])
-        thinking = "closed" if generation.continues_text else thinking_at_end(tail, family)
-        return spec_of(checked.plan, thinking, family, tokenizer.added_token_id)
+        family = PLAIN if generation.continues_text else self._family
+        thinking = thinking_at_end(self._tail(prompt), family)
+        return spec_of(checked.plan, thinking, family, self._files.tokenizer.added_token_id)
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        return self._files.tokenizer.decode(prompt[-TAIL_TOKENS:])
 
     def _timeout_s(self, generation: GenerationRequest) -> float:
         longest = self._config.request_timeout_s

@@ -285,6 +285,9 @@ class RequestOutput:
         self.num_buffered_bytes += text.flush()
         text.finish_reason = self._finish_reason(text, finish)
         text.served = finish.served
+        if finish.failure is not None:
+            place = f"choices[{self.first_choice_index + choice_index}]"
+            self.warnings += (f"{place} is cut: {finish.failure.message}",)
         self.embedding = finish.embedding
         self.on_update()
 
@@ -315,7 +318,7 @@ class RequestOutput:
             return "length"
         if text.assembler.is_stopped or finish.reason == "stop":
             return "tool_calls" if text.num_calls else "stop"
-        return "length"  # a failed choice is resubmitted, or ends the stream with its error
+        return "length"  # also of a choice that failed beside others: its output is cut
 
     def _observe_gap(self, text: _ChoiceText | _ChoiceParts) -> None:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""

@@ -262,7 +262,12 @@ class Submission:
         if generation.output is None and generation.tools is None:
             return await self._rendered(generation, tenant_id), None
         check = asyncio.create_task(
-            self._grammars.checked_plan(generation.output, generation.tools, tenant_id)
+            self._grammars.checked_plan(
+                generation.output,
+                generation.tools,
+                tenant_id,
+                continues_text=generation.continues_text,
+            )
         )
         try:
             return await self._rendered(generation, tenant_id), await check

@@ -26,6 +26,8 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "verbosity": (None,),
     "web_search_options": (None,),
+    # OpenRouter; OpenAI's Responses. Here it is `reasoning_effort`
+    "reasoning": (None, {}),
     # vLLM
     "allowed_token_ids": (None,),
     "early_stopping": (None, False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 
 MAX_AHEAD_ENTRIES = 256
@@ -25,12 +26,14 @@ class ChoiceTokens:
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
         self.is_stopped = False  # the receiver met a stop string
+        self.error: HearthError | None = None  # why no worker can continue it
         self._ahead: dict[int, TokenEntry] = {}
 
     @property
     def is_finished(self) -> bool:
         """False after a failed attempt: the choice is resubmitted, or the request fails."""
-        return self.is_stopped or (self.finish is not None and self.finish.reason != "failed")
+        has_finish = self.finish is not None and self.finish.reason != "failed"
+        return self.is_stopped or has_finish or self.error is not None
 
     @property
     def has_gap(self) -> bool:

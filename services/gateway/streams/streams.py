@@ -12,6 +12,8 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A resubmission names the numerics of the tokens received: other ones are counted.
 - A placement that does not repeat what the request needs is aborted: an older scheduler has sent
   the request without it, and the worker would serve it wrongly.
+- A choice whose grammar cannot be followed ends alone, on all workers: the others go on, and it is
+  cut where it was. If no choice is left, the request fails.
 - A request for which steps raised twice, alone, ends: on two workers where there are two.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Every stream ends once, through `_end`.
@@ -42,6 +44,8 @@ from shared.errors import (
     DeadlineExceeded,
     DependencyUnavailable,
     DeviceFailed,
+    GrammarReplayFailed,
+    GrammarTooComplex,
     HearthError,
     NoCapacity,
     NoResponders,
@@ -86,6 +90,7 @@ MAX_FAILED_STEPS = 2  # for one request alone, on different workers where there 
 # Rejections that are retried; `_PATIENT` ones only in recovery or with retry_after_s=0.
 _TRANSIENT = (DependencyUnavailable, DeviceFailed, WorkerBusy, UnknownPlacement)
 _PATIENT = (NoCapacity, Overloaded)
+_OF_ONE_CHOICE = (GrammarTooComplex, GrammarReplayFailed)
 
 
 class Streams:
@@ -383,7 +388,7 @@ class Streams:
             if not choice.is_finished:
                 self._restart(stream, choice)
         if stream.is_finished:
-            self._end(stream, None, "superseded", now)
+            self._complete(stream, "superseded", now)
             return
         stream.num_resubmissions += 1
         self._actions.report(ReportResubmission(stream.request_id, cause, stream.last_worker_id))
@@ -422,7 +427,7 @@ class Streams:
                 self._request_again(stream, choice)
             return
         if stream.state is StreamState.RUNNING and stream.is_finished:
-            self._end(stream, None, "stop", now)
+            self._complete(stream, "stop", now)
 
     def _send(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
         receiver, index = stream.receiver, choice.choice_index
@@ -483,6 +488,8 @@ class Streams:
             self._resubmit(stream, "context_full", now, excluded=worker_id)
         elif isinstance(error, (*_TRANSIENT, *_PATIENT)):
             self._resubmit(stream, "worker_failed", now, excluded=worker_id)
+        elif isinstance(error, _OF_ONE_CHOICE):
+            choice.error = error
         else:
             self._end(stream, error, "failed", now)
 
@@ -497,6 +504,19 @@ class Streams:
             f"steps raised {MAX_FAILED_STEPS} times for this request alone"
         )
         self._end(stream, error, "failed", now)
+
+    def _complete(self, stream: Stream, reason: AbortReason, now: float) -> None:
+        """Every choice has ended. OpenAI's choices have no error: one that failed beside others is
+        finished with "failed", which the receiver shows as cut.
+        """
+        failed = [each for each in stream.choices.values() if each.error is not None]
+        if len(failed) == len(stream.choices):
+            self._end(stream, failed[0].error, "failed", now)
+            return
+        for choice in failed:
+            if choice.finish is not None:
+                stream.receiver.on_finish(choice.choice_index, choice.finish)
+        self._end(stream, None, reason, now)
 
     def _end(
         self, stream: Stream, error: HearthError | None, reason: AbortReason, now: float

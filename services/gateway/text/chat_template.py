@@ -26,6 +26,7 @@ import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
+from services.gateway.text.history.argument_texts import with_argument_texts
 from services.gateway.text.history.call_arguments import CallArguments
 from services.gateway.text.history.call_ids import CallIds, with_call_ids
 from services.gateway.text.history.hermes import in_hermes_format
@@ -113,6 +114,7 @@ class ChatTemplate:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self.takes_tools = "tools" in names
             self._takes_calls = self.takes_tools or "tool_calls" in source
+            self._has_xml_arguments = "<parameter=" in source
             self._has_null_content = _NULL_CONTENT.search(source) is not None
             self._has_thinking = _THINKING.search(source) is not None
         except (jinja2.TemplateError, RecursionError) as error:
@@ -133,6 +135,8 @@ class ChatTemplate:
         """
         messages, tools = self._with_known_tools(messages, tools)
         messages = with_call_ids(messages, self.source.call_ids)
+        if self._has_xml_arguments:
+            messages = with_argument_texts(messages, tools)
         context: dict[str, Any] = {
             **{name: self._guard_tree(value) for name, value in variables.items()},
             **self._variables,

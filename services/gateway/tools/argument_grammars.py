@@ -1,21 +1,41 @@
 """The grammar of one call's arguments, in the style of its format.
 
 Where a style writes JSON, llguidance takes the tool's schema. The other styles write each parameter
-by its type, in the order of the schema, from `properties` and `required`.
+by its type, in the order of the schema, by the alternatives of `schemas/graph.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.tools.lark import UNESCAPED, TokenIdOf, in_slashes, in_string, literal
+from services.gateway.schemas.graph import (
+    NO_FINITE_VALUE,
+    ROOT,
+    SchemaGraph,
+    has_no_finite_value,
+    has_references,
+)
+from services.gateway.tools.lark import (
+    UNESCAPED,
+    TokenIdOf,
+    any_of,
+    in_slashes,
+    in_string,
+    literal,
+)
 from services.gateway.tools.tool import CustomFormat, Tool
-from services.gateway.tools.typed_values import FUNCTION_GEMMA, GEMMA4, PYTHON, TypedValues
+from services.gateway.tools.typed_values import (
+    FUNCTION_GEMMA,
+    GEMMA4,
+    JSON_IN_XML,
+    PYTHON,
+    Notation,
+    TypedValues,
+)
+from services.gateway.tools.xml_arguments import CLOSE, xml_arguments
 from shared.errors import InvalidRequest
-from shared.grammar.spec import MAX_SOURCE_BYTES
 
 ArgumentStyle = Literal["json", "xml", "python", "function_gemma", "gemma4"]
 
@@ -25,6 +45,12 @@ INPUT_SCHEMA: dict[str, Any] = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
     "additionalProperties": False,
+}
+_NOTATIONS: dict[ArgumentStyle, Notation] = {
+    "xml": JSON_IN_XML,
+    "python": PYTHON,
+    "function_gemma": FUNCTION_GEMMA,
+    "gemma4": GEMMA4,
 }
 _OPEN_KEYWORDS = frozenset(
     (
@@ -43,35 +69,90 @@ _OPEN_KEYWORDS = frozenset(
 )
 
 
+class ArgumentRules(msgspec.Struct, frozen=True):
+    """`lines`: the rule of the arguments and those that it needs. `unenforced`: where keywords
+    stand that they do not hold, in a style that is not JSON.
+    """
+
+    lines: list[str]
+    unenforced: tuple[str, ...] = ()
+
+
 def argument_rules(
     name: str, tool: Tool, style: ArgumentStyle, token_id_of: TokenIdOf
-) -> Iterator[str]:
-    """The rule `name` and those that it needs; their names begin with it, or with its upper case.
+) -> ArgumentRules:
+    """The rule `name`; the names of the others begin with it, or with its upper case.
 
-    Raises InvalidRequest for a custom tool whose grammar cannot stand in a string.
+    Raises InvalidRequest for a custom tool whose grammar cannot stand in a string, for a schema
+    that no finite arguments match, and in a style that is not JSON for one that is no JSON Schema.
     """
-    schema = arguments_schema(tool)
     custom = tool.custom if tool.custom is not None and tool.custom.syntax != "text" else None
     if custom is not None:
-        yield f"{name}_input: {_input(custom, style, tool.param)}"
-    match style:
-        case "json":
-            if custom is not None:
-                yield rf'{name}: "{{\"input\":" " "? "\"" {name}_input "\"" " "? "}}"'
-            else:
-                yield f"{name}: {json_value(schema, is_strict=tool.is_strict)}"
-        case "xml":
-            yield from _xml_rules(name, schema, tool.is_strict, has_input=custom is not None)
-        case "python" | "function_gemma" | "gemma4":
-            notation = {"python": PYTHON, "function_gemma": FUNCTION_GEMMA, "gemma4": GEMMA4}[style]
-            values = TypedValues(name, notation, schema, token_id_of)
-            if custom is not None:
-                opening, closing = values.quotes
-                value = f"{opening} {name}_input {closing}"
-                yield f"{name}: {values.member('input', value, is_argument=True)}"
-            else:
-                yield f"{name}: {values.members(schema, is_argument=True)}"
-            yield from values.rules
+        return _custom_rules(name, tool, custom, style, token_id_of)
+    schema = arguments_schema(tool)
+    if style == "json":
+        if has_references(schema) and has_no_finite_value(schema):
+            raise _unsatisfiable(tool)
+        return ArgumentRules([f"{name}: {json_value(schema, is_strict=tool.is_strict)}"])
+    try:
+        return _typed_rules(name, tool, schema, style, token_id_of)
+    except InvalidRequest as error:
+        if error.param is not None:
+            raise
+        param = parameters_param(tool)
+        raise type(error)(f"{param}: {error.message}", param=param) from error
+
+
+def parameters_param(tool: Tool) -> str:
+    """The request field of the tool's schema."""
+    return f"{tool.param}.function.parameters"
+
+
+def _typed_rules(
+    name: str, tool: Tool, schema: dict[str, Any], style: ArgumentStyle, token_id_of: TokenIdOf
+) -> ArgumentRules:
+    graph = SchemaGraph(schema)
+    if not graph.is_finite(ROOT):
+        raise _unsatisfiable(tool)
+    unenforced = dict.fromkeys(graph.unenforced())
+    param = parameters_param(tool)
+    values = TypedValues(name, _NOTATIONS[style], graph, token_id_of, param=param)
+    if style == "xml":
+        arguments = xml_arguments(graph, values, param)
+    else:
+        shapes = [each for each in graph.alternatives(ROOT) if graph.has_value(each)]
+        arguments = any_of(values.members(each, is_argument=True) for each in shapes)
+    unenforced |= values.unenforced
+    if unenforced and tool.is_strict:
+        place = next(iter(unenforced))
+        keyword = place.rpartition("/")[2]
+        raise InvalidRequest(
+            f"{param}: the keyword {keyword!r} at {place} cannot be enforced",
+            param=param,
+        )
+    return ArgumentRules([f"{name}: {arguments}", *values.rules], tuple(unenforced))
+
+
+def _custom_rules(
+    name: str, tool: Tool, custom: CustomFormat, style: ArgumentStyle, token_id_of: TokenIdOf
+) -> ArgumentRules:
+    lines = [f"{name}_input: {_input(custom, style, tool.param)}"]
+    if style == "json":
+        lines.append(rf'{name}: "{{\"input\":" " "? "\"" {name}_input "\"" " "? "}}"')
+    elif style == "xml":
+        lines.append(rf'{name}: "<parameter=input>\n" {name}_input {literal(CLOSE)}')
+    else:
+        graph = SchemaGraph(INPUT_SCHEMA)
+        values = TypedValues(name, _NOTATIONS[style], graph, token_id_of, param=tool.param)
+        opening, closing = values.quotes
+        value = f"{opening} {name}_input {closing}"
+        lines.append(f"{name}: {values.member('input', value, is_argument=True)}")
+    return ArgumentRules(lines)
+
+
+def _unsatisfiable(tool: Tool) -> InvalidRequest:
+    param = parameters_param(tool)
+    return InvalidRequest(f"{param}: {NO_FINITE_VALUE}", param=param)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -110,49 +191,3 @@ def _input(custom: CustomFormat, style: ArgumentStyle, param: str) -> str:
             rules = in_string(custom.definition, place) if is_quoted else custom.definition
             return f"%lark {{\n{rules}\n}}"
     raise ValueError(f"no grammar of {custom.syntax}")
-
-
-def _xml_rules(
-    name: str, schema: dict[str, Any], is_strict: bool, *, has_input: bool
-) -> Iterator[str]:
-    """Parameters as elements: strings as they are until the closing tag, other values as JSON."""
-    required = schema.get("required", ())
-    elements, text, num_bytes = [], f"{name}_TEXT".upper(), 0
-    yield rf'{text}: {text}_INSIDE "\n</parameter>\n"'  # one terminal: it is longest-match
-    yield rf"{text}_INSIDE: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
-    for index, (key, value) in enumerate(schema.get("properties", {}).items()):
-        rule = f"{name}_{index}"
-        elements.append(rule if key in required else f"{rule}?")
-        opening = literal(f"<parameter={key}>\n")
-        if has_input:
-            yield rf'{rule}: {opening} {name}_input "\n</parameter>\n"'
-        elif _is_text(value):
-            yield rf"{rule}: {opening} {rule}_text"
-            if "enum" in value or "const" in value:
-                texts = value["enum"] if "enum" in value else [value["const"]]
-                yield f"{rule}_text: {' | '.join(_closed(each) for each in texts)}"
-            else:
-                yield f"{rule}_text: {text}"
-        else:
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            fields = {} if value is True else value
-            json = json_value({**fields, **shared}, is_strict=is_strict)
-            num_bytes += len(json)
-            if num_bytes > MAX_SOURCE_BYTES:  # each value repeats the definitions
-                raise InvalidRequest("tools: the schemas of a tool are too long", param="tools")
-            yield rf'{rule}: {opening} {rule}_json "\n</parameter>\n"'
-            yield f"{rule}_json: {json}"
-    yield f"{name}: {' '.join(elements) or literal('')}"
-
-
-def _closed(text: str) -> str:
-    return literal(f"{text}\n</parameter>\n")
-
-
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
-    if values:
-        return all(isinstance(each, str) for each in values)
-    return schema.get("type") == "string"

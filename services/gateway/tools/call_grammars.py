@@ -15,7 +15,11 @@ from keyword import iskeyword
 
 import msgspec
 
-from services.gateway.tools.argument_grammars import ArgumentStyle, argument_rules
+from services.gateway.tools.argument_grammars import (
+    ArgumentStyle,
+    argument_rules,
+    parameters_param,
+)
 from services.gateway.tools.family import CallFormat, Family
 from services.gateway.tools.lark import TokenIdOf, any_of, literal, marker
 from services.gateway.tools.tool import Tool, ToolOptions
@@ -28,10 +32,13 @@ _FIRST_MARKER = re.compile(r"\s*«(?!calls»)[^»]*»\s*")
 
 
 class LarkRules(msgspec.Struct, frozen=True):
-    """`start`: the rule that matches the calls; all names in `rules` begin with `call_`."""
+    """`start`: the rule that matches the calls; all names in `rules` begin with `call_`.
+    `warnings`: what of the tools' schemas they do not enforce.
+    """
 
     start: str
     rules: str
+    warnings: tuple[str, ...] = ()
 
 
 class _Frame(msgspec.Struct, frozen=True):
@@ -116,8 +123,6 @@ def call_grammar(
     tools = options.callable_tools
     if family.call_format is None or not tools:
         return None
-    if after_trigger and family.call_format == "harmony":
-        return None  # its trigger opens reasoning and text too
     frame = _FRAMES[family.call_format]
     call, section, is_single = frame.call, frame.section, not options.is_parallel
     if after_trigger and _FIRST_MARKER.match(section):
@@ -125,16 +130,18 @@ def call_grammar(
     elif after_trigger and _FIRST_MARKER.match(call):
         call, is_single = _FIRST_MARKER.sub("", call, count=1), True
 
-    rules = []
+    rules, warnings = list[str](), list[str]()
     for index, tool in enumerate(tools):
         _check_names(tool, frame.style)
         places = {"name": literal(tool.name)[1:-1], "arguments": f"call_{index}_arguments"}
         rules.append(f"call_{index}: {_filled(call, places, token_id_of)}")
-        rules += argument_rules(places["arguments"], tool, frame.style, token_id_of)
+        arguments = argument_rules(places["arguments"], tool, frame.style, token_id_of)
+        rules += arguments.lines
+        warnings += (f"{parameters_param(tool)}: ignored: {e}" for e in arguments.unenforced)
     each = any_of(f"call_{index}" for index in range(len(tools)))
     calls = each if is_single or frame.joint is None else f"{each} ({frame.joint} {each})*"
     start = _filled(section, {"calls": calls}, token_id_of)
-    return LarkRules("call_section", "\n".join([f"call_section: {start}", *rules]))
+    return LarkRules("call_section", "\n".join([f"call_section: {start}", *rules]), tuple(warnings))
 
 
 def _check_names(tool: Tool, style: ArgumentStyle) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from services.gateway.output.framing import Framing
+from services.gateway.output.framing import Framing, on_one_line
 
 _encode = msgspec.json.Encoder().encode
 
@@ -48,7 +48,7 @@ class PaddedTextEvent:
         draws, head, tails = self._draws, self._head, self._tails
         parts: list[bytes] = []
         for place, text in enumerate(texts, first):
-            encoded = _encode(text)
+            encoded = on_one_line(_encode(text))
             parts += (head, encoded, tails[-len(encoded) % WIDTH + draws[place] % WIDTH])
         return b"".join(parts)
 

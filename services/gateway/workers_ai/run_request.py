@@ -55,7 +55,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "max_length": (None,),
     "n": (None, 1),
     "query": (None,),
-    "reasoning": (None, {}),
     "request_id": (None,),
     "requests": (None, []),
     "source_lang": (None,),

@@ -13,15 +13,14 @@ from shared.engine.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    """`window`: the number of last tokens attended to; None: all. Heads may have norms."""
+    """Which tokens a token attends to is part of the step's inputs. Heads may have norms."""
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
 
-    def __init__(self, config: ModelConfig, *, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
-        self.window = window
         self.softcap = config.attention_softcap
         self.norm_eps = config.rms_norm_eps
         self.has_unit_offset_norms = config.has_unit_offset_norms
@@ -70,7 +69,7 @@ class Attention(nn.Module):
                 inputs.prefill.cu_seqlens_q,
                 inputs.prefill.context_lens,
                 self.scale,
-                window=self.window,
+                lower=inputs.prefill.lower,
                 softcap=self.softcap,
                 is_batch_invariant=self.is_batch_invariant,
             )
@@ -83,7 +82,7 @@ class Attention(nn.Module):
                 inputs.decode.block_tables,
                 inputs.decode.context_lens,
                 self.scale,
-                window=self.window,
+                lower=inputs.decode.lower,
                 softcap=self.softcap,
                 is_batch_invariant=self.is_batch_invariant,
             )

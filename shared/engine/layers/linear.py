@@ -1,50 +1,70 @@
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Weight, linear, pack_weight
+from kernels.ops import Weight, pack_weight
+from shared.engine.layers.methods.choose import choose_method
+from shared.engine.layers.methods.linear_method import LinearMethod
 
 
-class Linear(nn.Module):
-    """y = x · weightᵀ + bias over x [T, in_features]. Parameters are initially unset.
+class MatrixModule(nn.Module):
+    """A module with one weight [N, K], initially unset, and the method that computes with it.
 
-    Once they are filled, `pack` replaces the weight by the form that the device computes with.
+    A checkpoint fills `parameter`. `replace_weight` then sets another form of the weight; each
+    form has its method.
     """
 
     weight: Weight
-    is_batch_invariant = True  # see kernels.ops.linear
+    method: LinearMethod
+    is_batch_invariant = True
+
+    def set_parameter(self, parameter: nn.Parameter) -> None:
+        self.weight = parameter
+        self._choose()
+
+    @property
+    def parameter(self) -> Tensor:
+        """The weight in the form that a checkpoint fills."""
+        assert isinstance(self.weight, Tensor)
+        return self.weight
+
+    def replace_weight(self, weight: Weight) -> None:
+        del self.weight
+        self.weight = weight
+        self._choose()
+
+    def set_batch_invariance(self, *, is_batch_invariant: bool) -> None:
+        """Whether a row's bits must not depend on the other rows."""
+        self.is_batch_invariant = is_batch_invariant
+        self._choose()
+
+    def _choose(self) -> None:
+        self.method = choose_method(self.weight, is_batch_invariant=self.is_batch_invariant)
+
+
+class ProductModule(MatrixModule):
+    """A module that multiplies with its weight."""
+
+    def pack(self) -> None:
+        """Replaces a dense weight by the form that the device multiplies with."""
+        if isinstance(self.weight, Tensor):
+            self.replace_weight(pack_weight(self.weight))
+
+
+class Linear(ProductModule):
+    """y = x · weightᵀ + bias over x [T, in_features]."""
 
     def __init__(
         self, in_features: int, out_features: int, *, has_bias: bool = False, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, dtype=dtype), requires_grad=False
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
-            if has_bias
-            else None
-        )
-
-    def pack(self) -> None:
-        if isinstance(self.weight, Tensor):
-            replace_weight(self, pack_weight(self.weight))
+        self.set_parameter(unset_parameter(out_features, in_features, dtype=dtype))
+        self.bias = unset_parameter(out_features, dtype=dtype) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, is_batch_invariant=self.is_batch_invariant)
+        return self.method(x, self.bias)
 
 
-def parameter_of(module: Any) -> Tensor:
-    """A module's weight before `pack`, in the form that a checkpoint fills."""
-    weight: Tensor = module.weight
-    return weight
-
-
-def replace_weight(module: Any, weight: Weight) -> None:
-    """Replaces a module's weight parameter by `weight`."""
-    del module.weight
-    module.weight = weight
+def unset_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

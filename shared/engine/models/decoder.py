@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,11 +11,11 @@ from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
-from shared.engine.layers.linear import Linear, parameter_of
+from shared.engine.layers.linear import Linear
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
@@ -23,10 +25,10 @@ class DecoderLayer(nn.Module):
     output of a layer's MLP.
     """
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.self_attn = Attention(config, window=layer.window, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = GatedMlp(config, dtype=dtype)
 
@@ -57,8 +59,8 @@ class DecoderLayer(nn.Module):
 class SandwichLayer(DecoderLayer):
     """Also has a norm after attention and one after the MLP."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype=dtype)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
 
@@ -95,9 +97,7 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype
         )
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
-        self.layers = nn.ModuleList(
-            layer_class(config, layer, dtype=dtype) for layer in config.layers
-        )
+        self.layers = nn.ModuleList(layer_class(config, dtype=dtype) for _ in config.layers)
         self.norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.lm_head = OutputHead(
             self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
@@ -108,17 +108,26 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        inputs: Sequence[AttentionInputs],
     ) -> Tensor:
-        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden]."""
+        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden].
+
+        `inputs`: one for each of `ModelConfig.reaches`.
+        """
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
         x, update = self.embed_tokens(input_ids), None
+        reaches = self.config.reaches
         for layer, each, layer_cache in zip(
             self.layers, self.config.layers, kv_cache.unbind(0), strict=True
         ):
             angles = cos[each.rope_index], sin[each.rope_index]
-            x, update = layer(x, update, *angles, layer_cache, inputs)
+            own = inputs[reaches.index(each.reach)]
+            x, update = layer(x, update, *angles, layer_cache, own)
         return x if update is None else x + update
 
     def fuse(self) -> None:
@@ -140,11 +149,11 @@ class Decoder(nn.Module):
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> their destinations; fused parameters are split."""
         found: dict[str, Tensor] = {
-            "model.embed_tokens.weight": parameter_of(self.embed_tokens),
+            "model.embed_tokens.weight": self.embed_tokens.parameter,
             "model.norm.weight": self.norm.weight,
         }
         if not self.config.has_tied_embeddings:
-            found["lm_head.weight"] = parameter_of(self.lm_head)
+            found["lm_head.weight"] = self.lm_head.parameter
         for index, layer in enumerate(self.layers):
             for name, tensor in self._layer_destinations(layer).items():
                 found[f"model.layers.{index}.{name}"] = tensor
@@ -157,7 +166,7 @@ class Decoder(nn.Module):
             if isinstance(module, RMSNorm):
                 found[f"{name}.weight"] = module.weight
             elif isinstance(module, Linear):
-                found |= _cut(module, parts.get(name, {name: module.weight.shape[0]}))
+                found |= _cut(module, parts.get(name, {name: module.parameter.shape[0]}))
         return found
 
 
@@ -180,7 +189,7 @@ def _cut(linear: Linear, parts: dict[str, int]) -> dict[str, Tensor]:
     sizes = list(parts.values())
     named = {
         f"{part}.weight": tensor
-        for part, tensor in zip(parts, parameter_of(linear).split(sizes), strict=True)
+        for part, tensor in zip(parts, linear.parameter.split(sizes), strict=True)
     }
     if linear.bias is not None:
         for part, tensor in zip(parts, linear.bias.split(sizes), strict=True):

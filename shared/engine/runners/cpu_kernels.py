@@ -8,14 +8,14 @@ import structlog
 
 from kernels.ops import CompilePlan, cpu_host
 from shared.engine.model_config import ModelConfig
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvLayout
 
 log = structlog.get_logger(__name__)
 
 _BLOCK = 32
 
 
-def compile_plan(config: ModelConfig, kv_format: KvFormat, *, is_compressed: bool) -> CompilePlan:
+def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: bool) -> CompilePlan:
     """The properties that a model's machine code depends on."""
     widths = (
         config.hidden_size,
@@ -27,14 +27,14 @@ def compile_plan(config: ModelConfig, kv_format: KvFormat, *, is_compressed: boo
         layer.window is not None or config.attention_softcap is not None for layer in config.layers
     ]
     has_layer_kernel = (
-        cpu_host().has_gemm(kv_format.dtype)
+        cpu_host().has_gemm(kv_layout.dtype)
         and all(width % _BLOCK == 0 for width in widths)
         and not (config.has_output_bias or config.has_mlp_bias)
     )
     return cpu_host().compile_plan(
-        dtype=kv_format.dtype,
-        head_dim=kv_format.head_dim,
-        block_size=kv_format.block_size,
+        dtype=kv_layout.dtype,
+        head_dim=config.head_dim,
+        block_size=kv_layout.block_size,
         is_compressed=is_compressed,
         is_blocked=has_layer_kernel,
         has_plain_attention=not all(is_masked),

@@ -10,21 +10,20 @@ from typing import Self
 import torch
 
 from kernels.device import IS_INTERPRETED
-from kernels.ops import cpu_host, has_custom_gemm
+from kernels.ops import cpu_host
 from shared.clock import Clock
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
-from shared.engine.layers.embedding import OutputHead
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_kernels import RowKernels, compile_kernels, compile_plan
 from shared.engine.runners.model_loading import (
     LoadOptions,
-    WeightSource,
+    OpenedWeights,
     empty_model,
     finish_model,
-    kv_format_of,
+    kv_layout_of,
     open_weights,
     resolve_dtype,
 )
@@ -75,7 +74,7 @@ class CpuRunner(ModelRunner):
             num_threads or torch.get_num_threads(),
             sum(each.weight.numel() for each in products),  # one multiplication each per token
             executor.kv_cache.dtype,
-            has_custom_gemm=all(has_custom_gemm(each.weight) for each in products),
+            has_custom_gemm=all(each.method.has_custom_gemm for each in products),
         )
 
     @classmethod
@@ -83,23 +82,23 @@ class CpuRunner(ModelRunner):
         """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
         config = read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, _CPU, options.load_format)
-        kv_format = kv_format_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
+        kv_layout = kv_layout_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
         plan = None
         if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
-            plan = compile_plan(config, kv_format, is_compressed=is_compressed)
+            plan = compile_plan(config, kv_layout, is_compressed=is_compressed)
             compile_kernels(plan)
         given = options.kv_cache_bytes
-        num_blocks = num_blocks_for(kv_format, DEFAULT_KV_CACHE_BYTES if given is None else given)
-        num_positions = min(config.max_position_embeddings, num_blocks * kv_format.block_size)
-        model = empty_model(model_dir, config, kv_format.dtype, _CPU, num_positions=num_positions)
+        num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
+        num_positions = min(config.max_position_embeddings, num_blocks * kv_layout.block_size)
+        model = empty_model(model_dir, config, kv_layout.dtype, _CPU, num_positions=num_positions)
         with open_weights(model_dir, config, model, options.load_format) as source:
             revision = _fill(model, source, is_compressed=is_compressed)
         if is_compressed and IS_INTERPRETED:
             compress_in_place(model, model.weight_destinations())
         finish_model(model, options.mode, is_compressed=is_compressed)
-        kv_cache = allocate_kv_cache(kv_format, num_blocks, _CPU)
+        kv_cache = allocate_kv_cache(kv_layout, num_blocks, _CPU)
         runner = cls(
-            ModelExecutor(model, kv_cache, kv_format, clock=options.clock),
+            ModelExecutor(model, kv_cache, kv_layout, clock=options.clock),
             model_name=options.served_name(model_dir),
             revision=revision,
             mode=options.mode,
@@ -124,7 +123,7 @@ class CpuRunner(ModelRunner):
         return super()._run(inputs)
 
 
-def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
+def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
     """Fills the model and returns the revision. Processes of a host share one copy if possible."""
     destinations = model.weight_destinations()
     if not IS_INTERPRETED:
@@ -146,13 +145,13 @@ def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
 def _warm_up(executor: ModelExecutor) -> None:
     """Runs steps with enough rows for every kernel to use all threads."""
     rows = [cpu_host().few_rows + 1, 1]
-    hidden = executor.hidden(idle_step(executor.kv_format.block_size, rows))
+    hidden = executor.hidden(idle_step(executor.kv_layout.block_size, rows))
     executor.model.logits(hidden[:1])
     executor.model.argmax_tokens(hidden[:1])
 
 
-def _products(model: Decoder) -> Iterator[Linear | OutputHead]:
-    return (each for each in model.modules() if isinstance(each, Linear | OutputHead))
+def _products(model: Decoder) -> Iterator[ProductModule]:
+    return (each for each in model.modules() if isinstance(each, ProductModule))
 
 
 def _retain_freed_memory() -> None:

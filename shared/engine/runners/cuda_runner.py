@@ -11,8 +11,7 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
-from shared.engine.layers.embedding import OutputHead
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda_device import CudaDevice
@@ -21,7 +20,7 @@ from shared.engine.runners.model_loading import (
     LoadOptions,
     empty_model,
     finish_model,
-    kv_format_of,
+    kv_layout_of,
     open_weights,
     resolve_dtype,
     set_mode,
@@ -72,19 +71,19 @@ class CudaRunner(ModelRunner):
         device.check_kernels()  # before reading the model, which takes minutes
         target, config = device.tensors_on, read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, target, options.load_format)
-        kv_format = kv_format_of(config, resolve_dtype(options.dtype, target), options.block_size)
+        kv_layout = kv_layout_of(config, resolve_dtype(options.dtype, target), options.block_size)
         num_positions, num_blocks = config.max_position_embeddings, None
         if options.kv_cache_bytes is not None:
-            num_blocks = num_blocks_for(kv_format, options.kv_cache_bytes)
-            num_positions = min(num_positions, num_blocks * kv_format.block_size)
-        model = empty_model(model_dir, config, kv_format.dtype, target, num_positions=num_positions)
+            num_blocks = num_blocks_for(kv_layout, options.kv_cache_bytes)
+            num_positions = min(num_positions, num_blocks * kv_layout.block_size)
+        model = empty_model(model_dir, config, kv_layout.dtype, target, num_positions=num_positions)
         with (
             open_weights(model_dir, config, model, options.load_format) as source,
             ThreadPoolExecutor(1, "compile", initializer=device.bind) as thread,
         ):
             set_mode(model, options.mode)
-            one_block = allocate_kv_cache(kv_format, 1, target)
-            compiled = thread.submit(warm_up, ModelExecutor(model, one_block, kv_format), options)
+            one_block = allocate_kv_cache(kv_layout, 1, target)
+            compiled = thread.submit(warm_up, ModelExecutor(model, one_block, kv_layout), options)
             load_weights(source.tensors, model.weight_destinations())
             revision = source.revision()
             compiled.result()
@@ -93,12 +92,12 @@ class CudaRunner(ModelRunner):
         finish_model(model, options.mode, is_compressed=is_compressed)
         device.release_cached()
         executor = ModelExecutor(
-            model, one_block, kv_format, check_thread=device.check_bound, clock=options.clock
+            model, one_block, kv_layout, check_thread=device.check_bound, clock=options.clock
         )
         warm_up(executor, options)
         if num_blocks is None:
-            num_blocks = num_blocks_in(device.memory(), kv_format)
-        executor.kv_cache = allocate_kv_cache(kv_format, num_blocks, target)
+            num_blocks = num_blocks_in(device.memory(), kv_layout)
+        executor.kv_cache = allocate_kv_cache(kv_layout, num_blocks, target)
         warm_up(executor, options)  # compiles kernels for the strides of a large cache
         return cls(
             executor,
@@ -116,10 +115,8 @@ class CudaRunner(ModelRunner):
 
 def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     """Launches every kernel that a step or a push can need, and runs the largest steps."""
-    kv_format = executor.kv_format
-    weights = [
-        each.weight for each in executor.model.modules() if isinstance(each, Linear | OutputHead)
-    ]
+    kv_layout = executor.kv_layout
+    weights = [each.weight for each in executor.model.modules() if isinstance(each, ProductModule)]
     row_counts = product_row_counts(
         weights,
         executor.kv_cache.dtype,
@@ -127,13 +124,13 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
         is_batch_invariant=options.mode == "exact",
     )
     for step in warm_up_steps(
-        kv_format.block_size,
+        kv_layout.block_size,
         row_counts,
         max_batch_tokens=options.max_batch_tokens,
         max_sequences=options.max_sequences,
         vocab_size=executor.model.config.vocab_size,
     ):
         executor.run(step)
-    wire = memoryview(bytearray(kv_format.bytes_per_token))
+    wire = memoryview(bytearray(kv_layout.bytes_per_token))
     executor.read_kv([0], 0, 1, wire)
     executor.write_kv([0], 0, 1, wire)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.errors import ConfigError
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvLayout
 
 KV_SHARE = 0.9  # the rest: attention's partial sums over long contexts, fragmentation, the driver
 MAX_BLOCKS = 1 << 20  # the engine has records of each block; 16 M tokens are enough for any batch
@@ -19,10 +19,10 @@ class MemoryReport:
     total: int
 
 
-def num_blocks_in(report: MemoryReport, kv_format: KvFormat) -> int:
+def num_blocks_in(report: MemoryReport, kv_layout: KvLayout) -> int:
     """Blocks in 0.9 of the free memory, at most 1,048,576. Raises ConfigError if there are none."""
     num_bytes = int(report.free * KV_SHARE)
-    num_blocks = num_bytes // (kv_format.bytes_per_token * kv_format.block_size)
+    num_blocks = num_bytes // kv_layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"{report.free >> 20} MiB of {report.total >> 20} MiB of device memory are free after "

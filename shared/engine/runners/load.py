@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from shared.engine.runners.mode_choice import resolve_mode
 from shared.engine.runners.model_loading import LoadOptions
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import ConfigError
+from shared.numerics import ModeChoice
 
 
 def resolve_device(name: str) -> torch.device:
@@ -33,11 +35,14 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_runner(model_dir: Path | str, device: str = "cpu", **options: Any) -> ModelRunner:
-    """`options` are the fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
+def load_runner(
+    model_dir: Path | str, device: str = "cpu", *, mode: ModeChoice = "exact", **options: Any
+) -> ModelRunner:
+    """`options` are the other fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
     ConfigError for a bad option.
     """
-    model_dir, chosen, target = Path(model_dir), LoadOptions(**options), resolve_device(device)
+    model_dir, target = Path(model_dir), resolve_device(device)
+    chosen = LoadOptions(mode=resolve_mode(mode, target), **options)
     if target.type == "cuda":
         from shared.engine.runners.cuda_device import cuda_device
         from shared.engine.runners.cuda_runner import CudaRunner

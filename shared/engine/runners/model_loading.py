@@ -14,16 +14,16 @@ import torch
 from shared.clock import Clock, MonotonicClock
 from shared.config import LOAD_FORMATS
 from shared.engine.layers.attention import Attention
-from shared.engine.layers.embedding import OutputHead
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import MatrixModule, ProductModule
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.weights.dummy_weights import DummyTensors
-from shared.engine.weights.load import CheckpointTensors, open_checkpoint, weights_digest
+from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.weight_form import weights_report
+from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvGroup, KvLayout, PagedKv
 from shared.numerics import Mode
 
 log = structlog.get_logger(__name__)
@@ -74,11 +74,15 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return dtype
 
 
-def kv_format_of(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
+def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
     """Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
-    return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
+    state = PagedKv(config.num_kv_heads, config.head_dim, dtype)
+    if len(config.reaches) == 1:
+        state = msgspec.structs.replace(state, reach=config.reaches[0])
+    group = KvGroup(tuple(range(config.num_layers)), state)
+    return KvLayout((group,), block_size, hash_tokens=block_size)
 
 
 def empty_model(
@@ -100,10 +104,10 @@ def empty_model(
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSource:
+class OpenedWeights:
     """Tensors by the model's names. `described`: other inputs that determine the weights."""
 
-    tensors: CheckpointTensors
+    tensors: WeightSource
     described: bytes
     revision: Callable[[], str]
 
@@ -111,7 +115,7 @@ class WeightSource:
 @contextmanager
 def open_weights(
     model_dir: Path, config: ModelConfig, model: Decoder, load_format: str
-) -> Iterator[WeightSource]:
+) -> Iterator[OpenedWeights]:
     """Raises CheckpointError, and ConfigError for an unknown format."""
     described = msgspec.json.encode(config)
     if load_format not in LOAD_FORMATS:
@@ -122,11 +126,11 @@ def open_weights(
         norm_weight = 0.0 if config.has_unit_offset_norms else 1.0
         dummy = DummyTensors(model_dir, model.weight_destinations(), norm_weight=norm_weight)
         described += dummy.identity.encode()
-        yield WeightSource(dummy, described, lambda: weights_digest(dummy, described))
+        yield OpenedWeights(dummy, described, lambda: weights_digest(dummy, described))
         return
     with open_checkpoint(model_dir) as tensors:
-        read = TextTensors(tensors) if config.is_text_part else tensors
-        yield WeightSource(read, described, lambda: weights_digest(tensors, described))
+        read: WeightSource = TextTensors(tensors) if config.is_text_part else tensors
+        yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
 
 
 def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
@@ -134,7 +138,7 @@ def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
     for module in model.modules():
-        if isinstance(module, Linear | OutputHead):
+        if isinstance(module, ProductModule):
             module.pack()
     model.fuse()
     set_mode(model, mode)
@@ -142,5 +146,7 @@ def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
 
 def set_mode(model: Decoder, mode: Mode) -> None:
     for module in model.modules():
-        if isinstance(module, Linear | OutputHead | Attention):
+        if isinstance(module, MatrixModule):
+            module.set_batch_invariance(is_batch_invariant=mode == "exact")
+        elif isinstance(module, Attention):
             module.is_batch_invariant = mode == "exact"

@@ -28,7 +28,7 @@ from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
 from shared.engine.sampling.mask_words import join_masks
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
 from shared.numerics import Mode
 
@@ -48,14 +48,14 @@ class ModelExecutor:
         self,
         model: Decoder,
         kv_cache: Tensor,
-        kv_format: KvFormat,
+        kv_layout: KvLayout,
         *,
         check_thread: Callable[[], None] = _no_check,
         clock: Clock | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self.kv_format = kv_format
+        self.kv_layout = kv_layout
         self._device = kv_cache.device
         self._check_thread = check_thread
         self._clock = MonotonicClock() if clock is None else clock
@@ -90,7 +90,7 @@ class ModelExecutor:
             torch.from_numpy(inputs.input_ids).to(self._device),
             torch.from_numpy(inputs.positions).to(self._device),
             self.kv_cache,
-            build_attention_inputs(inputs, self._device),
+            build_attention_inputs(inputs, self._device, self.model.config.reaches),
         )
 
     @torch.inference_mode()
@@ -157,23 +157,23 @@ class ModelExecutor:
         return hidden.index_select(0, rows)
 
     def _wire_shape(self, num_tokens: int) -> tuple[int, ...]:
-        kv_format = self.kv_format
-        return (kv_format.num_layers, 2, num_tokens, kv_format.num_kv_heads, kv_format.head_dim)
+        planes, heads, dim = self.kv_layout.state.row
+        return (self.kv_layout.num_layers, planes, num_tokens, heads, dim)
 
     def _check_run(
         self, block_table: Sequence[int], first_token: int, num_tokens: int, num_bytes: int
     ) -> None:
         if (
             first_token < 0
-            or first_token + num_tokens > len(block_table) * self.kv_format.block_size
+            or first_token + num_tokens > len(block_table) * self.kv_layout.block_size
         ):
             raise ValueError(
                 f"tokens [{first_token}, {first_token + num_tokens}) lie outside of "
-                f"{len(block_table)} blocks of {self.kv_format.block_size}"
+                f"{len(block_table)} blocks of {self.kv_layout.block_size}"
             )
-        if num_bytes != num_tokens * self.kv_format.bytes_per_token:
+        if num_bytes != num_tokens * self.kv_layout.bytes_per_token:
             raise ValueError(
-                f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_format.key}"
+                f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_layout.key}"
             )
 
 
@@ -200,9 +200,9 @@ class ModelRunner:
         self.executor = executor
         self.model_name = model_name
         self.revision = revision
-        self.kv_format = executor.kv_format
+        self.kv_layout = executor.kv_layout
         device = executor.kv_cache.device
-        self.numerics = device_numerics(device, self.kv_format.dtype, mode)
+        self.numerics = device_numerics(device, self.kv_layout.dtype, mode)
         self.num_blocks = executor.kv_cache.shape[2]
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size
@@ -234,7 +234,7 @@ class ModelRunner:
 
     async def check(self) -> None:
         """Runs a step of a prompt and a decode, which both sample a token."""
-        step = idle_step(self.kv_format.block_size, [2, 1], temperature=1.0)
+        step = idle_step(self.kv_layout.block_size, [2, 1], temperature=1.0)
         await _on(self._step_thread, self.executor.run, step)
 
     async def read_kv(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shared.clock import Clock
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvGroup, KvLayout, PagedKv
 from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
@@ -62,9 +62,11 @@ class TimingRunner:
         variant: int = 0,
     ) -> None:
         """Runners with another `variant` compute other bits, as on another kind of device."""
-        self.kv_format = KvFormat("uint8", block_size, 1, 1, STATE_BYTES // 2)
+        self.kv_layout = KvLayout(
+            (KvGroup((0,), PagedKv(1, STATE_BYTES // 2, "uint8")),), block_size, block_size
+        )
         device = f"timing-{variant}" if variant else "timing"
-        self.numerics = Numerics(mode, device, self.kv_format.dtype, str(KERNELS_VERSION))
+        self.numerics = Numerics(mode, device, self.kv_layout.dtype, str(KERNELS_VERSION))
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
@@ -224,7 +226,7 @@ class TimingRunner:
         return self.vocab_size - FIRST_TOKEN_ID
 
     def _slot(self, table: Sequence[int], position: int) -> int:
-        size = self.kv_format.block_size
+        size = self.kv_layout.block_size
         return table[position // size] * size + position % size
 
     def _bytes_of(self, table: Sequence[int], position: int) -> slice:
@@ -232,7 +234,7 @@ class TimingRunner:
         return slice(first, first + STATE_BYTES)
 
     def _slots(self, table: Sequence[int], first_token: int, num_tokens: int) -> NDArray[np.int64]:
-        size = self.kv_format.block_size
+        size = self.kv_layout.block_size
         positions = np.arange(first_token, first_token + num_tokens)
         slots: NDArray[np.int64] = np.array(table)[positions // size] * size + positions % size
         return slots

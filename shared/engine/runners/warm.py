@@ -9,7 +9,7 @@ import torch
 from kernels.ops import cpu_host
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.cpu_kernels import compile_plan
-from shared.engine.runners.model_loading import kv_format_of, resolve_dtype
+from shared.engine.runners.model_loading import kv_layout_of, resolve_dtype
 from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError
 
@@ -24,9 +24,9 @@ def compile_model(
     Raises CheckpointError, and ConfigError for a bad option or a host that cannot compile.
     """
     config = read_config(model_dir)
-    kv_format = kv_format_of(config, resolve_dtype(dtype, _CPU), block_size)
+    kv_layout = kv_layout_of(config, resolve_dtype(dtype, _CPU), block_size)
     is_compressed = uses_compressed(weights, model_dir, _CPU)
-    plan = compile_plan(config, kv_format, is_compressed=is_compressed)
+    plan = compile_plan(config, kv_layout, is_compressed=is_compressed)
     failure = cpu_host().compile_ahead(plan)
     if failure is not None:
         raise ConfigError(f"CPU kernels cannot be compiled here: {failure}")

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -23,41 +22,10 @@ from shared.engine.codec.manifest import (
 )
 from shared.engine.codec.shard import BundleShard
 from shared.engine.codec.threads import coding_threads
+from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import one_line
-
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-class TensorInfo(NamedTuple):
-    """The properties of a tensor that need no reading; `dtype` is a safetensors name."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class Content(msgspec.Struct, frozen=True):
-    """The identity of a tensor: `dtype` (a safetensors name), shape, xxh3-128 of its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
 
 
 class TensorFile(Protocol):
@@ -65,7 +33,7 @@ class TensorFile(Protocol):
 
     def names(self) -> list[str]: ...
     def info(self, name: str) -> TensorInfo: ...
-    def read(self, name: str) -> Tensor: ...
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None: ...
     def content(self, name: str) -> Content: ...
 
 
@@ -90,12 +58,20 @@ class SafetensorsFile:
             described = self._handle.get_slice(name)
             return TensorInfo(described.get_dtype(), tuple(described.get_shape()))
 
-    def read(self, name: str) -> Tensor:
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
+        check_part(name, self.info(name).shape, cut, out)
         with self._named(name):
-            return self._handle.get_tensor(name)
+            if cut.is_whole:
+                out.copy_(self._handle.get_tensor(name))
+                return
+            stored = self._handle.get_slice(name)
+            for part, rows in cut.slices(stored.get_shape()):
+                out[rows].copy_(stored[part])
 
     def content(self, name: str) -> Content:
-        data = self.read(name).contiguous().view(-1).view(torch.uint8).numpy().data
+        with self._named(name):
+            tensor = self._handle.get_tensor(name)
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         return Content(*self.info(name), xxhash.xxh3_128_hexdigest(data))
 
     @contextmanager
@@ -107,7 +83,7 @@ class SafetensorsFile:
 
 
 class BundledFile:
-    """A shard of a bundle: each read decodes on all threads and verifies the checksum."""
+    """A shard of a bundle: each read decodes a whole tensor on all threads and verifies it."""
 
     def __init__(self, shard: BundleShard) -> None:
         self._shard = shard
@@ -119,16 +95,22 @@ class BundledFile:
         stored = self._shard.tensors[name]
         return TensorInfo(stored.dtype, stored.shape)
 
-    def read(self, name: str) -> Tensor:
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         stored = self._shard.tensors[name]
-        dtype = _DTYPES.get(stored.dtype)
+        check_part(name, stored.shape, cut, out)
+        dtype = DTYPES.get(stored.dtype)
         if dtype is None:
             where = f"{self._shard.path}: tensor {name}"
             raise CheckpointError(f"{where}: dtype {stored.dtype!r} is not supported")
         if not stored.num_bytes:
-            return torch.empty(stored.shape, dtype=dtype)
+            return
         data = torch.from_numpy(self._shard.original_bytes(name))
-        return data.view(dtype).view(stored.shape)
+        tensor = data.view(dtype).view(stored.shape)
+        if cut.is_whole:
+            out.copy_(tensor)
+            return
+        for part, rows in cut.slices(stored.shape):
+            out[rows].copy_(tensor[part])
 
     def content(self, name: str) -> Content:
         """From the bundle's manifest; every read is verified against it."""

@@ -16,8 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.weights.checkpoint_files import Content, TensorInfo
-from shared.engine.weights.load import CheckpointTensors
+from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.weight_source import Content, TensorInfo, check_part
 
 VERSION = 1  # of the formula: a change changes weights and revisions
 CHUNK_ELEMENTS = 1 << 22
@@ -25,8 +25,8 @@ _SUM_MEAN = 4 * 127.5
 _SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
-class DummyTensors(CheckpointTensors):
-    """A checkpoint of exactly the model's tensors; reads no file but the config."""
+class DummyTensors:
+    """A `WeightSource` of exactly the model's tensors; reads no file but the config."""
 
     def __init__(
         self,
@@ -65,27 +65,30 @@ class DummyTensors(CheckpointTensors):
         digest = xxhash.xxh3_128_hexdigest(described)
         return Content("F32", self._shapes[name], digest)
 
-    def read(self, name: str) -> Tensor:
-        made = torch.empty(self._shapes[name])
-        self.copy_to(name, made)
-        return made
-
-    def copy_to(self, name: str, destination: Tensor) -> None:
-        """Computes the tensor on the destination's device, rounded once to its dtype."""
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
+        """Computes the part on the device of `out`, rounded once to its dtype."""
+        full = self._shapes[name]
+        check_part(name, full, cut, out)
         if name.endswith(".bias"):
-            destination.zero_()
+            out.zero_()
         elif name.endswith("norm.weight"):
-            destination.fill_(self._norm_weight)
+            out.fill_(self._norm_weight)
         else:
             key = xxhash.xxh3_64_intdigest(f"{self.identity}/{name}".encode())
-            _fill_normal(destination.view(-1), key, 1 / math.sqrt(destination.shape[-1]))
+            width, std = math.prod(full[1:]), 1 / math.sqrt(full[-1])
+            for (rows, *columns), part in cut.slices(full):
+                if not columns:
+                    _fill_run(out[part].view(-1), key, rows.start * width, std)
+                    continue
+                for row, values in enumerate(out[part], start=rows.start):
+                    _fill_run(values, key, row * width + columns[0].start, std)
 
 
-def _fill_normal(out: Tensor, key: int, std: float) -> None:
-    """out [n]"""
+def _fill_run(out: Tensor, key: int, index: int, std: float) -> None:
+    """out [n]: consecutive elements."""
     for start in range(0, len(out), CHUNK_ELEMENTS):
         chunk = out[start : start + CHUNK_ELEMENTS]
-        bits = _hashes(key + start * 0x9E3779B9, len(chunk), out.device)
+        bits = _hashes(key + (index + start) * 0x9E3779B9, len(chunk), out.device)
         total = (bits & 255).add_((bits >> 8) & 255).add_((bits >> 16) & 255)
         total.add_((bits >> 24) & 255)
         chunk.copy_(total.float().sub_(_SUM_MEAN).mul_(std / _SUM_STD))

@@ -14,12 +14,9 @@ import msgspec
 import xxhash
 from torch import Tensor
 
-from shared.engine.weights.checkpoint_files import (
-    Content,
-    TensorFile,
-    TensorInfo,
-    checkpoint_folder,
-)
+from shared.engine.parallel.cuts import WHOLE, Cut
+from shared.engine.weights.checkpoint_files import TensorFile, checkpoint_folder
+from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE, one_line
 
@@ -35,7 +32,7 @@ class _Index(msgspec.Struct):
 
 
 class CheckpointTensors:
-    """The tensors of an open checkpoint, mapped into memory and read on demand."""
+    """The `WeightSource` of an open checkpoint: files that are mapped and read on demand."""
 
     def __init__(
         self,
@@ -62,13 +59,9 @@ class CheckpointTensors:
         """Raises CheckpointError."""
         return self._files[self._path_of[name]].info(name)
 
-    def read(self, name: str) -> Tensor:
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         """Raises CheckpointError."""
-        return self._files[self._path_of[name]].read(name)
-
-    def copy_to(self, name: str, destination: Tensor) -> None:
-        """Converts to the destination's dtype and moves to its device. Raises CheckpointError."""
-        destination.copy_(self.read(name))
+        self._files[self._path_of[name]].read_into(name, cut, out)
 
     def content(self, name: str) -> Content:
         """Raises CheckpointError."""
@@ -118,13 +111,13 @@ def _file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
     return sorted(set(index.values()))
 
 
-def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
+def load_weights(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> None:
     """Copies every tensor into the view of the model's parameters with its name."""
     for name in matched_names(tensors, destinations):
-        tensors.copy_to(name, destinations[name])
+        tensors.read_into(name, WHOLE, destinations[name])
 
 
-def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> list[str]:
+def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors to copy. Raises CheckpointError if one is missing, is not part of
     the model or contradicts the config.
 
@@ -142,7 +135,7 @@ def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]
     return [name for name in names if name in destinations]
 
 
-def _check_info(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
+def _check_info(tensors: WeightSource, name: str, destination: Tensor) -> None:
     dtype, shape = tensors.info(name)
     if dtype not in SOURCE_DTYPES:
         raise CheckpointError(
@@ -155,7 +148,7 @@ def _check_info(tensors: CheckpointTensors, name: str, destination: Tensor) -> N
         )
 
 
-def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
+def weights_digest(tensors: WeightSource, config: bytes) -> str:
     """xxh3-128 in hex over the config and each tensor's name, dtype, shape and digest, by name.
 
     Independent of the distribution of tensors over files, and of bundling.
@@ -166,9 +159,7 @@ def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
     return digest.hexdigest()
 
 
-def _is_tied_copy(
-    tensors: CheckpointTensors, name: str, destinations: Mapping[str, Tensor]
-) -> bool:
+def _is_tied_copy(tensors: WeightSource, name: str, destinations: Mapping[str, Tensor]) -> bool:
     """Whether it is the output head of a tied model, which some exporters write redundantly."""
     embedding = "model.embed_tokens.weight"
     if name != "lm_head.weight" or embedding not in destinations:
@@ -176,5 +167,5 @@ def _is_tied_copy(
     return tensors.content(name) == tensors.content(embedding)
 
 
-def _where(tensors: CheckpointTensors, names: list[str]) -> Path:
+def _where(tensors: WeightSource, names: list[str]) -> Path:
     return tensors.path(names[0]).parent if names else Path(SINGLE_FILE)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shared.engine.weights.checkpoint_files import Content, TensorInfo
-from shared.engine.weights.load import CheckpointTensors
+from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 
 # The prefixes that transformers writes, and the parameter names of its models.
 TEXT_PREFIXES = {
@@ -18,10 +18,10 @@ TEXT_PREFIXES = {
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
-class TextTensors(CheckpointTensors):
-    """The tensors of the language model, by their names in a text-only checkpoint."""
+class TextTensors:
+    """A `WeightSource` of the language model, by the names of a text-only checkpoint."""
 
-    def __init__(self, tensors: CheckpointTensors) -> None:
+    def __init__(self, tensors: WeightSource) -> None:
         self._tensors = tensors
         self._source = {
             _text_name(name): name for name in tensors.names() if not _is_other_part(name)
@@ -39,8 +39,8 @@ class TextTensors(CheckpointTensors):
     def info(self, name: str) -> TensorInfo:
         return self._tensors.info(self._source[name])
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors.read(self._source[name])
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
+        self._tensors.read_into(self._source[name], cut, out)
 
     def content(self, name: str) -> Content:
         return self._tensors.content(self._source[name])

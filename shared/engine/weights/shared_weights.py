@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host, pack_weight
-from shared.engine.layers.linear import parameter_of, replace_weight
-from shared.engine.weights.load import CheckpointTensors, matched_names
+from shared.engine.weights.load import matched_names
 from shared.engine.weights.shared_file import (
     MAGIC,
     PackedFile,
@@ -42,6 +41,7 @@ from shared.engine.weights.weight_bytes import (
     packed_view,
 )
 from shared.engine.weights.weight_regions import Region, filled_bytes, regions_of, view_of
+from shared.engine.weights.weight_source import WeightSource
 from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ def weights_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def map_weights(
     model: nn.Module,
     destinations: Mapping[str, Tensor],
-    tensors: CheckpointTensors,
+    tensors: WeightSource,
     config: bytes,
     revision: Callable[[], str],
     cache_dir: Path,
@@ -89,7 +89,7 @@ def map_weights(
 
 
 def compress_weights(
-    model: nn.Module, destinations: Mapping[str, Tensor], tensors: CheckpointTensors
+    model: nn.Module, destinations: Mapping[str, Tensor], tensors: WeightSource
 ) -> None:
     """Fills a model on the CPU with private weights, compressed where they become smaller.
 
@@ -119,7 +119,7 @@ def compress_in_place(model: nn.Module, destinations: Mapping[str, Tensor]) -> N
 
 def _packed_file(
     regions: list[Region],
-    tensors: CheckpointTensors,
+    tensors: WeightSource,
     config: bytes,
     revision: Callable[[], str],
     cache_dir: Path,
@@ -173,7 +173,7 @@ def _place(tensor: Tensor) -> list[str | int | tuple[int, ...]]:
 
 
 def _write_region(
-    writer: PayloadWriter, region: Region, tensors: CheckpointTensors, *, is_compressed: bool
+    writer: PayloadWriter, region: Region, tensors: WeightSource, *, is_compressed: bool
 ) -> None:
     filled = filled_bytes(region, tensors)
     compressed = region.compressed(filled) if is_compressed else None
@@ -182,7 +182,7 @@ def _write_region(
         return
     is_needed_dense = region.is_needed_dense
     for name, module in region.linears.items():
-        dense = view_of(filled, parameter_of(module))
+        dense = view_of(filled, module.parameter)
         weight = pack_weight(dense) if can_share_packed() else dense
         if cpu_host().is_packed(weight):
             form, data = packed_bytes(weight)
@@ -210,4 +210,4 @@ def _adopt(region: Region, packed: PackedFile) -> None:
     for name, module in region.linears.items():
         span = spans.get(_packed_name(name))
         if span is not None and isinstance(span.form, PackedForm):
-            replace_weight(module, packed_view(span.form, packed.bytes_of(_packed_name(name))))
+            module.replace_weight(packed_view(span.form, packed.bytes_of(_packed_name(name))))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Compressed, compress_weight
-from shared.engine.layers.embedding import OutputHead, TokenEmbedding
-from shared.engine.layers.linear import Linear, parameter_of, replace_weight
-from shared.engine.weights.load import CheckpointTensors
+from shared.engine.layers.embedding import TokenEmbedding
+from shared.engine.layers.linear import ProductModule
+from shared.engine.parallel.cuts import WHOLE
+from shared.engine.weights.weight_source import WeightSource
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Region:
     name: str
     num_bytes: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    linears: dict[str, Linear | OutputHead] = field(default_factory=dict)
+    linears: dict[str, ProductModule] = field(default_factory=dict)
     embeddings: dict[str, TokenEmbedding] = field(default_factory=dict)
     destinations: dict[str, Tensor] = field(default_factory=dict)
     has_other_readers: bool = False
@@ -48,12 +49,12 @@ class Region:
         readers = [*self.linears.values(), *self.embeddings.values()]
         if not readers or self.has_other_readers:
             return None
-        weight = parameter_of(readers[0])
+        weight = readers[0].parameter
         return compress_weight(weight if filled is None else view_of(filled, weight))
 
     def adopt_compressed(self, weight: Compressed) -> None:
         for module in (*self.linears.values(), *self.embeddings.values()):
-            replace_weight(module, weight)
+            module.replace_weight(weight)
 
     def adopt(self, filled: Tensor) -> None:
         """Makes the tensors views of `filled`, the bytes of the storage."""
@@ -78,7 +79,7 @@ def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Reg
 
 
 def _add_reader(region: Region, name: str, module: nn.Module, tensor: Tensor) -> None:
-    if isinstance(module, Linear | OutputHead) and tensor is module.weight:
+    if isinstance(module, ProductModule) and tensor is module.weight:
         region.linears[name] = module
     elif isinstance(module, TokenEmbedding):
         region.embeddings[name] = module
@@ -97,14 +98,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def filled_bytes(region: Region, tensors: CheckpointTensors) -> Tensor:
+def filled_bytes(region: Region, tensors: WeightSource) -> Tensor:
     """The bytes of one storage, [num_bytes] uint8. Raises CheckpointError."""
     filled = torch.empty(region.num_bytes, dtype=torch.uint8)
     if not region.is_covered:
         first = next(iter(region.tensors.values()))
         filled.copy_(torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()))
     for name, destination in region.destinations.items():
-        tensors.copy_to(name, view_of(filled, destination))
+        tensors.read_into(name, WHOLE, view_of(filled, destination))
     return filled
 
 

@@ -64,7 +64,7 @@ def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None
             block_size=config.block_size,
             vocab_size=VOCAB_SIZE,
             cost=StepCost(base_s=step_s, per_token_s=SECONDS_PER_TOKEN),
-            mode=config.mode,
+            mode="exact" if config.mode == "auto" else config.mode,
         )
 
     def run(config: WorkerConfig) -> int:

@@ -191,6 +191,19 @@ def test_grammar_that_cannot_be_followed_fails_its_request_alone(
     play(test)
 
 
+def test_choice_whose_grammar_fails_ends_alone() -> None:
+    expected = output_of(constrained(outputs={0: []}))
+
+    async def test(it: GrammarCluster) -> None:
+        request = constrained(outputs={0: [], 1: encode("delta")})
+        placement_id = await it.peer.place("decode-1", request)
+        bad = await it.peer.finished(placement_id, 1)
+        assert failed(bad.finish) == GrammarReplayFailed.code
+        assert (await it.peer.finished(placement_id, 0)).output == expected
+
+    play(test)
+
+
 def test_mask_that_takes_too_long_fails_its_request_alone() -> None:
     async def test(it: GrammarCluster) -> None:
         it.lanes.is_holding = True

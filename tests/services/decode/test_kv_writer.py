@@ -40,7 +40,7 @@ def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:
         num_layers=1,
         first_head=0,
         num_heads=1,
-        kv_format=runner.kv_format.key,
+        kv_format=runner.kv_layout.key,
         num_cached_tokens=0,
         payload_bytes=16 * STATE_BYTES,
         numerics=runner.numerics,

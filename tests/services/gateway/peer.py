@@ -134,6 +134,8 @@ class PeerDecode:
         )
     )
 
+    finishes: dict[int, Finish] = field(default_factory=dict)  # by choice; default: `finish`
+
     def __post_init__(self) -> None:
         self.step = 0
         self.is_hung = False
@@ -217,7 +219,7 @@ class PeerDecode:
             if run.request.pooling is not None:
                 run.finish = msgspec.structs.replace(self.finish, embedding=self.embedding)
             elif position >= len(run.answer):
-                run.finish = self.finish
+                run.finish = self.finishes.get(run.choice_index, self.finish)
             else:
                 run.token_ids.append(run.answer[position])
                 if len(run.token_ids) == run.request.sampling.max_tokens:

@@ -25,7 +25,7 @@ def test_text_event_equals_the_encoded_chunk(
     framing: Framing, model: str, texts: list[str]
 ) -> None:
     event = TextEvent(framing, lambda text: chunk(model, text))
-    texts = ["", '"\n\n\x00', "\ufdd0text\ufdd1", *texts]
+    texts = ["", '"\n\n\x00', "\ufdd0text\ufdd1", "\x85\u2028", *texts]
     events = [framing.event(chunk(model, text)) for text in texts]
     assert [event.of([text]) for text in texts] == events
     assert event.of(texts) == b"".join(events)
@@ -36,3 +36,13 @@ def test_fields_before_the_text_may_contain_the_mark() -> None:
     encoded = TextEvent(SSE, lambda text: chunk(model, text)).of(["x"])
     body = msgspec.json.decode(encoded.removeprefix(b"data: "), type=ChatCompletionChunk)
     assert (body.model, body.choices[0].delta.content) == (model, "x")
+
+
+@pytest.mark.parametrize("framing", [SSE, LINES])
+@given(text=st.text(alphabet="a\x0b\x0c\x1c\x85\u2028\u2029é"))
+def test_no_text_ends_a_line(framing: Framing, text: str) -> None:
+    """Also not for clients whose lines end wherever Unicode's do."""
+    event = TextEvent(framing, lambda text: chunk("model", text)).of([text])
+    (line,) = filter(None, event.decode().splitlines())
+    body = msgspec.json.decode(line.removeprefix("data: "), type=ChatCompletionChunk)
+    assert body.choices[0].delta.content == text

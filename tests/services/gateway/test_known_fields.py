@@ -233,7 +233,6 @@ HARMLESS_IN: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("max_length", "source_lang", "target_lang", "raw", "lora"), "another API"),
         "suffix": "of text completions",
-        "reasoning": "of another API",
     },
     "completions": {
         **dict.fromkeys(
@@ -241,7 +240,7 @@ HARMLESS_IN: dict[str, dict[str, str]] = {
             "of models and bodies of another API",
         ),
         **dict.fromkeys(("max_length", "source_lang", "target_lang", "raw", "lora"), "another API"),
-        **dict.fromkeys(("parallel_tool_calls", "include_reasoning", "reasoning"), "of chats"),
+        **dict.fromkeys(("parallel_tool_calls", "include_reasoning"), "of chats"),
     },
     "run": {
         **dict.fromkeys(("prompt_cache_key", "cache_salt"), "of the cache"),

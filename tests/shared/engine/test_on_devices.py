@@ -131,7 +131,7 @@ def test_moved_kv_gives_the_same_tokens(model_dir: Path, device: str) -> None:
     moved = Blocks(target.num_blocks, seed=1).line(PROMPT, room=NUM_NEW)
 
     async def move() -> None:
-        wire = bytearray(len(PROMPT) * source.kv_format.bytes_per_token)
+        wire = bytearray(len(PROMPT) * source.kv_layout.bytes_per_token)
         await source.read_kv(line.block_table, 0, len(PROMPT), memoryview(wire))
         payload = memoryview(bytes(wire))
         await target.write_kv(moved.block_table, 0, len(PROMPT), payload)

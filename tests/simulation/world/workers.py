@@ -149,7 +149,7 @@ class SimulatedWorker:
         card = ModelCard(
             name=MODEL,
             revision=REVISION,
-            kv_format=self.runner.kv_format.key,
+            kv_format=self.runner.kv_layout.key,
             block_size=block_size,
             max_context_tokens=self.engine.max_context_tokens,
             vocab_size=self.runner.vocab_size,

@@ -39,6 +39,13 @@ class Delimiter(msgspec.Struct, frozen=True):
                 return None, False
             start = lead.start()
         found = self.pattern.search(text, start, partial=not is_ended)
+        return self._judged(found, text, is_ended)
+
+    def match(self, text: str, *, is_ended: bool) -> tuple[Any, bool]:
+        """As `search`, at the start of the text alone."""
+        return self._judged(self.pattern.match(text, partial=not is_ended), text, is_ended)
+
+    def _judged(self, found: Any, text: str, is_ended: bool) -> tuple[Any, bool]:
         if found is None or is_ended:
             return found, False
         at_end = found.end() == len(text)

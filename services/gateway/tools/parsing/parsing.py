@@ -46,8 +46,12 @@ class ResponseParsing:
         request_id: str,
         prompt_tail: str,
         num_earlier_calls: int = 0,
+        is_constrained: bool = False,
+        opens_reasoning: bool = True,
     ) -> ResponseParser:
-        """`prompt_tail`: the last text of the prompt. `num_earlier_calls`: in the conversation."""
+        """`prompt_tail`: the last text of the prompt. `num_earlier_calls`: in the conversation.
+        `is_constrained`, `opens_reasoning`: as of `ResponseParser`.
+        """
         offered = () if tools is None else tools.callable_tools
         template = self._full if offered else self._without_calls
         assert template is not None, "`applies` is true"
@@ -65,6 +69,8 @@ class ResponseParsing:
             call_id_of=call_id_of,
             custom={each.name for each in offered if each.custom is not None},
             is_thinking=self._opens_thinking(prompt_tail),
+            is_constrained=is_constrained,
+            opens_reasoning=opens_reasoning,
         )
 
     def _opens_thinking(self, prompt_tail: str) -> bool:

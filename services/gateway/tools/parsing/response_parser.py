@@ -7,6 +7,9 @@ outside (content) ◀── close ◀── content  ◀── open ──┤ ou
 A text may be split anywhere: what may be a part of a delimiter is held back. A call that cannot be
 read, or is of a tool that is not offered, becomes content as it is written. If its arguments began
 before that, it ends if they are complete, else stays without an end; the rest becomes content.
+
+Under a constraint, delimiters count only before the answer, where the grammar has them. Its first
+text makes it content to the end, character by character: a delimiter in it is a part of a string.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ CallIdOf = Callable[[int, str], str]  # of the call's index and name
 class ResponseParser:
     """`schemas`: of each offered tool's arguments, by name. `custom`: tools whose input is text.
     `is_thinking`: whether the prompt ends inside of reasoning. `num_calls`: complete calls.
+    `is_constrained`: whether a grammar applies to the answer, which is no call; only with
+    `opens_reasoning` may reasoning open before it.
     """
 
     def __init__(
@@ -45,13 +50,19 @@ class ResponseParser:
         call_id_of: CallIdOf,
         custom: Set[str] = frozenset(),
         is_thinking: bool = False,
+        is_constrained: bool = False,
+        opens_reasoning: bool = True,
     ) -> None:
         self.num_calls = 0
         self._choice = choice_index
         self._schemas = schemas
         self._custom = custom
         self._call_id_of = call_id_of
-        self._openings = [each for each in template.regions if each.open is not None]
+        self._openings = [
+            each
+            for each in template.regions
+            if each.open is not None and (opens_reasoning or each.kind != "thinking")
+        ]
         self._region = template.first("thinking") if is_thinking else None
         self._events: list[Event] = []
         self._buffer = ""
@@ -65,6 +76,9 @@ class ResponseParser:
         self._num_searched = 0  # characters of the buffer before which no closing starts
         self._text = ShownText(choice_index, markers, skips_spaces=is_thinking)
         self._is_ended = False
+        self._is_constrained = is_constrained
+        self._awaits_answer = is_constrained
+        self._is_literal = False  # the constrained answer has begun
 
     @property
     def is_reasoning(self) -> bool:
@@ -102,8 +116,11 @@ class ResponseParser:
     # Each step returns whether another one can do more.
 
     def _step(self) -> bool:
+        if self._is_literal:
+            self._add(self._text.literal(self._advance(len(self._buffer))))
+            return False
         if self._region is None:
-            return self._step_outside()
+            return self._step_before_answer() if self._awaits_answer else self._step_outside()
         if self._is_closing:
             return self._step_closing()
         if self._region.kind != "calls":
@@ -124,6 +141,27 @@ class ResponseParser:
         self._show("content", before)
         self._open(region, found)
         return True
+
+    def _step_before_answer(self) -> bool:
+        """A region opens here, or the constrained answer begins here."""
+        if not self._buffer:
+            return False
+        found = [(each, *self._match(each.open)) for each in self._openings]
+        if any(is_pending for _, _, is_pending in found):
+            return False
+        opened = [(region, match) for region, match, _ in found if match is not None]
+        if not opened:
+            self._is_literal = True
+            return True
+        region, match = max(opened, key=lambda each: each[1].end())
+        self._awaits_answer = region.kind == "thinking"
+        self._is_literal = region.kind == "content"
+        self._open(region, match)
+        return True
+
+    def _match(self, delimiter: Delimiter | None) -> tuple[Any, bool]:
+        assert delimiter is not None
+        return delimiter.match(self._buffer, is_ended=self._is_ended)
 
     def _find(self, regions: list[Region]) -> tuple[tuple[Region, Any] | None, int]:
         """The first opening, else None and the characters before what may be one."""
@@ -262,7 +300,11 @@ class ResponseParser:
         raw = self._raw + self._advance(num_chars)
         self._leave()
         self._text.skips_spaces = False
-        self._show("content", raw)
+        if self._is_constrained:
+            self._is_literal = True
+            self._add(self._text.literal(raw))
+        else:
+            self._show("content", raw)
 
     def _leave(self) -> None:
         self._text.leave()

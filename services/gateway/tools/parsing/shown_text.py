@@ -54,6 +54,10 @@ class ShownText:
             text, self._spaces = bare, text[len(bare) :]
         return self._delta(kind, text)
 
+    def literal(self, text: str) -> TextDelta | ReasoningDelta | None:
+        """Content whose spaces are a part of it, whatever is beside them."""
+        return self._delta("content", self._markers.restored(text))
+
     def rest(self, kind: Kind) -> TextDelta | ReasoningDelta | None:
         """At the end of all text: no delimiter follows the spaces."""
         text, self._spaces = self._spaces, ""

@@ -11,20 +11,13 @@ from typing import Any
 
 import regex
 
+from services.gateway.schemas.argument_text import ArgumentKinds, read
 from services.gateway.tools.parsing.response_template import Region
 
 MAX_BODY_CHARS = 256 * 1024  # each token copies what is held
 MATCH_TIMEOUT_S = 0.1
 _UNQUOTED_KEY = regex.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "object": (dict,),
-    "array": (list,),
-}
+_WORDS = {"true": True, "false": False, "null": None}
 
 
 def whole_calls(
@@ -129,9 +122,8 @@ def _restored(value: Any, strings: Sequence[str]) -> Any:
 
 
 def xml_parameters(text: str, args: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
-    """An object of the tags, with values of the types that the schema of the arguments declares."""
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, dict) else {}
+    """An object of the tags, with values of the kinds that the schema of the arguments allows."""
+    kinds = ArgumentKinds(schema)
     found: dict[str, Any] = {}
     end = 0
     for tag in regex.finditer(
@@ -140,43 +132,10 @@ def xml_parameters(text: str, args: Mapping[str, Any], schema: Mapping[str, Any]
         if text[end : tag.start()].strip():
             raise ValueError("text between parameters")
         end = tag.end()
-        found[tag["key"]] = typed(tag["value"], properties.get(tag["key"]))
+        found[tag["key"]] = read(tag["value"], kinds[tag["key"]])
     if text[end:].strip():
         raise ValueError("text after the parameters")
     return found
-
-
-def typed(text: str, schema: Any) -> Any:
-    """The value of a text whose type only the schema tells; the text where it has none of them."""
-    types = _declared_types(schema)
-    bare = text.strip()
-    value: Any = _WORDS.get(bare.lower(), text)
-    if value is text:
-        try:
-            value = json.loads(bare, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            return text
-    if isinstance(value, float) and value.is_integer() and "integer" in types:
-        value = int(value)
-    return value if any(_is_of_type(value, each) for each in types) else text
-
-
-def _declared_types(schema: Any) -> list[str]:
-    if not isinstance(schema, dict):
-        return []
-    declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else list(declared or ())
-    for key in ("anyOf", "oneOf"):
-        types += [each for option in schema.get(key) or () for each in _declared_types(option)]
-    if "enum" in schema and not types:
-        types = [name for name in _TYPES if any(_is_of_type(e, name) for e in schema["enum"])]
-    return types
-
-
-def _is_of_type(value: Any, name: Any) -> bool:
-    if isinstance(value, bool):
-        return bool(name == "boolean")
-    return isinstance(value, _TYPES.get(name, ()))
 
 
 def python_calls(text: str) -> list[dict[str, Any]]:

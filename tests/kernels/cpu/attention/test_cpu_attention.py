@@ -11,6 +11,8 @@ from torch import Tensor
 from kernels.cpu.attention.decode_attention import decode_attention
 from kernels.cpu.attention.prefill_attention import prefill_attention
 from kernels.cpu.attention.vector_attention import SEGMENT
+from shared.kv_layout import Chunk, Reach, Window, first_seen
+from tests.kernels.support.lower import lower_of
 from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -33,9 +35,9 @@ class Paged:
             block = self.table[token // block_size]
             self.cache[:, block, :, token % block_size] = self.kv[:, token]
 
-    def attend(self, query: Tensor, position: int, window: int | None, cap: float | None) -> Tensor:
+    def attend(self, query: Tensor, position: int, reach: Reach, cap: float | None) -> Tensor:
         """query [num_heads, D] at `position`, in FP64."""
-        start = 0 if window is None else max(0, position + 1 - window)
+        start = first_seen(reach, position)
         group = query.shape[0] // self.kv.shape[2]
         key, value = self.kv[:, start : position + 1].double().repeat_interleave(group, dim=2)
         scores = torch.einsum("hd,thd->ht", query.double(), key) / math.sqrt(query.shape[1])
@@ -45,7 +47,7 @@ class Paged:
 
 
 def prefill(
-    paged: Paged, query: Tensor, context_len: int, window: int | None, cap: float | None
+    paged: Paged, query: Tensor, context_len: int, reach: Reach, cap: float | None
 ) -> Tensor:
     return prefill_attention(
         query,
@@ -54,13 +56,13 @@ def prefill(
         torch.tensor([0, len(query)]),
         torch.tensor([context_len]),
         query.shape[2] ** -0.5,
-        window=window,
+        lower=lower_of(reach, [len(query)], [context_len], query.device),
         softcap=cap,
     )
 
 
 def decode(
-    paged: Paged, query: Tensor, context_lens: Tensor, window: int | None, cap: float | None
+    paged: Paged, query: Tensor, context_lens: Tensor, reach: Reach, cap: float | None
 ) -> Tensor:
     return decode_attention(
         query,
@@ -68,13 +70,16 @@ def decode(
         paged.table.expand(len(query), -1),
         context_lens,
         query.shape[2] ** -0.5,
-        window=window,
+        lower=lower_of(reach, [1] * len(query), context_lens.tolist(), query.device),
         softcap=cap,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (37, 2.5), (None, 2.5)])
+@pytest.mark.parametrize(
+    ("reach", "cap"),
+    [(None, None), (Window(1), None), (Window(37), 2.5), (Chunk(40), None), (None, 2.5)],
+)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)],
@@ -84,7 +89,7 @@ def test_prefill_and_decode_equal_fp64_and_each_other(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    window: int | None,
+    reach: Reach,
     cap: float | None,
     dtype: torch.dtype,
 ) -> None:
@@ -93,28 +98,28 @@ def test_prefill_and_decode_equal_fp64_and_each_other(
         num_tokens, heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
     )
     query = (torch.randn(num_tokens, num_heads, head_dim) * 2).to(dtype)
-    unchunked = prefill(paged, query, num_tokens, window, cap)
-    expected = torch.stack([paged.attend(q, i, window, cap) for i, q in enumerate(query)])
+    unchunked = prefill(paged, query, num_tokens, reach, cap)
+    expected = torch.stack([paged.attend(q, i, reach, cap) for i, q in enumerate(query)])
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(unchunked.double(), expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(decode(paged, query, torch.arange(1, 132), window, cap), unchunked)
+    assert torch.equal(decode(paged, query, torch.arange(1, 132), reach, cap), unchunked)
 
 
-@pytest.mark.parametrize("window", [None, 300, SEGMENT])
+@pytest.mark.parametrize("reach", [None, Window(300), Window(SEGMENT), Chunk(300)])
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 32)])
 def test_bits_do_not_depend_on_chunks_across_segments(
-    dtype: torch.dtype, head_dim: int, window: int | None
+    dtype: torch.dtype, head_dim: int, reach: Reach
 ) -> None:
     num_tokens = 2 * SEGMENT + 100
     paged = Paged(num_tokens, heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
     query = torch.randn(num_tokens, 4, head_dim).to(dtype)
-    unchunked = prefill(paged, query, num_tokens, window, None)
-    singly = decode(paged, query, torch.arange(1, num_tokens + 1), window, None)
+    unchunked = prefill(paged, query, num_tokens, reach, None)
+    singly = decode(paged, query, torch.arange(1, num_tokens + 1), reach, None)
     assert torch.equal(singly, unchunked)
     for size in (7, 64, 500):
         cuts = range(0, num_tokens, size)
         chunks = [
-            prefill(paged, query[cut : cut + size], min(cut + size, num_tokens), window, None)
+            prefill(paged, query[cut : cut + size], min(cut + size, num_tokens), reach, None)
             for cut in cuts
         ]
         assert torch.equal(torch.cat(chunks), unchunked)

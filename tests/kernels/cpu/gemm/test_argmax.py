@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from kernels.cpu.gemm.bf16_gemm import has_half_products
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.gemm_common import HALF_CHUNK_ROWS
 from kernels.cpu.simd.cpu_features import has_avx512
-from kernels.ops import argmax_logits, compress_weight, logits, pack_weight
+from kernels.ops import compress_weight, pack_weight, packed_argmax, packed_form, packed_logits
 from tests.threads import computing_threads
 
 BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
@@ -20,6 +22,14 @@ each_dtype = pytest.mark.parametrize(
     ids=str,
 )
 rng = torch.Generator().manual_seed(0)
+
+
+def argmax_logits(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    return packed_argmax(x, packed_form(weight))
+
+
+def logits(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    return packed_logits(x, packed_form(weight))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

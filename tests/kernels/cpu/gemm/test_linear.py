@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu.gemm.avx512_bf16_gemm import PIECE_STEPS, pack_pairs
 from kernels.cpu.gemm.linear import is_packed, linear, pack_weight
 from kernels.cpu.simd.cpu_features import has_amx, has_avx512, has_pair_products
-from kernels.ops import has_custom_gemm
+from kernels.ops import packed_form
 from tests.kernels.support.tolerance import assert_near
 from tests.threads import computing_threads
 
@@ -85,7 +85,7 @@ def test_nan_and_infinity_stay_in_their_rows() -> None:
 def test_full_tiles_are_packed_for_amx() -> None:
     packed = pack_weight(_operands((64, 96), torch.bfloat16)[1])
     assert is_packed(packed)
-    assert has_custom_gemm(packed)
+    assert packed_form(packed) is not None
     assert packed.shape == (3, 2, 16, 32, 2)
     assert pack_weight(packed) is packed
 
@@ -118,7 +118,7 @@ def test_full_fp32_blocks_are_packed_for_the_custom_gemm() -> None:
     weight = _operands((64, 96), torch.float32)[1]
     packed = pack_weight(weight)
     assert is_packed(packed)
-    assert has_custom_gemm(packed)
+    assert packed_form(packed) is not None
     assert packed.shape == (3, 64, 32)
     assert torch.equal(packed[1, 5], weight[32:64, 5])
     assert pack_weight(packed) is packed
@@ -128,5 +128,5 @@ def test_full_fp32_blocks_are_packed_for_the_custom_gemm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_shapes_have_no_custom_gemm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = _operands(shape, dtype)[1]
-    assert not has_custom_gemm(weight)
-    assert not has_custom_gemm(pack_weight(weight))
+    assert packed_form(weight) is None
+    assert packed_form(pack_weight(weight)) is None

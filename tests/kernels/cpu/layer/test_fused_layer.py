@@ -18,6 +18,7 @@ from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.ops import (
     add_rms_norm,
     compress_weight,
+    cpu_compressed_linear,
     gelu_and_mul,
     linear,
     pack_weight,
@@ -67,6 +68,10 @@ class Layer:
         self.post_norms = [self.random(self.hidden) for _ in range(2 * self.has_post_norms)]
         self.head_norms = [self.random(self.head_dim) for _ in range(2 * self.has_head_norms)]
 
+    def product(self, x: Tensor, index: int, bias: Tensor | None = None) -> Tensor:
+        multiply: Any = cpu_compressed_linear if self.is_compressed else linear
+        return multiply(x, self.weights[index], bias)
+
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=rng) * scale).to(self.dtype)
 
@@ -84,18 +89,18 @@ class Layer:
 
     def pre_attention(self, x: Tensor, *cached: Tensor) -> Tensor:
         normed = rms_norm(x, self.norms[0], EPS, has_unit_offset=self.has_unit_offset)
-        heads = linear(normed, self.weights[0], self.bias).view(len(x), -1, self.head_dim)
+        heads = self.product(normed, 0, self.bias).view(len(x), -1, self.head_dim)
         norms = dict(zip(("query_norm", "key_norm"), self.head_norms, strict=False))
         options: dict[str, Any] = {"eps": EPS, "has_unit_offset": self.has_unit_offset}
         return rotate_and_store(heads, *cached, **norms, **options)
 
     def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         options: dict[str, Any] = {"eps": EPS, "has_unit_offset": self.has_unit_offset}
-        update = linear(attended.flatten(1), self.weights[1])
+        update = self.product(attended.flatten(1), 1)
         if self.has_post_norms:
             update = rms_norm(update, self.post_norms[0], **options)
         normed, x = add_rms_norm(update, x, self.norms[1], **options)
-        update = linear(GATES[self.activation](linear(normed, self.weights[2])), self.weights[3])
+        update = self.product(GATES[self.activation](self.product(normed, 2)), 3)
         if self.has_post_norms:
             update = rms_norm(update, self.post_norms[1], **options)
         return x + update

@@ -11,8 +11,10 @@ from kernels.device import IS_INTERPRETED
 from kernels.gpu.attention.decode_attention import decode_attention
 from kernels.gpu.attention.prefill_attention import prefill_attention
 from kernels.reference.decode_attention import decode_attention as reference
+from shared.kv_layout import Chunk, Reach, Window
 from tests.kernels.gpu.contexts import Paged, paged
 from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.kernels.support.lower import lower_of
 from tests.kernels.support.tolerance import assert_near
 
 LENS = [63, 0, 1, 300, 100]
@@ -34,6 +36,7 @@ def _check(
     *,
     index_dtype: torch.dtype = torch.int64,
     num_kv_heads: int = 2,
+    reach: Reach = None,
     **options: Any,
 ) -> None:
     context = paged(
@@ -47,6 +50,7 @@ def _check(
     )
     query = _query(context, num_kv_heads * group, dtype)
     rest = (context.tables, context.context_lens, head_dim**-0.5)
+    options["lower"] = lower_of(reach, [1] * len(LENS), LENS, device)
     with poisoned_outputs():
         out = decode_attention(query, context.cache, *rest, **options)
     assert out.dtype == dtype
@@ -66,16 +70,20 @@ def test_shapes(
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 63, 100])
-def test_windows_and_capped_scores(
-    window: int | None,
+@pytest.mark.parametrize("reach", [None, Window(1), Window(63), Window(100), Chunk(16)])
+def test_reaches_and_capped_scores(
+    reach: Reach,
     softcap: float | None,
     is_batch_invariant: bool,
     device: torch.device,
     small_segments: None,
 ) -> None:
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
-    options = {"window": window, "softcap": softcap, "is_batch_invariant": is_batch_invariant}
+    options: dict[str, Any] = {
+        "reach": reach,
+        "softcap": softcap,
+        "is_batch_invariant": is_batch_invariant,
+    }
     _check(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
 
 
@@ -88,16 +96,17 @@ def test_any_number_of_processors(
     _check(2, 16, 16, torch.float32, device, num_kv_heads=1)
 
 
-@pytest.mark.parametrize("window", [40, 150])
-def test_blocks_before_the_window_are_not_read(window: int, device: torch.device) -> None:
+@pytest.mark.parametrize("reach", [Window(40), Window(150), Chunk(16), Chunk(70)])
+def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: torch.device) -> None:
     """These blocks may belong to other sequences by now."""
     lens = [300, 200, 30]
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     full = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
-    rest = full.without([length - window for length in lens])
+    rest = full.without([reach.first_seen(length - 1) for length in lens])
     query = _query(full, 4, dtype)
+    lower = lower_of(reach, [1] * len(lens), lens, device)
     out, expected = (
-        decode_attention(*(query, each.cache, each.tables, each.context_lens, 0.125), window=window)
+        decode_attention(*(query, each.cache, each.tables, each.context_lens, 0.125), lower=lower)
         for each in (rest, full)
     )
     assert torch.equal(out, expected)
@@ -119,12 +128,13 @@ def test_fp8_cache_with_scales(dtype: torch.dtype, device: torch.device) -> None
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "window"), [(7, 64, None), (1, 80, 70), (8, 128, None)]
+    ("group", "head_dim", "reach"),
+    [(7, 64, None), (1, 80, Window(70)), (1, 80, Chunk(48)), (8, 128, None)],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks(
     group: int,
     head_dim: int,
-    window: int | None,
+    reach: Reach,
     dtype: torch.dtype,
     device: torch.device,
     small_segments: None,
@@ -137,15 +147,23 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(
         lens, num_kv_heads=1, head_dim=head_dim, block_size=16, dtype=dtype, device=device
     )
     query = _query(context, group, dtype)
-    options: dict[str, Any] = {"window": window, "is_batch_invariant": True}
+    options: dict[str, Any] = {"is_batch_invariant": True}
+
+    def lower(query_len: int, *lens: int) -> Tensor | None:
+        return lower_of(reach, [query_len] * len(lens), lens, device)
+
     scale = head_dim**-0.5
     together = decode_attention(
-        query, context.cache, context.tables, context.context_lens, scale, **options
+        *(query, context.cache, context.tables, context.context_lens, scale),
+        **options,
+        lower=lower(1, *lens),
     )
     for seq in (0, 2, len(lens) - 1):
         one = context.rows([seq])
         alone = decode_attention(
-            query[seq : seq + 1], one.cache, one.tables, one.context_lens, scale, **options
+            *(query[seq : seq + 1], one.cache, one.tables, one.context_lens, scale),
+            **options,
+            lower=lower(1, lens[seq]),
         )
         assert torch.equal(alone[0], together[seq])
         before = random(12, group, head_dim, like=device, dtype=dtype, seed=5)
@@ -157,6 +175,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(
             one.context_lens,
             scale,
             **options,
+            lower=lower(13, lens[seq]),
         )
         assert torch.equal(prefilled[12], together[seq])
 

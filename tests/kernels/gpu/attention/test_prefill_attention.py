@@ -10,8 +10,10 @@ from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.gpu.attention.prefill_attention import prefill_attention
 from kernels.reference.prefill_attention import prefill_attention as reference
+from shared.kv_layout import Chunk, Reach, Window
 from tests.kernels.gpu.contexts import Paged, paged
 from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.kernels.support.lower import lower_of
 from tests.kernels.support.tolerance import assert_near
 
 # (query_len, context_len): full prompts, chunks, single tokens, no new tokens, empty contexts
@@ -39,6 +41,7 @@ def _check(
     *,
     index_dtype: torch.dtype = torch.int64,
     num_kv_heads: int = 2,
+    reach: Reach = None,
     **options: Any,
 ) -> None:
     context = paged(
@@ -54,6 +57,7 @@ def _check(
     query = _query(sum(query_lens), context, num_kv_heads * group, dtype)
     starts = _starts(query_lens, context.tables)
     rest = (context.tables, starts, context.context_lens, head_dim**-0.5)
+    options["lower"] = lower_of(reach, *zip(*CHUNKS, strict=True), device)
     with poisoned_outputs():
         out = prefill_attention(query, context.cache, *rest, **options)
     assert out.dtype == dtype
@@ -72,30 +76,35 @@ def test_shapes(
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 63, 100])
-def test_windows_and_capped_scores(
-    window: int | None,
+@pytest.mark.parametrize("reach", [None, Window(1), Window(63), Window(100), Chunk(16)])
+def test_reaches_and_capped_scores(
+    reach: Reach,
     softcap: float | None,
     is_batch_invariant: bool,
     device: torch.device,
     small_segments: None,
 ) -> None:
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
-    options = {"window": window, "softcap": softcap, "is_batch_invariant": is_batch_invariant}
+    options: dict[str, Any] = {
+        "reach": reach,
+        "softcap": softcap,
+        "is_batch_invariant": is_batch_invariant,
+    }
     _check(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
 
 
-@pytest.mark.parametrize("window", [40, 150])
-def test_blocks_before_the_window_are_not_read(window: int, device: torch.device) -> None:
+@pytest.mark.parametrize("reach", [Window(40), Window(150), Chunk(16), Chunk(70)])
+def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: torch.device) -> None:
     """These blocks may belong to other sequences by now."""
     query_lens, lens = [50, 1], [300, 200]
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     full = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
-    rest = full.without([lens[seq] - query_lens[seq] - window + 1 for seq in (0, 1)])
+    rest = full.without([reach.first_seen(lens[seq] - query_lens[seq]) for seq in (0, 1)])
     query, starts = _query(51, full, 4, dtype), _starts(query_lens, full.tables)
+    lower = lower_of(reach, query_lens, lens, device)
     out, expected = (
         prefill_attention(
-            *(query, each.cache, each.tables, starts, each.context_lens, 0.125), window=window
+            *(query, each.cache, each.tables, starts, each.context_lens, 0.125), lower=lower
         )
         for each in (rest, full)
     )
@@ -131,9 +140,9 @@ def test_queries_within_a_fused_projection(dtype: torch.dtype, device: torch.dev
     )
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("reach", [None, Window(70), Chunk(48)])
 def test_bits_depend_neither_on_chunks_nor_on_the_batch(
-    window: int | None, dtype: torch.dtype, device: torch.device, small_segments: None
+    reach: Reach, dtype: torch.dtype, device: torch.device, small_segments: None
 ) -> None:
     lens = [150, 33, 10] if IS_INTERPRETED else [3000, 33, 1025, 64, 1, 77, 500]
     context = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
@@ -147,7 +156,7 @@ def test_bits_depend_neither_on_chunks_nor_on_the_batch(
             _starts(query_lens, context.tables),
             context.context_lens,
             0.125,
-            window=window,
+            lower=lower_of(reach, query_lens, context.context_lens.tolist(), device),
             is_batch_invariant=True,
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
+import msgspec
 import pytest
 
 from services.gateway.grammars.answer_grammar import GrammarPlan, answer_grammar
@@ -15,6 +17,7 @@ from services.gateway.tools.family import Family
 from services.gateway.tools.tool import CustomFormat, NamedTool, Tool, ToolOptions
 from shared.errors import InvalidRequest
 from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec, ReasoningMarks
+from shared.grammar.vocabulary import Vocabulary
 from tests.services.gateway.grammars.conftest import Accepts
 
 THINKING_HERMES = with_thinking(HERMES, "<think>", "</think>")
@@ -222,3 +225,40 @@ def test_long_grammar_is_refused(token_id_of: TokenIdOf) -> None:
     with pytest.raises(InvalidRequest) as caught:
         spec(token_id_of, OutputConstraint(kind="json_schema", source=source, param="guided_json"))
     assert caught.value.param == "guided_json"
+
+
+def test_harmony_answers_or_calls_without_a_trigger(
+    token_id_of: TokenIdOf, accepts: Accepts
+) -> None:
+    found = spec(token_id_of, None, ToolOptions(tools=(CLOCK,)), family=HARMONY)
+    assert (found.starts_after, found.is_required) == ((), False)
+    analysis = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>look<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"a": 1}'
+    for before in ("", analysis, analysis + preamble, preamble + analysis):
+        assert accepts(found, f"{before}<|channel|>final<|message|>any {{text"), before
+        assert accepts(found, before + call), before
+        assert not accepts(found, before + call.replace("1", "true")), before
+
+
+def test_output_without_a_finite_value_is_refused(token_id_of: TokenIdOf) -> None:
+    endless = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+    source = json.dumps(endless)
+    with pytest.raises(InvalidRequest, match="cannot be satisfied") as caught:
+        spec(token_id_of, OutputConstraint(kind="json_schema", source=source, param="guided_json"))
+    assert caught.value.param == "guided_json"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_strict_tool_in_json_is_exact_or_refused(
+    token_id_of: TokenIdOf, vocabulary: Vocabulary, choice: Literal["auto", "required"]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
+    tool = Tool(name="clock", parameters=parameters, is_strict=True)
+    for each, is_refused in ((tool, True), (msgspec.structs.replace(tool, is_strict=False), False)):
+        found = spec(token_id_of, None, ToolOptions(tools=(each,), choice=choice))
+        if not is_refused:
+            assert "not" in vocabulary.compile(found.kind, found.source).warnings[0]
+            continue
+        with pytest.raises(InvalidRequest, match="not"):
+            vocabulary.compile(found.kind, found.source)

@@ -14,7 +14,7 @@ from services.gateway.grammars import checks as checks_module
 from services.gateway.grammars.checks import CHECK_PROCESS, GrammarChecks
 from services.gateway.grammars.grammar import Grammar
 from services.gateway.text.preparation_pool import PreparationPool
-from services.gateway.text.process_jobs import Checked, ProcessSetup, Rejected
+from services.gateway.text.process_jobs import Checked, CheckJob, ProcessSetup, Rejected
 from shared.errors import Overloaded
 from tests.services.gateway.model_dir import EOS_TOKEN_ID, write_model_dir
 
@@ -224,3 +224,26 @@ async def test_wait_is_bounded(directory: Path) -> None:
         await checks.check(Grammar("regex", "a"), "t")
     slow.cancel()
     await checks.close()
+
+
+@pytest.mark.parametrize("grows", [True, False])
+async def test_processes_start_when_others_are_busy(directory: Path, grows: bool) -> None:
+    """One of a large vocabulary takes 0.5 s of CPU and 100 MB."""
+    setup = ProcessSetup(None, str(directory), (EOS_TOKEN_ID,))
+    pool = PreparationPool(
+        *(setup,), num_processes=3, module=CHECK_PROCESS, spare_delay_s=0.0, grows=grows
+    )
+
+    async def alive(count: int) -> None:
+        async with asyncio.timeout(10):
+            while pool._is_filling:
+                await asyncio.sleep(0.01)
+        assert pool._num_alive() == count
+
+    await pool.start()
+    await alive(2 if grows else 4)
+    replies = await asyncio.gather(*(pool.run(each, CheckJob("regex", "a+")) for each in "abc"))
+    assert replies == [Checked("", [])] * 3
+    assert len(pool.process_ids) == 3
+    await alive(4)
+    await pool.close()

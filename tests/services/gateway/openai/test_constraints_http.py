@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.errors import GrammarFailed
 from shared.grammar.spec import GRAMMAR_FEATURE, GrammarSpec
-from shared.messages import Request
-from tests.services.gateway.conftest import Cluster
+from shared.messages import Failure, Request
+from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of
 
 COMPLETIONS, RUN = "/v1/completions", "/client/v4/accounts/tenant-1/ai/run/tiny"
@@ -85,7 +86,7 @@ async def test_ignored_keyword_is_a_warning(cluster: Cluster) -> None:
         ),
         ({"regex": "a(?=b)"}, "regex", "invalid_request", "look-ahead"),
         ({"ebnf": "root ::= ::="}, "ebnf", "invalid_request", "Expected name"),
-        ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_request", "no output"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_request", "cannot be satisfied"),
         ({"regex": "^(.{1,5000}){1,500}$"}, "regex", "grammar_too_complex", "too many"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_request", "regex"),
         ({"regex": "a", "min_tokens": 2}, "min_tokens", "invalid_request", "regex"),
@@ -117,3 +118,37 @@ async def test_choices_and_prompts_share_the_grammar(cluster: Cluster) -> None:
     assert response.status_code == 200 and len(response.json()["choices"]) == 4
     grammars = [(await cluster.scheduler.submits.get()).request.sampling.grammar for _ in "ab"]
     assert grammars == [GrammarSpec(kind="regex", source="a")] * 2
+
+
+def failing(cluster: Cluster, index: int) -> None:
+    """The grammar of this choice fails at its end; the others are whole."""
+    failure = Failure(code=GrammarFailed.code, message="too complex")
+    for decode in cluster.decodes:
+        decode.finishes[index] = msgspec.structs.replace(
+            decode.finish, reason="failed", failure=failure
+        )
+        decode.answers[index] = cluster.answer[:3]
+
+
+async def test_failed_choice_is_cut_beside_whole_ones(cluster: Cluster) -> None:
+    failing(cluster, 1)
+    fields = {"n": 3, "regex": "a+", "max_tokens": 100}
+    body = (await cluster.http.post(CHAT, json={**BODY, **fields})).json()
+    found = [(each["message"]["content"], each["finish_reason"]) for each in body["choices"]]
+    cut = cluster.gateway.files.tokenizer.decode(cluster.answer[:3])
+    assert found == [(ANSWER, "stop"), (cut, "length"), (ANSWER, "stop")]
+    assert body["hearth"]["warnings"] == ["choices[1] is cut: too complex"]
+    events = await events_of(cluster, **fields)
+    reasons = {
+        each["index"]: each["finish_reason"]
+        for event in events[:-1]
+        for each in event["choices"]
+        if each["finish_reason"]
+    }
+    assert reasons == {0: "stop", 1: "length", 2: "stop"}
+
+
+async def test_failed_only_choice_is_an_error(cluster: Cluster) -> None:
+    failing(cluster, 0)
+    response = await cluster.http.post(CHAT, json={**BODY, "regex": "a+"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_failed")

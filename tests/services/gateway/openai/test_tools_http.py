@@ -17,7 +17,10 @@ from tests.services.gateway.conftest import Cluster, SharedCluster, running_clus
 from tests.services.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of
 
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+CLOCK: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object"}},
+}
 PATCH = {"type": "custom", "custom": {"name": "patch"}}
 CALLS = (
     '<think>hm</think>\n\nlook:<tool_call>{"name": "clock", "arguments": {"zone": "é"}}</tool_call>'
@@ -119,3 +122,12 @@ async def test_tool_choice_none_calls_nothing(tools_cluster: Cluster) -> None:
     assert "tool_calls" not in choice["message"]
     assert "<tool_call>" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"
+
+
+async def test_strict_tool_of_a_format_without_a_grammar_is_refused(tools_cluster: Cluster) -> None:
+    function = {**CLOCK["function"], "strict": True}
+    body = {**BODY, "tools": [CLOCK, {"type": "function", "function": {**function, "name": "n"}}]}
+    response = await tools_cluster.http.post(CHAT, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[1].function.strict")
+    assert "cannot be constrained" in error["message"]

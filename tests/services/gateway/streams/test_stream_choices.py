@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +14,19 @@ from services.gateway.streams import streams as core
 from services.gateway.streams.actions import Publish, Resend, Submit
 from services.gateway.streams.stream import StreamEnd
 from services.gateway.streams.streams import Streams
-from shared.errors import RequestTimeout, UnknownPlacement
+from shared.errors import (
+    GrammarFailed,
+    GrammarReplayFailed,
+    HearthError,
+    InvalidRequest,
+    RequestTimeout,
+    UnknownPlacement,
+)
 from shared.messages import (
     AbortRequest,
     AckFinished,
     Choice,
+    Failure,
     Finish,
     ResendTokens,
     SamplingParams,
@@ -175,6 +184,57 @@ def test_length_finish_after_worker_loss_retains_served() -> None:
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
     (finish,) = rig.client.finishes
     assert finish.served == SERVED
+
+
+# ── choices that no worker can continue ──────────────────────────────────────────────────────────
+
+
+def grammar_failed(error: type[HearthError] = GrammarFailed) -> Finish:
+    return Finish(
+        reason="failed", served=SERVED, failure=Failure(code=error.code, message="too complex")
+    )
+
+
+@pytest.mark.parametrize("error", [GrammarFailed, GrammarReplayFailed])
+def test_choice_whose_grammar_fails_ends_alone(error: type[HearthError]) -> None:
+    rig = Choices(num_choices=3)
+    rig.received(1, 0, 7, 8, finish=grammar_failed(error))
+    rig.received(1, 2, 9)  # it has ended
+    assert (rig.actions(), rig.client.ends, rig.client.finishes) == ([], [], [])
+    rig.received(2, 0, 4)
+    rig.received(0, 0, 5, 6)  # stopped
+    rig.received(2, 1, 4, finish=STOP)
+    assert rig.client.by_choice == {0: [5, 6], 1: [7, 8], 2: [4, 4]}
+    assert rig.client.ends == [StreamEnd(None, "w1", 0)]
+    assert rig.client.finishes == [STOP, grammar_failed(error)]
+
+
+def test_choice_whose_grammar_fails_is_not_resubmitted() -> None:
+    rig = Choices()
+    rig.received(1, 0, 7, finish=grammar_failed())
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    assert [each.choice_index for each in rig.submit().request.choices] == [0]
+    rig.place(P2, "w2")
+    rig.entry(TokenEntry(P2, 0, 0, (5,), STOP), "w2")
+    assert rig.client.ends == [StreamEnd(None, "w2", 1)]
+    assert rig.client.finishes == [STOP, grammar_failed()]
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_request_fails_if_the_grammars_of_all_choices_do(num_choices: int) -> None:
+    rig = Choices(num_choices=num_choices)
+    for index in range(num_choices):
+        assert not rig.client.ends
+        rig.received(index, 0, 7, finish=grammar_failed())
+    assert isinstance(rig.client.error, GrammarFailed)
+    assert rig.client.finishes == []
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
+
+
+def test_another_failure_ends_the_request() -> None:
+    rig = Choices()
+    rig.received(1, 0, 7, finish=grammar_failed(InvalidRequest))
+    assert isinstance(rig.client.error, InvalidRequest)
 
 
 # ── logprobs ─────────────────────────────────────────────────────────────────────────────────────

@@ -28,13 +28,13 @@ def test_what_cannot_stand_in_a_string_is_refused(grammar: str) -> None:
         in_string(grammar, "tools[0]")
 
 
-def test_definitions_that_multiply_are_refused() -> None:
+def test_definitions_do_not_multiply() -> None:
     definitions = {f"d{i}": {"type": "string", "maxLength": i} for i in range(500)}
     properties: dict[str, Any] = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(500)}
     schema = {"type": "object", "properties": properties, "$defs": definitions}
     tools = ToolOptions(tools=(Tool(name="f", parameters=schema),), choice="required")
-    with pytest.raises(InvalidRequest, match="too long"):
-        answer_grammar(None, tools, FAMILIES["qwen_xml"], lambda text: None)
+    plan = answer_grammar(None, tools, FAMILIES["qwen_xml"], lambda text: None)
+    assert plan is not None and len(plan.grammar.source) < 400 * len(properties)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.request.conversation import ReasoningOptions
@@ -20,11 +21,13 @@ from services.gateway.request.prompt import PackedPrompt
 from services.gateway.request.request_output import MAX_DELTA_TOKENS, RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.tools.families import HERMES, with_thinking
+from services.gateway.tools.families import HARMONY, HERMES, LLAMA_JSON, with_thinking
+from services.gateway.tools.family import Family
 from services.gateway.tools.tool import Tool, ToolOptions
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.messages import Finish, Served, TokenLogprobs
+from shared.packing import pack_token_ids
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
 from tests.services.gateway.peer import CARD
@@ -55,11 +58,12 @@ class Response:
     """One request's output, and what a client puts together of it."""
 
     def __init__(self, config: GatewayConfig, files: ModelFiles, **options: Any) -> None:
-        stop = options.pop("stop", None)
-        preparation = Preparation(config, files, SystemRandomness(), family=FAMILY)
+        stop, family = options.pop("stop", None), options.pop("family", FAMILY)
+        preparation = Preparation(config, files, SystemRandomness(), family=family)
+        tail = files.tokenizer.tokenizer.encode(options.pop("tail", "a"), add_special_tokens=False)
         generation = GenerationRequest(
             model=CARD.name,
-            prompt=PackedPrompt((5).to_bytes(4, "little"), "messages", is_chat=True),
+            prompt=PackedPrompt(pack_token_ids(tail.ids), "messages", is_chat=True),
             sampling=SamplingFields(stop=stop),
             **{"max_tokens": 400, "tools": TOOLS, **options},
         )
@@ -206,3 +210,65 @@ def test_split_at_any_token_the_events_are_equal(config: GatewayConfig, files: M
         return sorted(found.items())
 
     assert joined(1) == joined(3) == joined(1000)
+
+
+JSON = OutputConstraint(kind="json_object")
+# Delimiters in a string of JSON: as text here, though a tokenizer may make tokens of them.
+IMITATION = '{"a": "x <think>y</think> z <tool_call>{} </tool_call>", "b": 1} '
+TEXT_MARKERS = with_thinking(HERMES, "[T]", "[/T]")  # no tokens
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+@pytest.mark.parametrize(
+    ("family", "tail", "before", "text"),
+    [
+        (TEXT_MARKERS, "a", "", '{"a": "[T]x[/T] y", "b": 1} '),
+        (TEXT_MARKERS, "a", "", "[T]x[/T] y"),  # a regular expression may match this
+        (TEXT_MARKERS, "[T]", "hm[/T]", "[T]x[/T] y"),
+        (TEXT_MARKERS, "[T]", "hm[/T]", ' {"a": "[T]x[/T] y"}'),
+        (LLAMA_JSON, "a", "", '{"name": 1, "s": "<|python_tag|>"}'),
+        (LLAMA_JSON, "a", "", ' {"name": "clocks", "parameters": {}}'),
+        (
+            HARMONY,
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
+            '{"a": "<|end|><|channel|>analysis<|message|>b<|return|>"}',
+        ),
+    ],
+)
+def test_constrained_answer_is_content_literally(
+    config: GatewayConfig,
+    files: ModelFiles,
+    tools: ToolOptions | None,
+    family: Family,
+    tail: str,
+    before: str,
+    text: str,
+) -> None:
+    response = Response(
+        config, files, family=family, tail=tail, tools=tools, output=JSON, num_logprobs=0
+    )
+    found = response.add(before + text)
+    assert (found.content, found.thinking, found.names) == (text, "hm" * bool(before), [])
+    assert response.reason == "stop"
+    if family is not LLAMA_JSON or tools is None:  # else it may be a call, which is not scored
+        assert response.scored_text.endswith(text)
+
+
+@pytest.mark.parametrize("before", ["", "<think>a</think>"])
+def test_marker_tokens_before_a_constrained_answer_count(
+    config: GatewayConfig, files: ModelFiles, before: str
+) -> None:
+    """The grammar allows a call in the place of the answer."""
+    response = Response(config, files, output=JSON)
+    found = response.add(f"{before}{CALL}\n{CALL}")
+    assert (found.thinking, found.ended, found.content) == ("a" * bool(before), [0, 1], "")
+    answered = Response(config, files, output=JSON).add(f"{before}{IMITATION[:6]}x")
+    assert (answered.thinking, answered.content) == ("a" * bool(before), f"{IMITATION[:6]}x")
+
+
+def test_spaces_of_a_constrained_answer_are_content(
+    config: GatewayConfig, files: ModelFiles
+) -> None:
+    found = Response(config, files, output=JSON, tools=None).add("<think>hm</think> \n{} ")
+    assert (found.thinking, found.content) == ("hm", " \n{} ")

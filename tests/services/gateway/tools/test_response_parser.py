@@ -82,7 +82,13 @@ class Parsed:
         return Message(self.content, calls, self.thinking)
 
 
-def parse(family: Family, pieces: Sequence[str], markers: MarkerTokens | None = None) -> Parsed:
+def parse(
+    family: Family,
+    pieces: Sequence[str],
+    markers: MarkerTokens | None = None,
+    *,
+    is_constrained: bool = False,
+) -> Parsed:
     known = MarkerTokens() if markers is None else markers
     parser = ResponseParser(
         compiled_template(family.response_template, known),
@@ -90,6 +96,7 @@ def parse(family: Family, pieces: Sequence[str], markers: MarkerTokens | None = 
         0,
         schemas=dict.fromkeys(NAMES, SCHEMA),
         call_id_of=lambda index, name: f"{name}-{index}",
+        is_constrained=is_constrained,
     )
     events = [event for piece in pieces for event in parser.feed(piece)]
     return Parsed(events + parser.finish())
@@ -128,6 +135,26 @@ def test_split_anywhere_the_message_is_whole(name: str, data: st.DataObject) -> 
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for each in (pieces, list(text), [text]):
         assert parse(family, each).message == message
+
+
+@pytest.mark.parametrize("name", NAMES_OF_FAMILIES)
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_constrained_answer_is_not_searched(name: str, data: st.DataObject) -> None:
+    """Reasoning comes before it, or a call in its place; nothing in it is either."""
+    family = family_of(name)
+    message = data.draw(messages(name, imitates=False))
+    thought = Message("", [], message.thinking)
+    thinking = wire_text(name, thought).rstrip("\n") if message.thinking else ""
+    start = "<|start|>assistant<|channel|>final<|message|>" if name == "harmony" else ""
+    answer = f'"{wire_text(name, message)}" '
+    for pieces in (list(thinking + start + answer), [thinking + start + answer]):
+        found = parse(family, pieces, is_constrained=True)
+        assert (found.content, found.thinking) == (answer, message.thinking)
+    if message.calls and name != "harmony":
+        called = thinking + wire_text(name, Message("", message.calls)).lstrip()
+        found = parse(family, list(called), is_constrained=True)
+        assert found.message == Message("", message.calls, message.thinking)
 
 
 @pytest.mark.parametrize("name", NAMES_OF_FAMILIES)

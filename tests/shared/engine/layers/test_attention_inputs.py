@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.engine.layers.attention_inputs import build_attention_inputs
+from shared.kv_layout import Chunk, Window
 from tests.shared.engine.support.steps import Blocks, Line, step_of
 
 CPU, NOT_CPU = torch.device("cpu"), torch.device("meta")
@@ -16,7 +17,7 @@ def mixed(*query_lens: int) -> list[tuple[Line, int]]:
 
 
 def test_single_tokens_are_decoded_separately() -> None:
-    inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), NOT_CPU)
+    (inputs,) = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), NOT_CPU)
     assert inputs.prefill is not None
     assert inputs.decode is not None
     assert inputs.prefill.rows is not None
@@ -26,7 +27,7 @@ def test_single_tokens_are_decoded_separately() -> None:
 
 
 def test_cpu_computes_a_mixed_step_as_prefill() -> None:
-    inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), CPU)
+    (inputs,) = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), CPU)
     assert inputs.decode is None
     assert inputs.prefill is not None
     assert inputs.prefill.rows is None
@@ -34,7 +35,19 @@ def test_cpu_computes_a_mixed_step_as_prefill() -> None:
 
 
 def test_step_of_single_tokens_is_decoded() -> None:
-    inputs = build_attention_inputs(step_of(mixed(1, 1)), CPU)
+    (inputs,) = build_attention_inputs(step_of(mixed(1, 1)), CPU)
     assert inputs.prefill is None
     assert inputs.decode is not None
     assert inputs.decode.rows is None
+
+
+def test_each_reach_has_its_own_lower_bounds() -> None:
+    step = step_of(mixed(3, 1))
+    found = build_attention_inputs(step, CPU, (None, Window(2), Chunk(2)))
+    bounds = [each.prefill.lower for each in found if each.prefill is not None]
+    assert step.positions.tolist() == [0, 1, 2, 0]
+    assert bounds[0] is None
+    assert [each.tolist() for each in bounds if each is not None] == [
+        [0, 0, 1, 0],
+        [0, 0, 2, 0],
+    ]

@@ -81,7 +81,7 @@ def test_kv_cache_takes_nine_tenths_of_free_memory(
 ) -> None:
     driver = FakeDriver(free=lambda: 3 << 20)
     runner = load(model_dir, driver)
-    block_bytes = 16 * runner.kv_format.bytes_per_token
+    block_bytes = 16 * runner.kv_layout.bytes_per_token
     assert runner.num_blocks == int((3 << 20) * KV_SHARE) // block_bytes
     assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
     # unused memory is released first; free memory is measured after all launched work has ended
@@ -91,7 +91,7 @@ def test_kv_cache_takes_nine_tenths_of_free_memory(
 def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
     driver = FakeDriver()
     runner = load(model_dir, driver, kv_cache_bytes=1 << 19)
-    assert runner.num_blocks == (1 << 19) // (16 * runner.kv_format.bytes_per_token)
+    assert runner.num_blocks == (1 << 19) // (16 * runner.kv_layout.bytes_per_token)
     assert "mem_get_info" not in driver.calls
 
 
@@ -110,7 +110,7 @@ async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path)
     runner = load(model_dir, driver)
     line = Blocks(runner.num_blocks).line(PROMPT)
     await runner.run(step_of([(line, len(PROMPT))]))
-    wire = bytearray(16 * runner.kv_format.bytes_per_token)
+    wire = bytearray(16 * runner.kv_layout.bytes_per_token)
     await runner.read_kv(line.block_table, 0, 16, memoryview(wire))
     await runner.write_kv(line.block_table, 0, 16, memoryview(wire))
     await runner.zero_blocks(line.block_table)
@@ -123,7 +123,7 @@ async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path)
 async def test_launch_from_a_thread_on_another_device_raises(model_dir: Path) -> None:
     runner = load(model_dir, FakeDriver())
     line = Blocks(runner.num_blocks).line(PROMPT)
-    wire = memoryview(bytearray(16 * runner.kv_format.bytes_per_token))
+    wire = memoryview(bytearray(16 * runner.kv_layout.bytes_per_token))
     executor = runner.executor
     with ThreadPoolExecutor(1, "stray") as stray:
         for launch in (

@@ -4,9 +4,9 @@ import pytest
 
 from shared.engine.runners.kv_sizing import MAX_BLOCKS, MemoryReport, num_blocks_in
 from shared.errors import ConfigError
-from shared.kv_format import KvFormat
+from shared.kv_layout import KvGroup, KvLayout, PagedKv
 
-LLAMA_8B = KvFormat("bfloat16", 16, 32, 8, 128)  # 128 KiB a token
+LLAMA_8B = KvLayout((KvGroup(tuple(range(32)), PagedKv(8, 128, "bfloat16")),))  # 128 KiB a token
 GIB = 1 << 30
 
 
@@ -19,7 +19,7 @@ def test_nine_tenths_of_free_memory_become_blocks() -> None:
 
 
 def test_number_of_blocks_is_at_most_max_blocks() -> None:
-    tiny = KvFormat("bfloat16", 16, 1, 1, 16)
+    tiny = KvLayout((KvGroup((0,), PagedKv(1, 16, "bfloat16")),))
     assert num_blocks_in(MemoryReport(124 * GIB, 140 * GIB), tiny) == MAX_BLOCKS
 
 

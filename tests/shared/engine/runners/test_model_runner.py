@@ -35,7 +35,7 @@ async def test_kv_moved_to_another_runner_gives_the_same_next_token(
     target_line = Blocks(target.num_blocks, seed=1).line(PROMPT)
     expected = prefill(source, source_line, 32)[-1]
     for first, num_tokens in ((0, 5), (5, 27), (32, 0), (32, 16), (48, 34)):
-        wire = bytearray(num_tokens * source.kv_format.bytes_per_token)
+        wire = bytearray(num_tokens * source.kv_layout.bytes_per_token)
         await source.read_kv(source_line.block_table, first, num_tokens, memoryview(wire))
         payload = memoryview(bytes(wire))  # read-only, as from a shared mapping
         await target.write_kv(target_line.block_table, first, num_tokens, payload)
@@ -48,7 +48,7 @@ async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     prefill(runner, line, 32)
-    token_bytes = runner.kv_format.bytes_per_token
+    token_bytes = runner.kv_layout.bytes_per_token
     before = bytearray(80 * token_bytes)
     await runner.read_kv(line.block_table, 0, 80, memoryview(before))
     payload = np.random.default_rng(0).bytes(21 * token_bytes)
@@ -58,8 +58,8 @@ async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
     await runner.close()
 
     def by_token(wire: bytes) -> np.ndarray:
-        kv_format = runner.kv_format
-        planes = kv_format.num_layers * 2
+        kv_layout = runner.kv_layout
+        planes = kv_layout.num_layers * 2
         return np.frombuffer(wire, np.uint8).reshape(planes, -1, token_bytes // planes)
 
     assert (by_token(after)[:, 13:34] == by_token(payload)).all()
@@ -72,7 +72,7 @@ async def test_kv_of_wrong_length_or_range_is_rejected(model_dir: Path) -> None:
     with pytest.raises(ValueError, match="bytes are not 2 tokens"):
         await runner.read_kv([0], 0, 2, memoryview(bytearray(3)))
     with pytest.raises(ValueError, match="lie outside"):
-        await runner.write_kv([0], 15, 2, memoryview(bytes(2 * runner.kv_format.bytes_per_token)))
+        await runner.write_kv([0], 15, 2, memoryview(bytes(2 * runner.kv_layout.bytes_per_token)))
     await runner.close()
 
 
@@ -125,7 +125,7 @@ def test_slot_minus_one_is_not_written(model_dir: Path) -> None:
 
 def test_runner_reports_its_properties(model_dir: Path) -> None:
     runner = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
-    assert runner.kv_format.key == "float32/b16/l2/h2/d12"
+    assert runner.kv_layout.key == "float32/b16/l2/h2/d12"
     assert runner.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 12 * 4)
     assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
     assert runner.eos_token_ids == (2,)

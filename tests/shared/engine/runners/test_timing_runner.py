@@ -128,7 +128,7 @@ def test_kv_is_read_in_parts_in_wire_layout() -> None:
 
 def test_kv_of_wrong_size_is_rejected() -> None:
     rig, sequence = prefilled(tuple(prompt(13)))
-    wrong = bytearray(rig.runner.kv_format.bytes_per_token * 3)
+    wrong = bytearray(rig.runner.kv_layout.bytes_per_token * 3)
     with pytest.raises(ValueError):
         rig.runner.read_kv(sequence.block_table, 0, 4, memoryview(wrong)).send(None)
     with pytest.raises(ValueError):

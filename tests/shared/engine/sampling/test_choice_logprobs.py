@@ -36,7 +36,7 @@ class Site:
         await self.prefill.run(source)
         assert worker.engine.reserve(shared)
         num_tokens = shared.num_tokens
-        payload = bytearray(num_tokens * worker.runner.kv_format.bytes_per_token)
+        payload = bytearray(num_tokens * worker.runner.kv_layout.bytes_per_token)
         pushed = memoryview(payload)
         await self.prefill.runner.read_kv(source.block_table, 0, num_tokens, pushed)
         await worker.runner.write_kv(shared.block_table, 0, num_tokens, pushed)

@@ -194,7 +194,7 @@ class Rig:
         return self.output(sequence)
 
     def read_kv(self, sequence: Sequence, first_token: int, num_tokens: int) -> bytearray:
-        payload = bytearray(self.runner.kv_format.bytes_per_token * num_tokens)
+        payload = bytearray(self.runner.kv_layout.bytes_per_token * num_tokens)
         table = sequence.block_table
         finish(self.runner.read_kv(table, first_token, num_tokens, memoryview(payload)))
         return payload

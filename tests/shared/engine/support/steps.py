@@ -81,7 +81,7 @@ def step_of(work: Sequence[tuple[Line, int]], block_size: int = 16) -> StepInput
 
 def advance(runner: ModelRunner, work: Sequence[tuple[Line, int]]) -> torch.Tensor:
     """Computes one step. Returns the logits of all of its tokens, [T, vocab_size]."""
-    logits = runner.step_logits(step_of(work, runner.kv_format.block_size))
+    logits = runner.step_logits(step_of(work, runner.kv_layout.block_size))
     for line, num_new in work:
         line.num_computed += num_new
     return logits

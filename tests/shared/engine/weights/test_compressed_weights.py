@@ -24,6 +24,7 @@ from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import load_weights, open_checkpoint
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import uses_compressed
+from shared.engine.weights.weight_source import read_tensor
 from shared.errors import ConfigError
 from tests.shared.engine.support.checkpoints import write_llama, write_model
 from tests.shared.engine.support.families import FAMILIES
@@ -75,7 +76,7 @@ def batched(runner: ModelRunner) -> torch.Tensor:
 
 def assert_same(found: ModelRunner, expected: ModelRunner) -> None:
     assert found.revision == expected.revision
-    assert found.kv_format == expected.kv_format
+    assert found.kv_layout == expected.kv_layout
     for chunk in (1, 40, 90):
         assert torch.equal(logits(found, chunk), logits(expected, chunk)), f"chunks of {chunk}"
     assert torch.equal(batched(found), batched(expected))
@@ -159,7 +160,7 @@ def test_loaded_model_is_compressed_in_place(tmp_path: Path) -> None:
     model = Decoder(read_config(tmp_path), dtype=torch.bfloat16, num_positions=64)
     with open_checkpoint(tmp_path) as tensors:
         load_weights(tensors, model.weight_destinations())
-        expected = tensors.read("model.layers.1.mlp.down_proj.weight").bfloat16()
+        expected = read_tensor(tensors, "model.layers.1.mlp.down_proj.weight").bfloat16()
     compress_in_place(model, model.weight_destinations())
     assert isinstance(model.lm_head.weight, CompressedWeight)
     assert model.lm_head.weight is model.embed_tokens.weight

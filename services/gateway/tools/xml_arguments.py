@@ -1,0 +1,77 @@
+"""The grammar of arguments in Qwen's XML tags, by the rule of `schemas/argument_text.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from services.gateway.schemas.argument_text import READ_AS, TEXT, Kinds, read
+from services.gateway.schemas.graph import ROOT, SchemaGraph
+from services.gateway.schemas.shapes import Node, Shape, members
+from services.gateway.tools.lark import any_of, literal
+from services.gateway.tools.typed_values import TypedValues
+from shared.errors import InvalidRequest
+
+CLOSE = "\n</parameter>\n"
+_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_TAGS = re.compile("</(parameter|function|tool_call)>")
+
+
+def xml_arguments(graph: SchemaGraph, values: TypedValues, param: str) -> str:
+    """Parameters in the order of the schema; `param`: the field of the tool, for errors."""
+    shapes = [each for each in graph.alternatives(ROOT) if graph.has_value(each)]
+    return any_of(_Elements(graph, values, param).of(each) for each in shapes)
+
+
+class _Elements:
+    def __init__(self, graph: SchemaGraph, values: TypedValues, param: str) -> None:
+        self._graph = graph
+        self._values = values
+        self._param = param
+
+    def of(self, shape: Shape) -> str:
+        named, required, others = members(self._graph.document, shape)
+        elements = []
+        for key, node in named.items():
+            if self._graph.is_finite(node):
+                kinds = self._graph.kinds(node)
+                opening = literal(f"<parameter={key}>\n")
+                rule = self._values.rule(f"{opening} {self._value(node, kinds)}")
+                elements.append(rule if key in required else f"{rule}?")
+        extra: Node | None = () if others is None and not named else others
+        if extra is not None and self._graph.is_finite(extra):
+            refused = f" & ~/({'|'.join(map(re.escape, named))})/" if named else ""
+            key = self._values.terminal(f"{_KEY}{refused}")
+            value = self._value(extra, self._graph.kinds(extra))
+            rule = self._values.rule(f'"<parameter=" {key} ">\\n" {value}')
+            elements.append(f"{rule}*")
+        return " ".join(elements) or literal("")
+
+    def _value(self, node: Node, kinds: Kinds) -> str:
+        texts = list(self._texts(node, kinds))
+        if kinds != TEXT:
+            texts.append(f"({self._values.value(node)} {literal(CLOSE)})")
+        return any_of(texts)
+
+    def _texts(self, node: Node, kinds: Kinds) -> Iterator[str]:
+        """Strings as they are, where they are not read as another value."""
+        refused = "|".join(READ_AS[kind] for kind in sorted(kinds))
+        for shape in self._graph.alternatives(node):
+            if shape.literals is not None:
+                strings = (each for each in shape.literals if isinstance(each, str))
+                yield from (
+                    literal(f"{each}{CLOSE}") for each in strings if self._is_bare(each, kinds)
+                )
+            elif "string" in shape.written and self._graph.has_value(shape):
+                others = [] if kinds == TEXT else [f"~/{refused}/"]
+                yield self._values.text(shape, literal(CLOSE), other_parts=others)
+
+    def _is_bare(self, text: str, kinds: Kinds) -> bool:
+        if not _TAGS.search(text):
+            return read(text, kinds) == text
+        if kinds == TEXT:
+            raise InvalidRequest(
+                f"{self._param}: this model's calls cannot hold the text {text[:64]!r}",
+                param=self._param,
+            )
+        return False

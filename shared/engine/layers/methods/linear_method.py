@@ -1,0 +1,38 @@
+"""The seam between a layer and the stored form of its weight."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.ops import Weight
+
+
+class LinearMethod(Protocol):
+    """Computes with one weight [N, K] in one form. All lossless forms give the same bits.
+
+    `has_custom_gemm`: a kernel of this project multiplies, not torch's library.
+    """
+
+    @property
+    def weight(self) -> Weight: ...
+
+    @property
+    def has_custom_gemm(self) -> bool: ...
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x · weightᵀ, rounded once, then + bias: [T, K] -> [T, N] in the dtype of x."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The product as FP32: [T, K] -> [T, N]."""
+        ...
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """The first column of each row's largest logit: [T, K] -> [T] int64."""
+        ...
+
+    def select_rows(self, row_ids: Tensor) -> Tensor:
+        """Rows of the weight in its dense dtype: [T] -> [T, K]."""
+        ...

@@ -1,0 +1,201 @@
+"""The layout of KV: which state each layer has, in groups of layers that share block tables.
+
+A group is named by its index. Every cache tier is keyed by the layout's `key` and the block hash.
+On the wire, the KV of consecutive tokens of one group is contiguous with shape [layers of the
+group, planes, num_tokens, num_heads, dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
+MAX_PADDING = 0.08  # of a block's bytes, so that groups have equally many layers
+MAX_GROUPS = 16
+
+
+class Window(msgspec.Struct, frozen=True, tag="window"):
+    """Position p sees key j if p - tokens < j <= p."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _expect_positive("window", self.tokens)
+
+    def first_seen(self, position: int) -> int:
+        return max(0, position - self.tokens + 1)
+
+
+class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+    """Position p sees key j if j // tokens == p // tokens and j <= p; `tokens` need not be a
+    multiple of the block size.
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _expect_positive("chunk", self.tokens)
+
+    def first_seen(self, position: int) -> int:
+        return position // self.tokens * self.tokens
+
+
+Reach: TypeAlias = Window | Chunk | None  # None: all keys up to the position
+
+
+class PagedKv(msgspec.Struct, frozen=True, tag="kv"):
+    """Keys and values of `num_kv_heads` heads."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    reach: Reach = None
+
+    @property
+    def row(self) -> tuple[int, int, int]:
+        """Planes, heads and elements of one token of one layer."""
+        return 2, self.num_kv_heads, self.head_dim
+
+
+class LatentKv(msgspec.Struct, frozen=True, tag="latent"):
+    """One plane of one head; the values are its first `latent_dim` elements."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+
+    @property
+    def reach(self) -> Reach:
+        return None
+
+    @property
+    def row(self) -> tuple[int, int, int]:
+        return 1, 1, self.latent_dim + self.rope_dim
+
+
+LayerState: TypeAlias = PagedKv | LatentKv
+
+
+class KvGroup(msgspec.Struct, frozen=True):
+    """Layers with equal states, by their index in the model."""
+
+    layers: tuple[int, ...]
+    state: LayerState
+
+
+class KvLayout(msgspec.Struct, frozen=True):
+    """Two workers can exchange KV if their `key` is equal.
+
+    A block holds `block_size` tokens of one group; all have the same bytes, so that any block
+    serves any group. Block identity is in units of `hash_tokens`.
+    """
+
+    groups: tuple[KvGroup, ...]
+    block_size: int = 16
+    hash_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        rows = {(group.state.row, group.state.dtype) for group in self.groups}
+        if len(rows) != 1:
+            raise ValueError(f"groups of {len(rows)} shapes cannot share blocks")
+
+    @property
+    def state(self) -> LayerState:
+        """The state of every layer but for its reach."""
+        return self.groups[0].state
+
+    @property
+    def dtype(self) -> str:
+        return self.state.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def num_slots(self) -> int:
+        """Layers of the largest group; in smaller ones the last slots of a block are unused."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """[G]"""
+        return tuple(group.state.reach for group in self.groups)
+
+    @property
+    def key(self) -> str:
+        return f"{self.dtype}/b{self.hash_tokens}/l{self.num_layers}{self._shape_key}"
+
+    @property
+    def _shape_key(self) -> str:
+        if isinstance(self.state, LatentKv):
+            return f"/latent{self.state.latent_dim}+{self.state.rope_dim}"
+        chunks = sorted({each.tokens for each in self.reaches if isinstance(each, Chunk)})
+        suffix = "".join(f"/c{tokens}" for tokens in chunks)
+        return f"/h{self.state.num_kv_heads}/d{self.state.head_dim}{suffix}"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return self.num_layers * self._row_bytes
+
+    def group_bytes_per_token(self, group: int) -> int:
+        return len(self.groups[group].layers) * self._row_bytes
+
+    def growing_bytes_per_token(self) -> int:
+        """Of the layers that see all keys."""
+        growing = (group for group in self.groups if group.state.reach is None)
+        return sum(len(group.layers) for group in growing) * self._row_bytes
+
+    def bounded_bytes(self) -> int:
+        """At most, of the layers that see only the last keys of a sequence."""
+        return self._row_bytes * sum(
+            len(group.layers) * group.state.reach.tokens
+            for group in self.groups
+            if group.state.reach is not None
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_slots * self._row_bytes * self.block_size
+
+    @property
+    def _row_bytes(self) -> int:
+        planes, heads, dim = self.state.row
+        return planes * heads * dim * ITEM_BYTES[self.dtype]
+
+
+def first_seen(reach: Reach, position: int) -> int:
+    """The first key that `position` sees."""
+    return 0 if reach is None else reach.first_seen(position)
+
+
+def _expect_positive(name: str, tokens: int) -> None:
+    if tokens < 1:
+        raise ValueError(f"a {name} of {tokens} tokens is not positive")
+
+
+def group_layers(states: Sequence[LayerState]) -> tuple[KvGroup, ...]:
+    """Groups of layers with equal states, as few as possible with at most MAX_PADDING of unused
+    bytes. Layers of more than MAX_GROUPS such groups form one group without a reach: their blocks
+    are held as long as their sequence.
+    """
+    by_state: dict[LayerState, list[int]] = {}
+    for layer, state in enumerate(states):
+        by_state.setdefault(state, []).append(layer)
+    for size in range(max(map(len, by_state.values())), 0, -1):
+        groups = [
+            KvGroup(tuple(layers[first : first + size]), state)
+            for state, layers in by_state.items()
+            for first in range(0, len(layers), size)
+        ]
+        num_slots = len(groups) * max(len(group.layers) for group in groups)
+        if num_slots <= len(states) * (1 + MAX_PADDING) and len(groups) <= MAX_GROUPS:
+            return tuple(groups)
+    whole = states[0]
+    if isinstance(whole, PagedKv):
+        whole = msgspec.structs.replace(whole, reach=None)
+    return (KvGroup(tuple(range(len(states))), whole),)

@@ -1,0 +1,146 @@
+"""Formats of calls that are not JSON: grammar, parser and schema agree on each value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.gateway.grammars.answer_grammar import answer_grammar
+from services.gateway.output.events import TextDelta, ToolArgumentsDelta
+from services.gateway.schemas.argument_text import ArgumentKinds, written
+from services.gateway.schemas.graph import ROOT, SchemaGraph
+from services.gateway.tools.families import FAMILIES
+from services.gateway.tools.parsing.marker_tokens import MarkerTokens
+from services.gateway.tools.parsing.response_parser import ResponseParser
+from services.gateway.tools.parsing.response_template import compiled_template
+from services.gateway.tools.tool import Tool, ToolOptions
+from shared.errors import InvalidRequest
+from tests.services.gateway.tools.grammar_walks import walks
+from tests.services.gateway.tools.schema_cases import arguments_schemas, validator
+from tests.services.gateway.tools.wire_formats import (
+    CALLS_ONLY_FAMILIES,
+    Call,
+    Message,
+    wire_text,
+)
+
+TYPED = ("qwen_xml", "pythonic", "function_gemma", "gemma4")
+NAME = "get_weather"
+NO_TOKENS = dict[str, int]().get
+
+
+def call_text(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    if name != "qwen_xml":
+        return wire_text(name, Message(calls=[Call(NAME, dict(arguments))]))
+    kinds = ArgumentKinds(schema)
+    texts = {key: written(value, kinds[key]) for key, value in arguments.items()}
+    return wire_text(name, Message(calls=[Call(NAME, texts)]))
+
+
+def parsed(name: str, text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    markers = MarkerTokens()
+    parser = ResponseParser(
+        compiled_template(FAMILIES[name].response_template, markers),
+        markers,
+        0,
+        schemas={NAME: schema},
+        call_id_of=lambda index, called: f"{called}-{index}",
+    )
+    events = [*parser.feed(text), *parser.finish()]
+    assert not any(isinstance(each, TextDelta) and each.text.strip() for each in events), text
+    assert parser.num_calls == 1, text
+    (arguments,) = (each.text for each in events if isinstance(each, ToolArgumentsDelta))
+    return json.loads(arguments)
+
+
+def exact(value: Any) -> str:
+    """`true` is not 1."""
+    return json.dumps(value, sort_keys=True)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_written_value_is_read_back(name: str, data: st.DataObject) -> None:
+    schema, candidates = data.draw(arguments_schemas())
+    arguments = data.draw(candidates)
+    assume(validator(schema).is_valid(arguments))
+    assert exact(parsed(name, call_text(name, arguments, schema), schema)) == exact(arguments)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_what_the_grammar_allows_is_valid(name: str, data: st.DataObject) -> None:
+    schema, _ = data.draw(arguments_schemas())
+    graph = SchemaGraph(schema)
+    assume(graph.is_finite(ROOT) and not graph.unenforced())
+    walk, format = walks(has_marker_tokens=False), FAMILIES[name].call_format
+    assert format is not None
+    tool = Tool(name=NAME, parameters=schema, is_strict=True)
+    grammar = walk.grammar(format, ToolOptions(tools=(tool,), is_parallel=False))
+    output = walk.walk(format, grammar, data.draw(st.integers(0, 99)))
+    arguments = parsed(name, output, schema)
+    assert validator(schema).is_valid(arguments), (output, arguments)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "string", "format": "uri"}, "/properties/a/format"),
+        ({"type": "string", "pattern": "a(?=b)"}, "/properties/a/pattern"),
+        ({"type": "array", "uniqueItems": True}, "/properties/a/uniqueItems"),
+        ({"not": {"type": "null"}}, "/properties/a/not"),
+    ],
+)
+def test_keyword_that_a_format_cannot_enforce(name: str, schema: Any, place: str) -> None:
+    """Refused for a strict tool, whatever the choice is, else named."""
+    root = {"type": "object", "properties": {"a": schema}}
+    tool = Tool(name=NAME, parameters=root, is_strict=True, param="tools[0]")
+    lenient = msgspec.structs.replace(tool, is_strict=False)
+    for choice in ("auto", "required"):
+        with pytest.raises(InvalidRequest, match=place) as caught:
+            answer_grammar(
+                None, ToolOptions(tools=(tool,), choice=choice), FAMILIES[name], NO_TOKENS
+            )
+        assert caught.value.param == "tools[0].function.parameters"
+        options = ToolOptions(tools=(lenient,), choice=choice)
+        plan = answer_grammar(None, options, FAMILIES[name], NO_TOKENS)
+        assert plan is not None
+        assert plan.warnings == (f"tools[0].function.parameters: ignored: {place}",)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"plain"}))
+def test_schema_without_finite_arguments(name: str) -> None:
+    endless = {"properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
+    tool = Tool(name=NAME, parameters={"$defs": {"a": endless}, "$ref": "#/$defs/a"})
+    with pytest.raises(InvalidRequest, match="cannot be satisfied"):
+        answer_grammar(None, ToolOptions(tools=(tool,)), FAMILIES[name], NO_TOKENS)
+
+
+AUTO_CALLS = sorted(set(FAMILIES) - {"plain", "harmony"})
+
+
+@pytest.mark.parametrize("name", AUTO_CALLS)
+def test_answer_without_a_trigger_token_is_text_or_valid_calls(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tool = Tool(name=NAME, parameters=schema, is_strict=True)
+    family, walk = FAMILIES[name], walks(has_marker_tokens=False)
+    plan = answer_grammar(None, ToolOptions(tools=(tool,)), family, NO_TOKENS)
+    assert plan is not None and not plan.trigger and not plan.is_required
+    source = plan.grammar.source
+    is_alone = name in CALLS_ONLY_FAMILIES
+    for content in ("", "" if is_alone else "see {this} [f] <tag>: "):
+        call = wire_text(name, Message(content, [Call(NAME, {"a": 1})]))
+        assert walk.matches(source, call), call
+        assert not walk.matches(source, call.replace("1", "true")), call
+        assert not walk.matches(source, call.replace(NAME, "other")), call
+    for text in ("", "hello", "f(1) {x} [g]", "[1] one" if name == "pythonic" else "[f(1)]"):
+        assert walk.matches(source, text), text

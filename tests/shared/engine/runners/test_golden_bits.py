@@ -1,0 +1,41 @@
+"""If the bits of any result change, `KERNELS_VERSION` must be raised.
+
+Then `python -m tests.shared.engine.support.golden --write` records the new digests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.numerics import KERNELS_VERSION
+from tests.shared.engine.support import golden
+
+RECORD = "record the digests: python -m tests.shared.engine.support.golden --write"
+
+
+def check(found: dict[str, dict[str, str]]) -> None:
+    """Skips for a kind of device without recorded digests."""
+    recorded = golden.recorded()
+    assert recorded.kernels == KERNELS_VERSION, RECORD
+    missing = sorted(found.keys() - recorded.digests.keys())
+    for kind, digests in found.items():
+        if kind not in missing:
+            for name, digest in digests.items():
+                assert digest == recorded.digests[kind].get(name), (
+                    f"the bits of {name} on {kind} changed: raise KERNELS_VERSION and {RECORD}"
+                )
+    if missing:
+        pytest.skip(f"no digests of {', '.join(missing)} are recorded")
+
+
+@pytest.mark.parametrize("case", golden.CASES, ids=", ".join)
+def test_bits_are_those_of_the_recorded_version(case: tuple[str, str, str], tmp_path: Path) -> None:
+    kind, digest = golden.digest_of(case, tmp_path / "model")
+    check({kind: {", ".join(case): digest}})
+
+
+def test_bits_of_the_library_are_those_of_the_recorded_version() -> None:
+    """A host without vector instructions, in a child process."""
+    check(golden.found_in_child(**golden.GENERIC))
