@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.engine.parallel.records import (
+from shared.engine.parallel.processes.records import (
     HEADER,
     Assembly,
     Part,
@@ -17,7 +17,7 @@ from shared.engine.parallel.records import (
     decode_part,
     encode_parts,
 )
-from shared.engine.parallel.ring import RingReader, RingWriter, create_ring
+from shared.engine.parallel.processes.ring import RingReader, RingWriter, create_ring
 from tests.fuzz.mutations import anything, torn
 from tests.fuzz.profile import fuzz
 

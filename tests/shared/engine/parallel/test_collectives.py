@@ -18,7 +18,7 @@ from shared.engine.parallel.mesh_shape import MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import RankMesh
 from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
 from tests.shared.engine.parallel.forked_ranks import run_forked
-from tests.shared.engine.parallel.mlp import Mlp
+from tests.shared.engine.parallel.processes.mlp import Mlp
 from tests.shared.engine.parallel.test_mesh import HALVE, bits, lanes_of, own_lanes
 
 ROOT = Path(__file__).resolve().parents[4]

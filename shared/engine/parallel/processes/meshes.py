@@ -6,7 +6,7 @@ import torch
 
 from shared.engine.parallel.collectives import distributed_mesh
 from shared.engine.parallel.mesh import LocalMesh, Mesh
-from shared.engine.parallel.rank_messages import Start
+from shared.engine.parallel.processes.rank_messages import Start
 from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
 
 

@@ -1,6 +1,6 @@
 """A rank: loads its part, says that it is ready, computes each step of the leader's ring.
 
-python -m shared.engine.parallel.rank_process CONTROL_FD
+python -m shared.engine.parallel.processes.rank_process CONTROL_FD
 
 It ends with its leader: the kernel kills it when the leader dies, and it exits when the control
 socket closes. Whatever it computes is named by the leader as `module:name`: no torch is imported
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from shared.engine.parallel.rank_messages import (
+from shared.engine.parallel.processes.rank_messages import (
     MAX_MESSAGE_BYTES,
     Failed,
     Go,
@@ -33,8 +33,8 @@ from shared.engine.parallel.rank_messages import (
     decode_to_rank,
     encode,
 )
-from shared.engine.parallel.records import Record
-from shared.engine.parallel.ring import RingReader, RingWriter
+from shared.engine.parallel.processes.records import Record
+from shared.engine.parallel.processes.ring import RingReader, RingWriter
 
 if TYPE_CHECKING:
     from shared.engine.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ class RankContext:
 
     def mesh(self, transport: str | None = None) -> Mesh:
         """The rank's group; `transport` other than that of the group is for tests."""
-        from shared.engine.parallel import meshes  # torch, which not every work needs
+        from shared.engine.parallel.processes import meshes  # torch, which not every work needs
 
         return meshes.connect(self.start, transport or self.start.transport)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shared.engine.parallel.records import (
+from shared.engine.parallel.processes.records import (
     HEADER,
     Assembly,
     Part,
@@ -20,7 +20,13 @@ from shared.engine.parallel.records import (
     decode_part,
     encode_parts,
 )
-from shared.engine.parallel.ring import RingFiles, RingFull, RingReader, RingWriter, create_ring
+from shared.engine.parallel.processes.ring import (
+    RingFiles,
+    RingFull,
+    RingReader,
+    RingWriter,
+    create_ring,
+)
 
 LIMIT_S = 10.0
 Make = Callable[..., RingFiles]

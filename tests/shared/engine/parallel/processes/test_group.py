@@ -16,17 +16,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.engine.parallel.group import ROOT, GroupSpec, RankGroup
 from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.rank_messages import Failed, RankIdentity, difference, encode
-from shared.engine.parallel.records import Record
-from shared.engine.parallel.watchdog import GroupLost, RankHandle, failure_of
-from tests.shared.engine.parallel.echo import Config, Plan
-from tests.shared.engine.parallel.mlp import Mlp
+from shared.engine.parallel.processes.group import ROOT, GroupSpec, RankGroup
+from shared.engine.parallel.processes.rank_messages import Failed, RankIdentity, difference, encode
+from shared.engine.parallel.processes.records import Record
+from shared.engine.parallel.processes.watchdog import GroupLost, RankHandle, failure_of
+from tests.shared.engine.parallel.processes.echo import Config, Plan
+from tests.shared.engine.parallel.processes.mlp import Mlp
 
-ECHO = "tests.shared.engine.parallel.echo:EchoWork"
-MLP = "tests.shared.engine.parallel.mlp:MlpWork"
+ECHO = "tests.shared.engine.parallel.processes.echo:EchoWork"
+MLP = "tests.shared.engine.parallel.processes.mlp:MlpWork"
 BUDGET_S = 10.0
 WAIT_S = 20.0
 
@@ -239,7 +239,7 @@ def test_ranks_exit_when_the_control_socket_closes() -> None:
 
 LEADER = """
 import os, signal, sys
-from shared.engine.parallel.group import GroupSpec, RankGroup
+from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.mesh_shape import MeshShape
 group = RankGroup.start(GroupSpec(MeshShape(2), sys.argv[1]))
 os.kill(group.pids[0], signal.SIGSTOP)  # it cannot see that the control socket closes
@@ -266,7 +266,7 @@ def test_ranks_die_with_a_killed_leader() -> None:
 
 def test_leader_and_ranks_start_without_torch() -> None:
     code = (
-        "import sys, shared.engine.parallel.group, shared.engine.parallel.rank_process\n"
+        "import sys\nfrom shared.engine.parallel.processes import group, rank_process\n"
         "print(sorted({'torch', 'numba', 'nats', 'uvloop'} & set(sys.modules)))"
     )
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

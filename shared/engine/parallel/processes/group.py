@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.rank_messages import (
+from shared.engine.parallel.processes.rank_messages import (
     Go,
     RankIdentity,
     Ready,
@@ -26,9 +26,9 @@ from shared.engine.parallel.rank_messages import (
     difference,
     encode,
 )
-from shared.engine.parallel.records import Record
-from shared.engine.parallel.ring import RingFiles, RingReader, RingWriter, create_ring
-from shared.engine.parallel.watchdog import (
+from shared.engine.parallel.processes.records import Record
+from shared.engine.parallel.processes.ring import RingFiles, RingReader, RingWriter, create_ring
+from shared.engine.parallel.processes.watchdog import (
     TICK_S,
     GroupLost,
     RankHandle,
@@ -38,7 +38,7 @@ from shared.engine.parallel.watchdog import (
     failure_of,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 STOP_S = 2.0  # for ranks to end by themselves
 
 
@@ -198,7 +198,12 @@ def _spawn(spec: GroupSpec, files: _GroupFiles, rank: int) -> RankHandle:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shared.engine.parallel.rank_process", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "shared.engine.parallel.processes.rank_process",
+                str(theirs.fileno()),
+            ],
             pass_fds=(*files.fds, theirs.fileno()),
             env={**os.environ, **_environment(spec)},
             stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.ring import RingFiles
+from shared.engine.parallel.processes.ring import RingFiles
 
 MAX_MESSAGE_BYTES = 128 * 1024  # of a datagram between two processes
 

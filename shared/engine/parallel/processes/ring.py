@@ -15,7 +15,7 @@ import time
 
 import msgspec
 
-from shared.engine.parallel.records import (
+from shared.engine.parallel.processes.records import (
     HEADER,
     MAX_PARTS,
     Assembly,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shared.engine.parallel.lanes import NUM_LANES, lane_borders, rank_lanes
 from shared.engine.parallel.mesh import Mesh
-from shared.engine.parallel.rank_messages import RankIdentity
-from shared.engine.parallel.rank_process import RankContext
+from shared.engine.parallel.processes.rank_messages import RankIdentity
+from shared.engine.parallel.processes.rank_process import RankContext
 
 HIDDEN, WIDTH, VOCAB, NUM_LAYERS = 24, 29, 40, 2  # 29 columns are uneven lanes
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.engine.parallel.rank_messages import (
+from shared.engine.parallel.processes.rank_messages import (
     MAX_MESSAGE_BYTES,
     Failed,
     Ready,

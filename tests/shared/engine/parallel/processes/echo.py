@@ -8,8 +8,8 @@ import threading
 
 import msgspec
 
-from shared.engine.parallel.rank_messages import RankIdentity
-from shared.engine.parallel.rank_process import RankContext
+from shared.engine.parallel.processes.rank_messages import RankIdentity
+from shared.engine.parallel.processes.rank_process import RankContext
 
 
 class Plan(msgspec.Struct):
