@@ -145,6 +145,8 @@ def run_steps(start: Start, work: RankWork) -> None:
 
 
 def main(control_fd: int) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes: the leader drains first
+        signal.signal(each, signal.SIG_IGN)
     control = _Control(socket.socket(fileno=control_fd))
     start = control.receive_start()
     die_with(start.leader_pid)

@@ -226,6 +226,16 @@ def test_unknown_work_is_reported(entry: str, capfd: pytest.CaptureFixture[str])
         RankGroup.start(spec(1, entry=entry))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_work_on_while_their_leader_drains(number: signal.Signals) -> None:
+    """A terminal or a service manager sends these to every process."""
+    with RankGroup.start(spec()) as group:
+        for pid in group.pids:
+            os.kill(pid, number)
+        group.submit(plan(text="t"), BUDGET_S)
+        assert group.take(WAIT_S) == Record(0, b"0:0:t")
+
+
 def test_ranks_exit_when_the_control_socket_closes() -> None:
     """Also those that compute."""
     with RankGroup.start(spec()) as group:
