@@ -1,0 +1,115 @@
+"""Collectives over torch.distributed: Gloo between CPUs, NCCL between GPUs.
+
+The only file that imports torch.distributed. Its all-reduce is never used: its order of additions
+changes with the number of ranks and the length. Tensors travel as bytes, so that every dtype is
+exact over both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.engine.parallel.lane_sums import Exchange
+from shared.engine.parallel.mesh_shape import WAIT_S, MeshShape, RankLost
+from shared.engine.parallel.rank_mesh import RankMesh
+
+Backend = Literal["gloo", "nccl"]
+
+
+class DistributedTransport:
+    """See Transport. `rendezvous`: where ranks meet, `file:///PATH` or `tcp://HOST:PORT`.
+
+    The limit is given to torch explicitly: its own is 30 minutes. A killed peer raises at once over
+    Gloo; a stopped one only after the limit. With NCCL, `device` is the rank's own GPU.
+    """
+
+    def __init__(
+        self,
+        rendezvous: str,
+        shape: MeshShape,
+        rank: int,
+        *,
+        backend: Backend = "gloo",
+        device: torch.device | None = None,
+        limit_s: float = WAIT_S,
+    ) -> None:
+        self.shape, self.rank = shape, rank
+        self.device = device or torch.device("cpu")
+        if (backend == "nccl") != (self.device.type == "cuda"):
+            raise ValueError(f"{backend} cannot serve tensors on {self.device}")
+        limit = timedelta(seconds=limit_s)
+        with _failures(None):
+            dist.init_process_group(
+                backend, rendezvous, rank=rank, world_size=shape.num_ranks, timeout=limit
+            )
+            # Each rank must take part in creating every group, in one order.
+            ranks = [list(shape.stage_ranks(stage)) for stage in range(shape.pp)]
+            groups = [dist.new_group(each, timeout=limit) for each in ranks]
+        self._stage_group = groups[shape.place(rank)[0]]
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(x) for _ in range(self.shape.tp)]
+        outs = [_bytes_of(each) for each in found]
+        with _failures(None):
+            dist.all_gather(outs, _bytes_of(x), group=self._stage_group)
+        return found
+
+    def swap(self, x: Tensor, rank: int, out: Tensor) -> None:
+        calls = []
+        if x.numel():
+            calls.append(dist.P2POp(dist.isend, _bytes_of(x), rank))
+        if out.numel():
+            calls.append(dist.P2POp(dist.irecv, _bytes_of(out), rank))
+        with _failures(rank):
+            for work in dist.batch_isend_irecv(calls) if calls else ():
+                work.wait()
+
+    def send(self, x: Tensor, rank: int) -> None:
+        with _failures(rank):
+            dist.send(_bytes_of(x), rank)
+
+    def recv(self, out: Tensor, rank: int) -> None:
+        with _failures(rank):
+            dist.recv(_bytes_of(out), rank)
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a peer may have ended before
+            dist.destroy_process_group()
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _failures(rank: int | None) -> Iterator[None]:
+    """torch reports a lost peer as RuntimeError, without its rank where several take part."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except RuntimeError as error:
+        raise RankLost(rank, str(error).splitlines()[0]) from error
+
+
+def distributed_mesh(
+    rendezvous: str,
+    shape: MeshShape,
+    rank: int,
+    *,
+    exchange: Exchange = "fp32",
+    backend: Backend = "gloo",
+    device: torch.device | None = None,
+    limit_s: float = WAIT_S,
+) -> RankMesh:
+    transport = DistributedTransport(
+        rendezvous, shape, rank, backend=backend, device=device, limit_s=limit_s
+    )
+    return RankMesh(transport, exchange)

@@ -1,0 +1,32 @@
+"""The mesh that a rank process was started with."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.engine.parallel.collectives import distributed_mesh
+from shared.engine.parallel.mesh import LocalMesh, Mesh
+from shared.engine.parallel.processes.rank_messages import Start
+from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
+
+
+def connect(start: Start, transport: str) -> Mesh:
+    """Raises ValueError for an unknown transport, RankLost if the ranks do not meet."""
+    shape = start.shape
+    if shape.num_ranks == 1:
+        return LocalMesh()
+    match transport:
+        case "shared_memory":
+            return shared_memory_mesh(start.mesh_memory, shape, start.rank, limit_s=start.limit_s)
+        case "gloo":
+            return distributed_mesh(start.rendezvous, shape, start.rank, limit_s=start.limit_s)
+        case "nccl":
+            device = torch.device("cuda", start.rank)
+            torch.cuda.set_device(device)
+            return distributed_mesh(
+                *(start.rendezvous, shape, start.rank),
+                backend="nccl",
+                device=device,
+                limit_s=start.limit_s,
+            )
+    raise ValueError(f"no transport {transport!r}: shared_memory, gloo or nccl")

@@ -1,0 +1,96 @@
+"""What a leader and its ranks say to each other beside the steps: one datagram a message.
+
+leader          rank
+  ── Start ──────▶   spawned
+  ◀───── Ready ──    loaded, or Failed
+  ── Go ─────────▶   all ranks are alike: it waits for steps
+  ◀──── Failed ──    at any time, before it exits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.ring import RingFiles
+
+MAX_MESSAGE_BYTES = 128 * 1024  # of a datagram between two processes
+
+
+class RankIdentity(msgspec.Struct, frozen=True):
+    """What must be equal at all ranks of a group before the first step."""
+
+    weights_digest: str
+    layout_key: str
+    numerics: str
+    versions: str
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    rank: int
+    tp: int
+    pp: int
+    entry: str  # module:name
+    config: bytes
+    leader_pid: int
+    transport: str
+    mesh_memory: int
+    rendezvous: str
+    limit_s: float
+    steps: RingFiles
+    answers: RingFiles
+
+    @property
+    def shape(self) -> MeshShape:
+        return MeshShape(self.tp, self.pp)
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    identity: RankIdentity
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    line: str
+
+
+ToRank = Start | Go
+ToLeader = Ready | Failed
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_to_leader = msgspec.msgpack.Decoder(ToLeader)
+
+
+def encode(message: ToRank | ToLeader) -> bytes:
+    """Raises ValueError for a message that no datagram carries."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        name = type(message).__name__
+        raise ValueError(f"{name} has {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    return _to_rank.decode(data)
+
+
+def decode_to_leader(data: bytes) -> ToLeader:
+    """Raises msgspec.DecodeError."""
+    return _to_leader.decode(data)
+
+
+def difference(identities: Sequence[RankIdentity]) -> str | None:
+    """A line that names the rank that differs from most others, and what differs. None if none."""
+    for name in RankIdentity.__struct_fields__:
+        values = [getattr(each, name) for each in identities]
+        usual = max(values, key=values.count)
+        for rank, value in enumerate(values):
+            if value != usual:
+                others = "the other ranks have" if values.count(usual) > 1 else "another rank has"
+                label = name.replace("_", " ")
+                return f"rank {rank} has {label} {value!r}, {others} {usual!r}"
+    return None

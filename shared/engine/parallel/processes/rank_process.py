@@ -1,0 +1,168 @@
+"""A rank: loads its part, says that it is ready, computes each step of the leader's ring.
+
+python -m shared.engine.parallel.processes.rank_process CONTROL_FD
+
+It ends with its leader: the kernel kills it when the leader dies, and it exits when the control
+socket closes. Whatever it computes is named by the leader as `module:name`: no torch is imported
+here, so each kind of work brings what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from shared.engine.parallel.processes.rank_messages import (
+    MAX_MESSAGE_BYTES,
+    Failed,
+    Go,
+    RankIdentity,
+    Ready,
+    Start,
+    ToLeader,
+    decode_to_rank,
+    encode,
+)
+from shared.engine.parallel.processes.records import Record
+from shared.engine.parallel.processes.ring import RingReader, RingWriter
+
+if TYPE_CHECKING:
+    from shared.engine.parallel.mesh import Mesh
+
+_PR_SET_PDEATHSIG = 1
+MAX_LINE = 2000
+
+
+class RankWork(Protocol):
+    """What a rank computes. `identity` is compared with the other ranks' before the first step."""
+
+    identity: RankIdentity
+
+    def run(self, step: int, plan: bytes) -> bytes:
+        """The answer of a step; only the answering rank's is sent. Whatever it raises ends the
+        group.
+        """
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank's work is created from: `entry(context) -> RankWork`."""
+
+    start: Start
+
+    @property
+    def rank(self) -> int:
+        return self.start.rank
+
+    @property
+    def config(self) -> bytes:
+        return self.start.config
+
+    def mesh(self, transport: str | None = None) -> Mesh:
+        """The rank's group; `transport` other than that of the group is for tests."""
+        from shared.engine.parallel.processes import meshes  # torch, which not every work needs
+
+        return meshes.connect(self.start, transport or self.start.transport)
+
+
+Entry = Callable[[RankContext], RankWork]
+
+
+def die_with(leader_pid: int) -> None:
+    """The kernel kills this process when the thread that spawned it ends. Linux alone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != leader_pid:  # it died before the call
+        os._exit(1)
+
+
+def load_entry(name: str) -> Entry:
+    """Raises ValueError."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"no work {name!r}: {error}") from error
+    return found
+
+
+class _Control:
+    """The control socket. Its end ends the process, whatever the process is doing."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._is_go = threading.Event()
+
+    def receive_start(self) -> Start:
+        message = decode_to_rank(self._receive())
+        if not isinstance(message, Start):
+            raise ValueError(f"{type(message).__name__} came before Start")
+        threading.Thread(target=self._watch, daemon=True).start()
+        return message
+
+    def _watch(self) -> None:
+        while True:
+            if isinstance(decode_to_rank(self._receive()), Go):
+                self._is_go.set()
+
+    def _receive(self) -> bytes:
+        try:
+            data = self._socket.recv(MAX_MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(0)
+        return data
+
+    def wait_for_go(self) -> None:
+        self._is_go.wait()
+
+    def send(self, message: ToLeader) -> None:
+        self._socket.send(encode(message))
+
+
+def run_steps(start: Start, work: RankWork) -> None:
+    """Ends with an exception only."""
+    answering_rank = start.shape.answering_rank
+    steps = RingReader(start.steps, start.rank)
+    answers = RingWriter(start.answers, start.limit_s) if start.rank == answering_rank else None
+    while True:
+        record = steps.read(None)
+        if record is None:
+            continue
+        answer = work.run(record.step, record.data)
+        if answers is not None:
+            answers.write(Record(record.step, answer))
+
+
+def main(control_fd: int) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes: the leader drains first
+        signal.signal(each, signal.SIG_IGN)
+    control = _Control(socket.socket(fileno=control_fd))
+    start = control.receive_start()
+    die_with(start.leader_pid)
+    try:
+        work = load_entry(start.entry)(RankContext(start))
+        control.send(Ready(work.identity))
+        control.wait_for_go()
+        run_steps(start, work)
+    except BaseException as error:
+        traceback.print_exc()
+        line = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_LINE]
+        with contextlib.suppress(OSError):
+            control.send(Failed(line))
+        sys.stderr.flush()
+        os._exit(1)  # threads of libraries must not delay the end of the group
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

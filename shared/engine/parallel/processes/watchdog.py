@@ -1,0 +1,172 @@
+"""Ends a group of ranks as one: when a rank ends, fails, is stopped, or a step takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shared.engine.parallel.processes.rank_messages import (
+    MAX_MESSAGE_BYTES,
+    Failed,
+    Ready,
+    ToLeader,
+    decode_to_leader,
+)
+
+TICK_S = 0.25  # budgets are checked as often; an ended rank is noticed at once
+STOPPED_S = 1.0  # a rank that is stopped (SIGSTOP) for longer is lost, also without a step
+
+
+class GroupLost(RuntimeError):
+    """The ranks of a group have ended; the message says which one caused it."""
+
+
+@dataclass(frozen=True)
+class RankHandle:
+    """A rank process at its leader."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    control: socket.socket
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def receive(self) -> ToLeader | None:
+        """A message that has come, if any. Damaged ones count as a failure of the rank."""
+        try:
+            data = self.control.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            return decode_to_leader(data) if data else None
+        except OSError:
+            return None
+        except msgspec.DecodeError as error:
+            return Failed(f"its message is damaged: {error}")
+
+    def ending(self) -> str:
+        """Waits for the process, which has ended."""
+        code = self.process.wait()
+        return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+    def is_stopped(self) -> bool:
+        with contextlib.suppress(OSError, IndexError):
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def close(self) -> None:
+        self.kill()
+        self.process.wait()
+        self.control.close()
+        os.close(self.pidfd)
+
+
+def ended(handles: Sequence[RankHandle], limit_s: float) -> list[RankHandle]:
+    """Those whose process has ended or whose control socket is readable, within the limit."""
+    poll = select.poll()
+    by_fd = {fd: each for each in handles for fd in (each.pidfd, each.control.fileno())}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    ready = {by_fd[fd].rank for fd, _ in poll.poll(limit_s * 1000)}
+    return [each for each in handles if each.rank in ready]
+
+
+def failure_of(handles: Sequence[RankHandle]) -> str | None:
+    """Why the first of these has ended; None for one that has only said that it is ready.
+
+    A killed rank is named before those that failed because it no longer answered.
+    """
+    lines = []
+    for each in handles:
+        message = each.receive()
+        if isinstance(message, Failed):
+            lines.append((1, f"rank {each.rank} failed: {message.line}"))
+        elif isinstance(message, Ready):
+            lines.append((2, f"rank {each.rank} said twice that it is ready"))
+        elif select.select([each.pidfd], [], [], 0)[0]:
+            lines.append((0, f"rank {each.rank} ended: {each.ending()}"))
+    return min(lines, default=(0, None))[1]
+
+
+class StoppedRanks:
+    """Since when ranks are stopped, as seen by `check`."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def check(self, handles: Sequence[RankHandle]) -> str | None:
+        """Names a rank that has been stopped for too long."""
+        now = time.monotonic()
+        stopped = [each.rank for each in handles if each.is_stopped()]
+        self._since = {rank: self._since.get(rank, now) for rank in stopped}
+        late = [rank for rank, since in self._since.items() if now - since > STOPPED_S]
+        return f"rank {late[0]} is stopped" if late else None
+
+
+class Watchdog:
+    """A thread that kills all ranks when one is lost, then calls `on_lost` once.
+
+    Steps are answered in order: the budget of a step begins when the step before it should be done.
+    """
+
+    def __init__(self, handles: Sequence[RankHandle], on_lost: Callable[[], None]) -> None:
+        self._handles = handles
+        self._stopped = StoppedRanks()
+        self._on_lost = on_lost
+        self._deadlines: dict[int, tuple[float, float]] = {}  # step -> deadline, budget
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.reason: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="rank-watchdog", daemon=True)
+        self._thread.start()
+
+    def expect(self, step: int, budget_s: float) -> None:
+        with self._lock:
+            before = max((deadline for deadline, _ in self._deadlines.values()), default=0.0)
+            start = max(before, time.monotonic())
+            self._deadlines[step] = (start + budget_s, budget_s)
+
+    def answered(self, step: int) -> None:
+        with self._lock:
+            self._deadlines.pop(step, None)
+
+    def _watch(self) -> None:
+        while not self._is_closed:
+            reason = failure_of(ended(self._handles, TICK_S)) or self._overdue()
+            reason = reason or self._stopped.check(self._handles)
+            if reason is not None and not self._is_closed:
+                self._end(reason)
+                return
+
+    def _overdue(self) -> str | None:
+        with self._lock:
+            now = time.monotonic()
+            late = [(step, b) for step, (end, b) in self._deadlines.items() if now > end]
+        if not late:
+            return None
+        step, budget_s = min(late)
+        stopped = [str(each.rank) for each in self._handles if each.is_stopped()]
+        who = f": rank {', '.join(stopped)} is stopped" if stopped else ""
+        return f"step {step} has taken longer than its budget of {budget_s:g} s{who}"
+
+    def _end(self, reason: str) -> None:
+        for each in self._handles:
+            each.kill()
+        self.reason = reason
+        self._on_lost()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join()

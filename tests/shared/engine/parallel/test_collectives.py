@@ -1,0 +1,110 @@
+"""A model over real processes has the bits of one rank, by shared memory and by Gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.parallel.collectives import DistributedTransport, distributed_mesh
+from shared.engine.parallel.mesh import LocalMesh, Mesh
+from shared.engine.parallel.mesh_memory import create_mesh_memory
+from shared.engine.parallel.mesh_shape import MeshShape, RankLost
+from shared.engine.parallel.rank_mesh import RankMesh
+from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
+from tests.shared.engine.parallel.forked_ranks import run_forked
+from tests.shared.engine.parallel.processes.mlp import Mlp
+from tests.shared.engine.parallel.test_mesh import HALVE, bits, lanes_of, own_lanes
+
+ROOT = Path(__file__).resolve().parents[4]
+BATCHES = (1, 33, 2)
+LIMIT_S = 10.0
+
+
+def run_model(mesh: Mesh) -> bytes:
+    mlp = Mlp(mesh)
+    return b"".join(mlp.run(rows, seed) for seed, rows in enumerate(BATCHES))
+
+
+@pytest.fixture(scope="module")
+def expected() -> bytes:
+    return run_model(LocalMesh())
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (8, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_model_has_the_bits_of_one_rank(
+    shape: tuple[int, int], transport: str, tmp_path: Path, expected: bytes
+) -> None:
+    mesh_shape, fd = MeshShape(*shape), create_mesh_memory(MeshShape(*shape))
+
+    def connect(rank: int) -> Mesh:
+        if transport == "shared_memory":
+            return shared_memory_mesh(fd, mesh_shape, rank, limit_s=LIMIT_S)
+        address = f"file://{tmp_path}/rendezvous"
+        return distributed_mesh(address, mesh_shape, rank, limit_s=LIMIT_S)
+
+    found = run_forked(mesh_shape.num_ranks, connect, run_model)
+    os.close(fd)
+    last = mesh_shape.stage_ranks(mesh_shape.pp - 1)
+    assert [found[rank] for rank in last] == [expected] * len(last)
+
+
+def test_halved_sums_over_gloo_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    sizes = [(1, 1), (3, 7), (2, 50_003)]  # with one element a rank has nothing to send
+    lanes = [lanes_of(size, seed) for seed, size in enumerate(sizes)]
+
+    def connect(rank: int) -> Mesh:
+        address = f"file://{tmp_path}/rendezvous"
+        transport = DistributedTransport(address, MeshShape(4), rank, limit_s=LIMIT_S)
+        return RankMesh(transport, all_gather_bytes=HALVE)
+
+    def work(mesh: Mesh) -> bytes:
+        return b"".join(bits(mesh.add(own_lanes(mesh, each), torch.bfloat16)) for each in lanes)
+
+    expected = b"".join(bits(LocalMesh().add(each, torch.bfloat16)) for each in lanes)
+    assert run_forked(4, connect, work) == [expected] * 4
+
+
+@pytest.mark.parametrize("shape", [MeshShape(2), MeshShape(1, 2)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_peer_raises_over_gloo(how: signal.Signals, shape: MeshShape, tmp_path: Path) -> None:
+    """A killed peer at once, a stopped one after the limit: in a stage, and between stages."""
+    limit_s = 30.0 if how == signal.SIGKILL else 0.3
+    read_fd, write_fd = os.pipe()
+
+    def connect(rank: int) -> Mesh:
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        return distributed_mesh(f"file://{tmp_path}/r", shape, rank, limit_s=limit_s)
+
+    def work(mesh: Mesh) -> bytes:
+        if mesh.rank == 0:
+            os.read(read_fd, 1)  # the peer has connected, too
+            os.kill(os.getpid(), how)
+        os.write(write_fd, b"\0")
+        started = time.monotonic()
+        with pytest.raises(RankLost):
+            _ = mesh.gather(torch.zeros(4), 0) if shape.pp == 1 else mesh.recv((4,), torch.float32)
+        os.kill(int((tmp_path / "0").read_text()), signal.SIGKILL)
+        return str(time.monotonic() - started).encode()
+
+    _, found = run_forked(2, connect, work, lost_rank=0)
+    os.close(read_fd)
+    os.close(write_fd)
+    assert float(found) < 5.0
+
+
+def test_only_collectives_imports_torch_distributed() -> None:
+    """An all-reduce elsewhere would make bits depend on the number of ranks."""
+    pattern = re.compile(r"torch\.distributed|from torch import .*distributed|all_reduce\(")
+    folders = [ROOT / name for name in ("shared", "kernels", "services")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    found = {path.name for path in files if pattern.search(path.read_text())}
+    assert found == {"collectives.py"}
+    text = (ROOT / "shared" / "engine" / "parallel" / "collectives.py").read_text()
+    assert "all_reduce(" not in text
