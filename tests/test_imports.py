@@ -136,8 +136,8 @@ LAYERS = {
     ),
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | inputs | engine | batching | runners | models | weights"
-        " | layers | sampling | kv_cache codec"
+        "worker | pinned_prefixes | loop | executors | inputs | engine | batching | runners |"
+        " step_plan | models | weights | layers | sampling | kv_cache codec"
     ),
 }
 MAX_FILES = 16
