@@ -163,15 +163,9 @@ def has_extras(params: SamplingParams, grammar: object | None) -> bool:
     """Whether `sampling_extras` needs its rows."""
     return (
         bool(params.bad_words or params.min_tokens or params.logit_bias)
-        or is_penalized(params)
+        or params.is_penalized
         or params.num_logprobs is not None
         or grammar is not None
-    )
-
-
-def is_penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or bool(
-        params.frequency_penalty or params.presence_penalty
     )
 
 
@@ -240,7 +234,7 @@ def _penalties(requesting: list[SampledRow]) -> Penalties | None:
     penalized = [
         _penalties_of(row, sequence, params)
         for row, sequence, params in requesting
-        if is_penalized(params)
+        if params.is_penalized
     ]
     if not penalized:
         return None

@@ -130,9 +130,32 @@ class StepOutput(msgspec.Struct, frozen=True):
     late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
-class Runner(Protocol):
+class KvPort(Protocol):
+    """The KV cache, for all but steps."""
+
     kv_format: KvFormat
     numerics: Numerics
+
+    async def read_kv(
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+    ) -> None:
+        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
+        ...
+
+    async def write_kv(
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        """The reverse of `read_kv`. The blocks must not be part of a running step."""
+        ...
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        """Zeroes the KV of full blocks on the engine's thread, between two steps. No step in flight
+        and no copy may use them.
+        """
+        ...
+
+
+class Runner(KvPort, Protocol):
     num_blocks: int
     max_context_tokens: int  # of the model
     vocab_size: int
@@ -155,24 +178,6 @@ class Runner(Protocol):
 
     async def check(self) -> None:
         """Computes a step without side effects, between two steps. Raises if the device fails."""
-        ...
-
-    async def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
-    ) -> None:
-        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
-        ...
-
-    async def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
-    ) -> None:
-        """The reverse of `read_kv`. The blocks must not be part of a running step."""
-        ...
-
-    async def zero_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
-        or copy may use them.
-        """
         ...
 
     async def close(self) -> None: ...

@@ -126,8 +126,10 @@ class Sequence:
     num_dropped_blocks: int = 0  # leading blocks released already: no later token attends to them
     num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
-    is_in_step: bool = False
-    is_aborted: bool = False
+    num_steps_in_flight: int = 0  # submitted and not yet applied
+    num_tokens_in_flight: int = 0  # that these steps compute
+    num_draws_in_flight: int = 0  # tokens that they sample
+    is_aborted: bool = False  # or has ended: what its steps in flight compute is dropped
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # for penalties
     # of the second to the last computed prompt token; None: not requested, or already returned
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
@@ -188,6 +190,20 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.num_steps_in_flight > 0
+
+    @property
+    def next_position(self) -> int:
+        """Of the first token that no step computes or has computed."""
+        return self.num_computed_tokens + self.num_tokens_in_flight
+
+    @property
+    def next_num_tokens(self) -> int:
+        """`num_tokens` once the steps in flight have sampled."""
+        return len(self.token_ids) + self.num_draws_in_flight
 
     @property
     def is_stalled(self) -> bool:

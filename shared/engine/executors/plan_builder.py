@@ -12,7 +12,7 @@ import msgspec
 
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.inputs import is_penalized, successors_of
+from shared.engine.inputs import successors_of
 from shared.engine.runner import TokenMask
 from shared.engine.step_plan import Fed, Grown, NewRow, StepPlan, Successors, pack
 
@@ -53,7 +53,7 @@ class PlanBuilder:
         fed: list[Fed] = []
         for each in scheduled:
             sequence, count = each.sequence, each.num_scheduled_tokens
-            start = sequence.num_computed_tokens
+            start = each.start
             row = self._rows.get(sequence)
             if row is None:
                 row = self._take_row(sequence)
@@ -139,8 +139,7 @@ class PlanBuilder:
             sequence = each.sequence
             if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
                 continue
-            first = sequence.num_computed_tokens + 1
-            token_ids = successors_of(sequence, first, each.num_scheduled_tokens)
+            token_ids = successors_of(sequence, each.start + 1, each.num_scheduled_tokens)
             if token_ids:
                 number = self._rows[sequence].number
                 found.append(Successors(number, pack(token_ids), sequence.num_prompt_logprobs))
@@ -161,7 +160,7 @@ def _new_row(number: int, sequence: Sequence) -> NewRow:
     params = sequence.sampling
     if params is not None and params.grammar is not None:
         params = msgspec.structs.replace(params, grammar=None)
-    needs_history = params is not None and (is_penalized(params) or bool(params.bad_words))
+    needs_history = params is not None and (params.is_penalized or bool(params.bad_words))
     return NewRow(
         row=number,
         sequence_id=sequence.sequence_id,
