@@ -28,7 +28,7 @@ class PlannedMachine(EngineMachine):
 
 
 TestPlannedMachine = PlannedMachine.TestCase
-TestPlannedMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPlannedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_arrays_grow_with_rows_and_tables() -> None:

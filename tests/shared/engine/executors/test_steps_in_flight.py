@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
@@ -270,7 +271,8 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
         for each in [*submissions, *forks]:
             each.check(worker)
 
-    run(scenario())
+    with capture_logs():  # rendering a traceback takes longer than the example
+        run(scenario())
 
 
 @pytest.mark.parametrize(("shape", "most"), [((2, 1), 2), ((3, 1), 3), ((2, 2), 1)])
