@@ -218,10 +218,7 @@ class Engine:
         else:
             rows, found = self.batcher.schedule()
         for row in rows:
-            sequence = row.sequence
-            sequence.num_steps_in_flight += 1
-            sequence.num_tokens_in_flight += row.num_scheduled_tokens
-            sequence.num_draws_in_flight += row.samples
+            row.sequence.in_flight.append(row)
         self._held.update(found)
         return rows, failed + [StepProgress(sequence) for sequence in found]
 
@@ -245,7 +242,7 @@ class Engine:
             sequence = row.sequence
             token_id, logprobs = next(sampled) if row.samples else (None, None)
             self._leave_step(row)
-            if sequence in void:
+            if void and sequence in void:
                 continue
             if sequence.is_aborted:
                 self._drop(sequence)
@@ -363,10 +360,7 @@ class Engine:
         return StepProgress(sequence, finish_reason="stop", embedding=embedding)
 
     def _leave_step(self, row: ScheduledSequence) -> None:
-        sequence = row.sequence
-        sequence.num_steps_in_flight -= 1
-        sequence.num_tokens_in_flight -= row.num_scheduled_tokens
-        sequence.num_draws_in_flight -= row.samples
+        row.sequence.in_flight.remove(row)
         if row.block_copy is not None:
             source, _ = row.block_copy
             self.pool.release([source])
@@ -395,7 +389,7 @@ class Engine:
         self._reserved.discard(sequence)
         self._held.discard(sequence)
         sequence.transition_to(SequenceState.FINISHED)
-        if sequence.num_steps_in_flight:
+        if sequence.in_flight:
             sequence.is_aborted = True
             self._ending.add(sequence)
         else:
@@ -405,7 +399,7 @@ class Engine:
         """A step of an aborted or finished sequence has ended."""
         if sequence.state is not SequenceState.FINISHED:
             self._finish(sequence)
-        elif not sequence.num_steps_in_flight:
+        elif not sequence.in_flight:
             self._ending.discard(sequence)
             self.batcher.give_back(sequence)
 

@@ -151,7 +151,7 @@ class Batcher:
             (
                 each,
                 _num_ahead(each, may_draw_ahead)
-                if each.num_steps_in_flight
+                if each.in_flight
                 else len(each.token_ids)
                 - each.num_computed_tokens
                 - (each.grammar is not None and each.grammar.is_stalled),
@@ -166,9 +166,11 @@ class Batcher:
         it writes, as in most steps of a running sequence.
         """
         table, size = sequence.block_table, self.pool.block_size
-        if len(table) * size < len(sequence.token_ids) + sequence.num_draws_in_flight:
+        position, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
+        if sequence.in_flight:
+            position, num_tokens = sequence.next_position, sequence.next_num_tokens
+        if len(table) * size < num_tokens:
             return False
-        position = sequence.num_computed_tokens + sequence.num_tokens_in_flight
         return self.pool.ref_count(table[position // size]) == 1
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
@@ -188,7 +190,7 @@ class Batcher:
             return victims
         while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
-            if victim.num_steps_in_flight:
+            if victim.in_flight:
                 self._awaited = victim
                 return victims
             self.preempt(victim)
@@ -296,8 +298,10 @@ class Batcher:
 def _scheduled(
     sequence: Sequence, count: int, block_copy: tuple[int, int] | None = None
 ) -> ScheduledSequence:
-    start = sequence.num_computed_tokens + sequence.num_tokens_in_flight
-    completes = start + count == len(sequence.token_ids) + sequence.num_draws_in_flight
+    start, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
+    if sequence.in_flight:
+        start, num_tokens = sequence.next_position, sequence.next_num_tokens
+    completes = start + count == num_tokens
     return ScheduledSequence(sequence, count, start, completes, block_copy)
 
 
@@ -305,6 +309,6 @@ def _num_ahead(sequence: Sequence, may_draw_ahead: Callable[[Sequence], bool]) -
     """The number of tokens that a sequence in flight can compute in the next step."""
     if sequence.is_aborted:
         return 0
-    if sequence.num_draws_in_flight:
+    if sequence.next_num_tokens > len(sequence.token_ids):  # one is being drawn
         return int(may_draw_ahead(sequence))
     return len(sequence.token_ids) - sequence.next_position - sequence.is_stalled
