@@ -28,9 +28,6 @@ class _Row:
         self.num_blocks = len(sequence.block_table)
         self.drawn_at = NOT_DRAWN  # position of the token that the device holds, not yet computed
 
-    def is_of(self, sequence: Sequence) -> bool:
-        return self.num_preemptions == sequence.num_preemptions
-
 
 class PlanBuilder:
     def __init__(self, *, feeds_drawn: bool = False) -> None:
@@ -91,14 +88,17 @@ class PlanBuilder:
         """Frees the rows of sequences that have left the batch since their last step."""
         num_kept = 0
         for each in scheduled:
-            row = self._rows.get(each.sequence)
-            num_kept += row is not None and row.is_of(each.sequence)
+            sequence = each.sequence
+            row = self._rows.get(sequence)
+            if row is not None and row.num_preemptions == sequence.num_preemptions:
+                num_kept += 1
         if num_kept == len(self._rows):
             return b""
         gone = [
             (sequence, row)
             for sequence, row in self._rows.items()
-            if sequence.state is not SequenceState.RUNNING or not row.is_of(sequence)
+            if sequence.state is not SequenceState.RUNNING
+            or row.num_preemptions != sequence.num_preemptions
         ]
         for sequence, row in gone:
             del self._rows[sequence]
