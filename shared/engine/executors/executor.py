@@ -1,0 +1,50 @@
+"""The seam between the engine's loop and whatever computes its steps: one device, or several ranks.
+
+The loop submits plans in order, at most `depth` before the oldest one is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shared.engine.runner import KvPort, StepOutput, TokenMask
+from shared.engine.step_plan import StepPlan
+
+
+class Executor(Protocol):
+    depth: int  # steps in flight
+    num_stages: int  # of a pipeline; only with one are drawn tokens where the next step needs them
+    kv: KvPort
+
+    @property
+    def step_budget_s(self) -> float:
+        """Upper bound in seconds of the step being computed: above it the worker is suspect."""
+        ...
+
+    @property
+    def step_extension_s(self) -> float:
+        """What has been added to that budget since: the step compiles a kernel."""
+        ...
+
+    def submit(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> None:
+        """Queues a step; does not block. `masks`: of the plan's masked rows, waited for before
+        these rows are sampled. If it raises, the step has failed and has no result.
+        """
+        ...
+
+    async def result(self, step: int) -> StepOutput:
+        """The output of a submitted step, in order of submission. Raises if the step failed; later
+        steps in flight are computed nevertheless.
+        """
+        ...
+
+    async def check(self) -> None:
+        """Computes a step without side effects, when none is in flight. Raises if the device
+        fails.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Waits for steps in flight."""
+        ...
