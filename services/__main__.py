@@ -15,6 +15,7 @@ import typer
 
 from services.cli import bundle_commands, commands, tenant_commands, warm_command
 from services.cli.models.model_commands import model_app
+from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.service_options import service_command
 from services.local.plan import thread_environ
@@ -155,6 +156,7 @@ app.registered_commands += tenant_commands.app.registered_commands
 app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
 app.registered_commands += bundle_commands.app.registered_commands
 app.registered_commands += warm_command.app.registered_commands
+app.registered_commands += plan_command.app.registered_commands
 _add_services()
 
 

@@ -18,6 +18,7 @@ from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
+TP_SIZES = (1, 2, 4, 8)  # ranks that can share a layer
 KV_COMPRESSIONS = ("auto", "off")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
@@ -186,6 +187,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
     num_threads: int = 0  # 0: share the cores of this host
+    tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
+    pp: int = 1  # pipeline stages
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
@@ -235,6 +238,10 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             )
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
+        if self.tp not in TP_SIZES:
+            yield f"tp {self.tp} is none of 1, 2, 4, 8"
+        if self.pp < 1:
+            yield f"pp {self.pp} must be at least 1"
         if not 0 < self.max_reserved_share <= 1:
             yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
         if not 0 <= self.max_pinned_share <= 1:

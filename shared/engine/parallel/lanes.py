@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # plans are made without torch
+    from torch import Tensor
 
 NUM_LANES = 8
 # The sum of a lane without units. Adding it changes no bit of any number, -0.0 included.

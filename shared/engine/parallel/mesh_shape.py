@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TP_SIZES = (1, 2, 4, 8)
+from shared.config import TP_SIZES
+
 WAIT_S = 30.0  # the longest that a rank waits for another
 
 

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shared.config import TP_SIZES
 from shared.engine.parallel.lane_sums import Exchange
-from shared.engine.parallel.mesh_shape import TP_SIZES
 
 MAX_HOSTS = 8
 SUMS_PER_LAYER = 2  # o_proj and down_proj

@@ -16,7 +16,7 @@ from shared.engine.parallel.mesh_shape import MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import ALL_GATHER_BYTES, RankMesh
 
 T = TypeVar("T")
-WAIT_S = 10.0
+WAIT_S = 60.0  # a first run compiles
 
 
 class ThreadTransport:

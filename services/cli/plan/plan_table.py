@@ -1,0 +1,54 @@
+"""The ranks of a plan as a table or JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from services.cli.tables import table_console
+from services.cli.tenant_tables import print_json
+from shared.engine.parallel.planning.memory_plan import RankMemory, num_kv_tokens, size_text
+
+
+def show_plan(ranks: list[RankMemory], *, is_json: bool) -> None:
+    if is_json:
+        print_json({"ranks": [_row(each) for each in ranks], "kv_tokens": num_kv_tokens(ranks)})
+        return
+    headings = ("stage", "rank", "layers", "heads", "KV heads", "weights", "largest step", "KV")
+    table = Table(*headings, "KV tokens", box=None, header_style="bold", pad_edge=False)
+    for each in ranks:
+        tokens = "" if each.num_kv_tokens is None else f"{each.num_kv_tokens:,}"
+        table.add_row(
+            *(str(each.stage), str(each.tp_rank), _span(each.part.layers)),
+            *(_span(each.part.heads), _span(each.part.kv_heads)),
+            *(size_text(each.weight_bytes), size_text(each.workspace_bytes)),
+            *(f"{each.kv_bytes_per_token:,} B/token", tokens),
+        )
+    console = table_console()
+    console.print(table)
+    total = num_kv_tokens(ranks)
+    if total is not None:
+        console.print(f"the worker's KV cache holds {total:,} tokens")
+
+
+def _row(rank: RankMemory) -> dict[str, Any]:
+    part = rank.part
+    spans = {
+        name: [getattr(part, name).start, getattr(part, name).stop]
+        for name in ("layers", "heads", "kv_heads", "columns", "vocabulary")
+    }
+    return {
+        "stage": rank.stage,
+        "tp_rank": rank.tp_rank,
+        **spans,
+        "weight_bytes": rank.weight_bytes,
+        "workspace_bytes": rank.workspace_bytes,
+        "kv_bytes_per_token": rank.kv_bytes_per_token,
+        "kv_tokens": rank.num_kv_tokens,
+    }
+
+
+def _span(positions: range) -> str:
+    """`0-7`; empty without any."""
+    return f"{positions.start}-{positions.stop - 1}" if positions else ""

@@ -1,0 +1,118 @@
+"""What every rank of a worker would hold, from the config alone. No torch.
+
+Weights and KV are exact; the workspace is an estimate of the largest step's tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
+from shared.engine.parallel.planning.rank_part import RankPart
+from shared.engine.parallel.planning.worker_parts import worker_parts
+from shared.errors import ConfigError
+
+KV_SHARE = 0.9  # of the memory that weights and workspace leave
+FP32_BYTES = 4
+_UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """The largest step."""
+
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank. `num_kv_tokens`: that fit its KV cache; None: no memory was given."""
+
+    stage: int
+    tp_rank: int
+    part: RankPart
+    weight_bytes: int
+    workspace_bytes: int
+    kv_bytes_per_token: int
+    num_kv_tokens: int | None
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    tp: int,
+    pp: int,
+    item_bytes: int,
+    memory_bytes: int | None,
+    step: StepSize = StepSize(),
+) -> list[RankMemory]:
+    """Ranks by stage. `item_bytes`: of a weight and of a KV value; `memory_bytes`: of each rank.
+
+    Raises ConfigError if the model cannot be cut like this or a rank's part does not fit.
+    """
+    try:
+        shape = MeshShape(tp, pp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [
+        _rank_memory(config, (*shape.place(rank), part), item_bytes, memory_bytes, step)
+        for rank, part in enumerate(worker_parts(config, shape))
+    ]
+
+
+def num_kv_tokens(ranks: list[RankMemory]) -> int | None:
+    """Tokens that the worker's KV cache holds: as many as its fullest rank's."""
+    found = [each.num_kv_tokens for each in ranks if each.kv_bytes_per_token]
+    return None if None in found else min(filter(None, found), default=0)
+
+
+def _rank_memory(
+    config: ModelConfig,
+    place: tuple[int, int, RankPart],
+    item_bytes: int,
+    memory_bytes: int | None,
+    step: StepSize,
+) -> RankMemory:
+    stage, tp_rank, part = place
+    weight_bytes = num_weights(config, part) * item_bytes
+    workspace_bytes = _workspace_bytes(config, part, item_bytes, step)
+    per_token = kv_values_per_token(config, part) * item_bytes
+    tokens = None
+    if memory_bytes is not None:
+        left = memory_bytes - weight_bytes - workspace_bytes
+        if left < per_token:
+            raise ConfigError(
+                f"rank {tp_rank} of stage {stage} needs {size_text(weight_bytes)} for weights and "
+                f"{size_text(workspace_bytes)} for the largest step: {size_text(memory_bytes)} are "
+                "too few. Use more ranks (--tp, --pp) or more memory",
+                param="memory",
+            )
+        tokens = int(left * KV_SHARE) // per_token if per_token else None
+    return RankMemory(
+        stage=stage,
+        tp_rank=tp_rank,
+        part=part,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace_bytes,
+        kv_bytes_per_token=per_token,
+        num_kv_tokens=tokens,
+    )
+
+
+def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:
+    """Hidden states before and after a layer, a layer's widest products, and all logits."""
+    heads = len(part.heads) + 2 * len(part.kv_heads)
+    widest = max(heads * config.head_dim, 3 * len(part.columns)) * item_bytes
+    hidden = config.hidden_size * (3 * item_bytes + FP32_BYTES)
+    logits = step.max_sequences * config.vocab_size * FP32_BYTES if part.has_head else 0
+    return step.max_batch_tokens * (widest + hidden) + logits
+
+
+def size_text(num_bytes: int) -> str:
+    """Three digits or more: `15.0 GiB`, `512 KiB`."""
+    unit, shift = next(each for each in _UNITS if num_bytes >> each[1] or not each[1])
+    size = num_bytes / (1 << shift)
+    return f"{size:,.1f} {unit}" if size < 100 and shift else f"{size:,.0f} {unit}"

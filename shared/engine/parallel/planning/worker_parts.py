@@ -1,0 +1,33 @@
+"""The parts of all ranks of a worker. No torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.rank_part import RankPart, rank_part
+from shared.engine.parallel.planning.stages import ModelCosts, cut_stages
+from shared.errors import ConfigError
+
+
+def worker_parts(config: ModelConfig, shape: MeshShape) -> list[RankPart]:
+    """By rank. Raises ConfigError if the model cannot be cut like this."""
+    return [
+        rank_part(config, tp_rank=tp_rank, tp_size=shape.tp, layers=layers)
+        for layers in stages_of(config, shape.pp)
+        for tp_rank in range(shape.tp)
+    ]
+
+
+def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
+    """The layers of each stage, balanced by the multiplications of a token. Raises ConfigError."""
+    hidden = config.hidden_size
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * hidden
+    layer = attention + 3 * config.intermediate_size * hidden
+    head = config.vocab_size * hidden  # looking up the embedding multiplies nothing
+    try:
+        borders = cut_stages(ModelCosts((layer,) * config.num_layers, lm_head=head), num_stages)
+    except ValueError as error:
+        raise ConfigError(str(error), param="pp") from None
+    return [range(*each) for each in pairwise(borders)]

@@ -1,0 +1,74 @@
+"""The counts from a config are those of the model that it describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from shared.engine.model_config import LayerConfig, ModelConfig, RopeConfig
+from shared.engine.models.decoder import Decoder
+from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
+from shared.engine.parallel.planning.rank_part import rank_part, whole_model
+from shared.engine.parallel.planning.worker_parts import stages_of
+
+PLAIN = ModelConfig(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+    activation="silu",
+    attention_scale=0.25,
+    layers=(LayerConfig(),) * 5,
+    ropes=(RopeConfig(theta=1e4, rotary_dim=32),),
+    has_tied_embeddings=False,
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"has_tied_embeddings": True},
+    "biases": {"has_qkv_bias": True, "has_output_bias": True, "has_mlp_bias": True},
+    "norms": {"has_qk_norm": True, "has_post_norms": True},
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return replace(PLAIN, **VARIANTS[request.param])
+
+
+def test_weights_of_the_whole_model(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        model = Decoder(config, dtype=torch.float32, num_positions=8)
+    assert num_weights(config, whole_model(config)) == sum(p.numel() for p in model.parameters())
+
+
+def test_matrices_of_all_ranks_are_those_of_the_model() -> None:
+    """Norms alone are held by each rank of a stage, and the final one by the last stage's."""
+    layers, norms = range(PLAIN.num_layers), (2 * PLAIN.num_layers + 1) * PLAIN.hidden_size
+    ranks = [rank_part(PLAIN, tp_rank=rank, tp_size=4, layers=layers) for rank in range(4)]
+    held = [num_weights(PLAIN, each) for each in ranks]
+    assert sum(held) == num_weights(PLAIN, whole_model(PLAIN)) + 3 * norms
+    assert max(held) <= 1.05 * sum(held) / 4
+
+
+def test_tied_weights_are_held_by_both_ends_of_a_pipeline() -> None:
+    config = replace(PLAIN, has_tied_embeddings=True)
+    stages = [
+        rank_part(config, tp_rank=0, tp_size=1, layers=layers) for layers in stages_of(config, 2)
+    ]
+    vocabulary = config.vocab_size * config.hidden_size
+    held = sum(num_weights(config, each) for each in stages)
+    assert held == num_weights(config, whole_model(config)) + vocabulary
+
+
+def test_key_value_heads_with_several_readers_are_counted_for_each() -> None:
+    layers = range(PLAIN.num_layers)
+    ranks = [rank_part(PLAIN, tp_rank=rank, tp_size=8, layers=layers) for rank in range(8)]
+    assert {kv_values_per_token(PLAIN, each) for each in ranks} == {5 * 2 * 1 * 32}
+    assert kv_values_per_token(PLAIN, whole_model(PLAIN)) == 5 * 2 * 4 * 32
