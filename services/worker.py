@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from socket import gethostname
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -20,6 +20,7 @@ from shared.engine.features import features_of
 from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
+from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError, DependencyUnavailable
@@ -75,22 +76,27 @@ class WorkerProcess:
 
 def load_model(config: WorkerConfig) -> ModelledRunner:
     """Raises CheckpointError, ConfigError."""
-    from shared.engine.runners.load import load_runner  # torch: other runners do not need it
+    # torch: other runners do not need it
+    from shared.engine.runners.load import load_runner
 
-    return load_runner(
-        config.model_dir,
-        config.device,
-        dtype=config.dtype,
-        block_size=config.block_size,
-        kv_cache_bytes=config.kv_cache_bytes,
-        max_batch_tokens=config.max_batch_tokens,
-        max_sequences=config.max_sequences,
-        load_format=config.load_format,
-        num_threads=config.num_threads or None,
-        mode=config.mode,
-        weights=config.weights,
-        has_row_kernels=True,
-    )
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "block_size": config.block_size,
+        "kv_cache_bytes": config.kv_cache_bytes,
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_sequences": config.max_sequences,
+        "load_format": config.load_format,
+        "num_threads": config.num_threads or None,
+        "mode": config.mode,
+        "weights": config.weights,
+        "has_row_kernels": True,
+    }
+    shape = MeshShape(config.tp, config.pp)
+    if shape.num_ranks == 1:
+        return load_runner(config.model_dir, config.device, **options)
+    from shared.engine.ranks.load_group import load_group
+
+    return load_group(config.model_dir, config.device, shape, **options)
 
 
 def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:

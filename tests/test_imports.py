@@ -137,7 +137,7 @@ LAYERS = {
     ),
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | executors | inputs | engine | batching |"
+        "worker | pinned_prefixes | loop | ranks | executors | inputs | engine | batching |"
         " runners | step_plan | models | weights | layers | sampling | parallel kv_cache codec"
     ),
 }

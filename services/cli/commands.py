@@ -111,6 +111,16 @@ def up(
             help="Tokens per step (default: 512; on CUDA 2048, prefill alone 8192).",
         ),
     ] = None,
+    tp: Annotated[
+        int, typer.Option(help="Ranks of each worker that share its layers: 1, 2, 4 or 8.")
+    ] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages of each worker.")] = 1,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="The same of prefill workers (default: --tp).")
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="The same of decode workers (default: --tp).")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Send one request, then stop.")] = False,
 ) -> None:
     """Start a cluster on this machine, send a first request, and run until Ctrl-C.
@@ -144,6 +154,10 @@ def up(
         weights=weights,
         kv_cache_bytes=kv_cache_bytes,
         max_batch_tokens=max_batch_tokens,
+        prefill_tp=tp if prefill_tp is None else prefill_tp,
+        decode_tp=tp if decode_tp is None else decode_tp,
+        tp=tp,
+        pp=pp,
     )
     run_up(options, is_check=check)
 

@@ -82,6 +82,8 @@ HELP = {
     "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
     "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
+    "tp": "Tensor parallelism: rank processes that share each layer; 1, 2, 4 or 8.",
+    "pp": "Pipeline parallelism: stages of consecutive layers, with TP ranks each.",
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
     "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",

@@ -12,7 +12,14 @@ import services
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
-from shared.config import DEVICES, LOAD_FORMATS, WEIGHT_FORMS, is_device_name, is_loopback
+from shared.config import (
+    DEVICES,
+    LOAD_FORMATS,
+    TP_SIZES,
+    WEIGHT_FORMS,
+    is_device_name,
+    is_loopback,
+)
 from shared.errors import ConfigError
 from shared.subjects import NO_INSTANCE, CredentialRole
 
@@ -52,6 +59,13 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None  # None: the default of the worker
     max_batch_tokens: int | None = None
     tenant_id: str = "default"
+    tp: int = 1  # ranks that share each layer, of workers for both roles
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    pp: int = 1  # pipeline stages of every worker
+
+    def tp_of(self, role: CredentialRole) -> int:
+        return {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role, self.tp)
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +114,12 @@ def check_options(options: UpOptions) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             problems.append(f"--{name.replace('_', '-')} {value} is not positive")
+    for name in ("tp", "prefill_tp", "decode_tp"):
+        if getattr(options, name) not in TP_SIZES:
+            option = name.replace("_", "-")
+            problems.append(f"--{option} {getattr(options, name)} is none of 1, 2, 4, 8")
+    if options.pp < 1:
+        problems.append(f"--pp {options.pp} must be at least 1")
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
@@ -235,6 +255,7 @@ def _service(
         if options.max_batch_tokens is not None:
             arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
         arguments += ["--num-threads", str(num_threads)]
+        arguments += ["--tp", str(options.tp_of(credential.role)), "--pp", str(options.pp)]
         arguments += ["--data-plane-host", options.advertise_host]
         if options.nats_url is None and not is_loopback(options.advertise_host):
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys

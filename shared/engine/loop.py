@@ -143,6 +143,9 @@ class EngineLoop:
 
     async def _run(self) -> None:
         while not self._is_stopping:
+            if self.executor.is_lost:
+                self._lose_device("a rank is lost")
+                break
             rows, progress = self.engine.schedule(draws_ahead=self._draws_ahead)
             if progress:
                 self._report(progress)

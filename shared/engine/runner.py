@@ -164,6 +164,11 @@ class Runner(KvPort, Protocol):
         int | None
     )  # a step's first token attends to this many last tokens, including it; None: all
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it computes nothing more, as seen between steps: a rank has ended."""
+        ...
+
     def step_budget_s(self, inputs: StepInputs) -> float:
         """Upper bound of `run` in seconds, announced before it: above it the worker is suspect."""
         ...

@@ -18,6 +18,11 @@ class Executor(Protocol):
     kv: KvPort
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it computes nothing more, as seen between steps: a rank has ended."""
+        ...
+
+    @property
     def step_budget_s(self) -> float:
         """Upper bound in seconds of the step being computed: above it the worker is suspect."""
         ...

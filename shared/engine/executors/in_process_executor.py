@@ -23,6 +23,10 @@ class InProcessExecutor:
         self._inputs: StepInputs | None = None
 
     @property
+    def is_lost(self) -> bool:
+        return self._runner.is_lost
+
+    @property
     def step_extension_s(self) -> float:
         return self._runner.step_extension_s
 

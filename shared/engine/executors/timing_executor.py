@@ -18,6 +18,8 @@ from shared.engine.step_plan import StepPlan, StepResult, decode_plan, decode_re
 class TimingExecutor:
     """An `Executor`."""
 
+    is_lost = False
+
     def __init__(self, runner: TimingRunner, *, depth: int = 2, num_stages: int = 1) -> None:
         self.kv: KvPort = runner
         self.depth = depth

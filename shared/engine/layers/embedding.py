@@ -19,7 +19,9 @@ class TokenEmbedding(MatrixModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+        self.scale = (
+            None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
+        )
         self.set_parameter(unset_parameter(vocab_size, hidden_size, dtype=dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kernels.ops import LaneWeight, SumLanes, Weight, pack_lanes, pack_weight
 from shared.engine.layers.methods.choose import choose_method
 from shared.engine.layers.methods.linear_method import LinearMethod
+from shared.engine.parallel.mesh import Mesh
 
 
 class MatrixModule(nn.Module):
@@ -64,8 +65,11 @@ class ProductModule(MatrixModule):
 class Linear(ProductModule):
     """y = x · weightᵀ + bias over x [T, in_features].
 
-    `lane_borders`: of a row-parallel product, which sums over K in lanes.
+    `lane_borders`: of a row-parallel product, which sums over K in lanes. A rank's part of one is
+    joined to a mesh, which sums it over all ranks before the bias.
     """
+
+    mesh: Mesh | None = None
 
     def __init__(
         self,
@@ -81,8 +85,16 @@ class Linear(ProductModule):
         self.set_parameter(unset_parameter(out_features, in_features, dtype=dtype))
         self.bias = unset_parameter(out_features, dtype=dtype) if has_bias else None
 
+    def join(self, mesh: Mesh, lanes: SumLanes) -> None:
+        """The weight is one rank's part. `lanes`: those that it holds of the whole product's."""
+        self.mesh, self.lanes = mesh, lanes
+        self._choose()
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.method(x, self.bias)
+        if self.mesh is None:
+            return self.method(x, self.bias)
+        product = self.mesh.add(self.method.partials(x), x.dtype)
+        return product if self.bias is None else product + self.bias
 
 
 def unset_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

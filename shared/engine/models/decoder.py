@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.sum_lanes import SumLanes
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
@@ -16,6 +17,7 @@ from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
 from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.mesh import Mesh
 
 
 class DecoderLayer(nn.Module):
@@ -49,6 +51,11 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(normed, cos, sin, kv_cache, inputs)
         normed, x = self.post_attention_layernorm.of_sum(x, attended)
         return x, self.mlp(normed)
+
+    def join(self, mesh: Mesh, output: SumLanes, down: SumLanes) -> None:
+        """The layer is one rank's part, which holds these lanes of its row-parallel products."""
+        self.self_attn.o_proj.join(mesh, output)
+        self.mlp.down_proj.join(mesh, down)
 
     def fused(self) -> FusedLayer | None:
         """The layer as one kernel; None if there is no kernel for it."""
@@ -86,44 +93,35 @@ class SandwichLayer(DecoderLayer):
         return fused_layer(self.self_attn, self.mlp, (*before, *after))
 
 
-class Decoder(nn.Module):
+class LayerStack(nn.Module):
+    """Consecutive layers and the angles of their positions."""
+
     cos: Tensor  # [num_positions, num_ropes, rotary_dim / 2], like sin
     sin: Tensor
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = TokenEmbedding(
-            config.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype
-        )
+        self.layer_config = config
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
         self.layers = nn.ModuleList(layer_class(config, dtype=dtype) for _ in config.layers)
-        self.norm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.lm_head = OutputHead(
-            self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
-        )
         with torch.device("cpu"):  # for the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        inputs: Sequence[AttentionInputs],
+    def run_layers(
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, inputs: Sequence[AttentionInputs]
     ) -> Tensor:
-        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden].
+        """x [T, hidden], positions [T]; kv_cache of all layers -> hidden states [T, hidden].
 
-        `inputs`: one for each of `ModelConfig.reaches`.
+        `inputs`: one for each of `layer_config.reaches`.
         """
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
-        x, update = self.embed_tokens(input_ids), None
-        reaches = self.config.reaches
+        update = None
+        reaches = self.layer_config.reaches
         for layer, each, layer_cache in zip(
-            self.layers, self.config.layers, kv_cache.unbind(0), strict=True
+            self.layers, self.layer_config.layers, kv_cache.unbind(0), strict=True
         ):
             angles = cos[each.rope_index], sin[each.rope_index]
             own = inputs[reaches.index(each.reach)]
@@ -138,6 +136,43 @@ class Decoder(nn.Module):
             if found is not None:
                 self.layers[index] = found
 
+    def layer_destinations(self, first_layer: int = 0) -> dict[str, Tensor]:
+        """The checkpoint's tensor names -> their destinations; fused parameters are split."""
+        config = self.layer_config
+        parts = {} if config.has_fused_projections else _fused_parts(config)
+        found: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers, first_layer):
+            for name, module in layer.named_modules():
+                place = f"model.layers.{index}.{name}"
+                if isinstance(module, RMSNorm):
+                    found[f"{place}.weight"] = module.weight
+                elif isinstance(module, Linear):
+                    rows = parts.get(name, {name: module.parameter.shape[0]})
+                    for part, tensor in _cut(module, rows).items():
+                        found[f"model.layers.{index}.{part}"] = tensor
+        return found
+
+
+class Decoder(LayerStack):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
+        super().__init__(config, dtype=dtype, num_positions=num_positions)
+        self.config = config
+        self.embed_tokens = TokenEmbedding(
+            config.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype
+        )
+        self.norm = RMSNorm(config.hidden_size, config, dtype=dtype)
+        self.lm_head = OutputHead(
+            self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
+        )
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] -> [T, hidden]."""
+        return self.embed_tokens(input_ids)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm: [T, hidden] -> the same shape."""
+        return self.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] FP32."""
         return self.lm_head(self.norm(hidden))
@@ -147,27 +182,15 @@ class Decoder(nn.Module):
         return self.lm_head.argmax_tokens(self.norm(hidden))
 
     def weight_destinations(self) -> dict[str, Tensor]:
-        """The checkpoint's tensor names -> their destinations; fused parameters are split."""
+        """The checkpoint's tensor names -> their destinations."""
         found: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embed_tokens.parameter,
             "model.norm.weight": self.norm.weight,
         }
         if not self.config.has_tied_embeddings:
             found["lm_head.weight"] = self.lm_head.parameter
-        for index, layer in enumerate(self.layers):
-            for name, tensor in self._layer_destinations(layer).items():
-                found[f"model.layers.{index}.{name}"] = tensor
+        found |= self.layer_destinations()
         return {name: tensor.detach() for name, tensor in found.items()}
-
-    def _layer_destinations(self, layer: nn.Module) -> dict[str, Tensor]:
-        parts = {} if self.config.has_fused_projections else _fused_parts(self.config)
-        found: dict[str, Tensor] = {}
-        for name, module in layer.named_modules():
-            if isinstance(module, RMSNorm):
-                found[f"{name}.weight"] = module.weight
-            elif isinstance(module, Linear):
-                found |= _cut(module, parts.get(name, {name: module.parameter.shape[0]}))
-        return found
 
 
 def _fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:

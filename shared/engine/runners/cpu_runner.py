@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from torch import nn
 
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
@@ -150,7 +151,7 @@ def _warm_up(executor: ModelExecutor) -> None:
     executor.model.argmax_tokens(hidden[:1])
 
 
-def _products(model: Decoder) -> Iterator[ProductModule]:
+def _products(model: nn.Module) -> Iterator[ProductModule]:
     return (each for each in model.modules() if isinstance(each, ProductModule))
 
 

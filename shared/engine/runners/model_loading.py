@@ -16,7 +16,7 @@ from shared.config import LOAD_FORMATS
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.linear import MatrixModule, ProductModule
 from shared.engine.model_config import ModelConfig
-from shared.engine.models.decoder import Decoder
+from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.multimodal_checkpoint import TextTensors
@@ -133,7 +133,7 @@ def open_weights(
         yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
 
 
-def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
+def finish_model(model: LayerStack, mode: Mode, *, is_compressed: bool) -> None:
     """Packs the weights of a filled model for the device, and fuses its layers."""
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
@@ -144,7 +144,7 @@ def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
     set_mode(model, mode)
 
 
-def set_mode(model: Decoder, mode: Mode) -> None:
+def set_mode(model: LayerStack, mode: Mode) -> None:
     for module in model.modules():
         if isinstance(module, MatrixModule):
             module.set_batch_invariance(is_batch_invariant=mode == "exact")

@@ -20,6 +20,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.engine.layers.attention_inputs import build_attention_inputs
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
+from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.step_deadline import StepBudget
@@ -46,7 +47,7 @@ class ModelExecutor:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | RankDecoder,
         kv_cache: Tensor,
         kv_layout: KvLayout,
         *,
@@ -70,7 +71,7 @@ class ModelExecutor:
             token_ids,
             logprobs,
             prompt_logprobs(hidden, inputs, self.model.logits, vocab_size=vocab_size),
-            pooled(hidden, inputs, self.model.norm),
+            pooled(hidden, inputs, self.model.normed),
             late_rows,
         )
 
@@ -86,12 +87,16 @@ class ModelExecutor:
         if inputs.block_copies:
             copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
             copy_blocks(self.kv_cache, *copies.to(self._device))
-        return self.model(
-            torch.from_numpy(inputs.input_ids).to(self._device),
+        return self.model.run_layers(
+            self._embedded(inputs),
             torch.from_numpy(inputs.positions).to(self._device),
             self.kv_cache,
-            build_attention_inputs(inputs, self._device, self.model.config.reaches),
+            build_attention_inputs(inputs, self._device, self.model.layer_config.reaches),
         )
+
+    def _embedded(self, inputs: StepInputs) -> Tensor:
+        """What enters the first layer: [T, hidden_size]."""
+        return self.model.embed(torch.from_numpy(inputs.input_ids).to(self._device))
 
     @torch.inference_mode()
     def read_kv(
@@ -184,6 +189,8 @@ class ModelRunner:
     first. `init_step_thread` and `init_copy_thread` run first on their threads.
     """
 
+    is_lost = False
+
     def __init__(
         self,
         executor: ModelExecutor,
@@ -207,7 +214,7 @@ class ModelRunner:
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
-        self.attention_span = _attention_span(config, attention_segment)
+        self.attention_span = attention_span(config, attention_segment)
         self._budget = StepBudget()
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
@@ -270,7 +277,7 @@ async def _on(thread: ThreadPoolExecutor, function: Callable[..., Any], *argumen
     return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
 
-def _attention_span(config: ModelConfig, segment: int) -> int | None:
+def attention_span(config: ModelConfig, segment: int) -> int | None:
     """The widest window plus the segment in which it starts, less one; None if a layer has none."""
     windows = [layer.window for layer in config.layers if layer.window is not None]
     return max(windows) + segment - 1 if len(windows) == config.num_layers else None

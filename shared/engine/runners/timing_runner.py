@@ -49,6 +49,8 @@ class StepCost:
 
 
 class TimingRunner:
+    is_lost = False
+
     def __init__(
         self,
         clock: Clock,

@@ -284,3 +284,15 @@ def test_resumed_output_does_not_count_as_prompt() -> None:
             assert load.num_generated_tokens == 5
 
     run(scenario())
+
+
+def test_lost_runner_is_noticed_without_work() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            lost = asyncio.Event()
+            bench.loop.on_device_lost(lost.set)
+            bench.runner.is_lost = True
+            async with asyncio.timeout(2 * IDLE_TICK_S):
+                await lost.wait()
+
+    run(scenario())

@@ -55,6 +55,7 @@ class GroupSpec:
     config: bytes = b""
     transport: str = "shared_memory"
     num_threads: int = 1
+    inherited: tuple[int, ...] = ()  # descriptors of the work's own, open in every rank
     limit_s: float = 30.0
     ready_s: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -93,6 +94,11 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         return [each.process.pid for each in self._handles]
+
+    @property
+    def loss(self) -> str | None:
+        """Why the group is lost; None while it is not."""
+        return self._watchdog.reason
 
     def fileno(self) -> int:
         """Readable when `take` has an answer, or the group is lost."""
@@ -204,7 +210,7 @@ def _spawn(spec: GroupSpec, files: _GroupFiles, rank: int) -> RankHandle:
                 "shared.engine.parallel.processes.rank_process",
                 str(theirs.fileno()),
             ],
-            pass_fds=(*files.fds, theirs.fileno()),
+            pass_fds=(*files.fds, *spec.inherited, theirs.fileno()),
             env={**os.environ, **_environment(spec)},
             stdin=subprocess.DEVNULL,
         )

@@ -1,0 +1,48 @@
+"""Which part of each tensor of a checkpoint a rank reads."""
+
+from __future__ import annotations
+
+from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.cuts import WHOLE, Cut, gate_up_cut, qkv_cut
+from shared.engine.parallel.planning.rank_part import RankPart
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class WeightCuts:
+    """The cuts of a rank, by the checkpoint's names."""
+
+    def __init__(self, config: ModelConfig, part: RankPart) -> None:
+        dim, heads, columns = config.head_dim, part.heads, part.columns
+        kv_heads = part.kv_heads.start, part.kv_heads.stop
+        query = _rows(heads, dim)
+        key = _rows(part.kv_heads, dim)
+        inner = _rows(columns)
+        self._by_layer = {
+            "self_attn.q_proj": query,
+            "self_attn.k_proj": key,
+            "self_attn.v_proj": key,
+            "self_attn.qkv_proj": qkv_cut(
+                (heads.start, heads.stop), kv_heads, config.num_heads, config.num_kv_heads, dim
+            ),
+            "self_attn.o_proj": Cut(columns=(heads.start * dim, heads.stop * dim)),
+            "mlp.gate_proj": inner,
+            "mlp.up_proj": inner,
+            "mlp.gate_up_proj": gate_up_cut(
+                (columns.start, columns.stop), config.intermediate_size
+            ),
+            "mlp.down_proj": Cut(columns=(columns.start, columns.stop)),
+        }
+        self._vocabulary = _rows(part.vocabulary)
+
+    def of(self, name: str) -> Cut:
+        """Norms are whole, as are the biases of row-parallel products: they follow the sum."""
+        if name in (_EMBEDDING, _HEAD):
+            return self._vocabulary
+        path, _, kind = name.removeprefix("model.layers.").rpartition(".")
+        cut = self._by_layer.get(path.partition(".")[2], WHOLE)
+        return WHOLE if kind == "bias" and cut.columns is not None else cut
+
+
+def _rows(positions: range, size: int = 1) -> Cut:
+    return Cut(rows=((positions.start * size, positions.stop * size),))

@@ -1,0 +1,120 @@
+"""Starts the ranks of a worker and returns their runner once all are ready."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kernels.ops import cpu_host
+from shared.engine.kv_cache import num_blocks_for
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.worker_parts import worker_parts
+from shared.engine.parallel.processes.group import GroupSpec, RankGroup
+from shared.engine.parallel.processes.watchdog import GroupLost
+from shared.engine.ranks.channel import channel_pair
+from shared.engine.ranks.fingerprint import model_on_meta
+from shared.engine.ranks.group_runner import GroupRunner
+from shared.engine.ranks.messages import RankSetup
+from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
+from shared.engine.runners.device_numerics import device_numerics
+from shared.engine.runners.load import resolve_device
+from shared.engine.runners.mode_choice import resolve_mode
+from shared.engine.runners.model_loading import (
+    LoadOptions,
+    kv_layout_of,
+    open_weights,
+    resolve_dtype,
+)
+from shared.engine.runners.model_runner import attention_span
+from shared.engine.weights.load import matched_names
+from shared.errors import CheckpointError, ConfigError
+
+LOAD_TIMEOUT_S = 1800.0
+# Between ranks: a first start compiles, which one of them may do long after another. Once steps
+# run, their budgets end a group much earlier.
+WAIT_S = 300.0
+CPU = torch.device("cpu")
+
+
+def load_group(
+    model_dir: Path | str, device: str, shape: MeshShape, **given_options: Any
+) -> GroupRunner:
+    """`given_options` are the fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
+    or one that ranks see differently, and ConfigError for a model that cannot be cut like this.
+    """
+    model_dir, options = Path(model_dir), LoadOptions(**given_options)
+    if resolve_device(device).type != "cpu":
+        raise ConfigError(
+            f"{shape.num_ranks} ranks on {device}: ranks compute on the CPU so far", param="tp"
+        )
+    config = read_config(model_dir)
+    parts = worker_parts(config, shape)
+    if options.weights == "compressed":
+        raise ConfigError("compressed weights are not cut for ranks yet", param="weights")
+    dtype = resolve_dtype(options.dtype, CPU)
+    kv_layout = kv_layout_of(config, dtype, options.block_size)
+    given = options.kv_cache_bytes
+    num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
+    whole = model_on_meta(config, dtype)
+    with open_weights(model_dir, config, whole, options.load_format) as source:
+        matched_names(source.tensors, whole.weight_destinations())
+        revision = source.revision()
+    num_threads = options.num_threads or torch.get_num_threads()
+    copies = [channel_pair() for _ in range(shape.num_ranks)]
+    masks, rank_masks = channel_pair()
+    mode = resolve_mode(options.mode, CPU)
+    setup = RankSetup(
+        model_dir=str(model_dir.resolve()),
+        dtype=dtype,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        mode=mode,
+        load_format=options.load_format,
+        num_threads=max(1, num_threads // shape.num_ranks),
+        copies=tuple(theirs for _, theirs in copies),
+        masks=rank_masks,
+    )
+    step_thread = ThreadPoolExecutor(1, "group-step")  # its end would end the group
+    try:
+        group = step_thread.submit(RankGroup.start, _spec(setup, shape)).result()
+    except (GroupLost, ValueError) as error:
+        raise CheckpointError(f"{model_dir}: {error}") from None
+    finally:
+        for each in (*setup.copies, setup.masks):
+            os.close(each)
+    return GroupRunner(
+        group,
+        step_thread,
+        parts,
+        shape=shape,
+        copies=[ours for ours, _ in copies],
+        masks=masks,
+        kv_layout=kv_layout,
+        numerics=device_numerics(CPU, dtype, mode),
+        num_blocks=num_blocks,
+        max_context_tokens=min(config.max_position_embeddings, num_blocks * options.block_size),
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        attention_span=attention_span(config, cpu_host().attention_segment),
+        revision=revision,
+        clock=options.clock,
+    )
+
+
+def _spec(setup: RankSetup, shape: MeshShape) -> GroupSpec:
+    return GroupSpec(
+        shape=shape,
+        entry="shared.engine.ranks.rank_work:ModelWork",
+        config=msgspec.msgpack.encode(setup),
+        num_threads=setup.num_threads,
+        inherited=(*setup.copies, setup.masks),
+        limit_s=WAIT_S,
+        ready_s=LOAD_TIMEOUT_S,
+        environment={"NUMBA_NUM_THREADS": str(setup.num_threads)},
+    )

@@ -1,0 +1,44 @@
+"""Token masks of a step, which the leader's process computes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.ranks.channel import Channel
+from shared.engine.ranks.messages import Masks, MasksWanted
+
+Words = NDArray[np.int32]
+
+
+class RemoteMasks:
+    """All masks of a step come with one reply: most are ready when the first is wanted."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._words: list[bytes | None] | None = None
+
+    def begin_step(self) -> None:
+        self._words = None
+
+    def mask(self, place: int) -> RemoteMask:
+        return RemoteMask(self, place)
+
+    def wait(self, place: int, timeout_s: float) -> Words | None:
+        if self._words is None or (self._words[place] is None and timeout_s > 0):
+            self._channel.send(MasksWanted(timeout_s))
+            reply: Masks = self._channel.receive(Masks)
+            self._words = reply.words
+        words = self._words[place]
+        return None if words is None else np.frombuffer(words, np.int32)
+
+
+class RemoteMask:
+    """A `TokenMask`."""
+
+    def __init__(self, masks: RemoteMasks, place: int) -> None:
+        self._masks = masks
+        self._place = place
+
+    def wait(self, timeout_s: float) -> Words | None:
+        return self._masks.wait(self._place, timeout_s)

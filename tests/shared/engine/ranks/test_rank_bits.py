@@ -1,0 +1,97 @@
+"""Ranks as threads of this process: at 1, 2, 4 and 8 ranks the bits of the undivided model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.ranks.messages import RankSetup
+from shared.engine.ranks.rank_executor import load_rank
+from shared.engine.runner import StepInputs
+from shared.engine.runners.load import load_runner
+from tests.shared.engine.parallel.rank_threads import run_ranks
+from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.steps import Blocks, step_of
+
+NUM_BLOCKS = 64
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 300,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama, group 4": {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama, 28 heads": {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 224},
+    "qwen3, head norms": {
+        "architecture": "Qwen3ForCausalLM",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "qwen2, biases, tied": {
+        "architecture": "Qwen2ForCausalLM",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "gemma2, windows": {
+        "architecture": "Gemma2ForCausalLM",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 20,
+    },
+}
+PROMPTS = [[(11 * n) % 300 for n in range(50)], [(5 * n + 1) % 300 for n in range(9)]]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    fields = {"architecture": "LlamaForCausalLM", **TINY, **SHAPES[request.param]}
+    write_model(folder, **fields)
+    return folder
+
+
+def steps() -> list[StepInputs]:
+    """Chunks of two prompts in a batch, then the last token of each; all tokens have logits."""
+    blocks = Blocks(NUM_BLOCKS)
+    long, short = (blocks.line(each) for each in PROMPTS)
+    found = []
+    for work in ([(long, 30)], [(long, 19), (short, 8)], [(short, 1), (long, 1)]):
+        found.append(step_of(work))
+        for line, num_new in work:
+            line.num_computed += num_new
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str) -> None:
+    runner = load_runner(folder, dtype=dtype, kv_cache_bytes=8 << 20)
+    expected = [runner.step_logits(step) for step in steps()]
+    setup = RankSetup(
+        model_dir=str(folder),
+        dtype=dtype,
+        block_size=16,
+        num_blocks=NUM_BLOCKS,
+        mode="exact",
+        load_format="auto",
+        num_threads=1,
+        copies=(),
+        masks=-1,
+    )
+
+    def logits(mesh: Mesh) -> list[Tensor]:
+        executor, _ = load_rank(setup, mesh)
+        return [executor.step_logits(step) for step in steps()]
+
+    for tp in (2, 4, 8):
+        for found in run_ranks(MeshShape(tp), logits):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours, theirs), f"tp {tp}"
