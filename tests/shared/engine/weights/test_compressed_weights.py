@@ -13,7 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kernels.cpu.gemm import compressed_weight, linear
+from kernels.cpu.gemm import compressed_weight, lane_linear, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import select_rows
 from kernels.cpu.simd.cpu_features import has_amx
@@ -99,7 +99,7 @@ def test_logits_equal_those_of_dense_weights(
 def test_logits_are_equal_without_the_custom_gemm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (compressed_weight, linear):
+    for module in (compressed_weight, lane_linear, linear):
         monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     found = load(tmp_path / "model", "compressed")
