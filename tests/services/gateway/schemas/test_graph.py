@@ -48,6 +48,16 @@ def test_schema_without_a_finite_value(name: str) -> None:
     assert has_no_finite_value(ENDLESS[name])
 
 
+def test_what_is_endless_is_not_empty() -> None:
+    """Schemas that contradict themselves stay, so that their errors do."""
+    assert {name for name in ENDLESS if SchemaGraph(ENDLESS[name]).endless([ROOT])} == {
+        *("required", "no type", "two", "items", "prefix", "branches")
+    }
+    assert not any(
+        SchemaGraph(each).endless([ROOT]) for name, each in FINITE.items() if name != "elsewhere"
+    )
+
+
 @pytest.mark.parametrize("name", FINITE)
 def test_schema_with_a_finite_value(name: str) -> None:
     assert not has_no_finite_value(FINITE[name])

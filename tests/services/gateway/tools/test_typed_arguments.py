@@ -193,6 +193,22 @@ def test_schema_without_finite_arguments(name: str) -> None:
         answer_grammar(None, ToolOptions(tools=(tool,)), FAMILIES[name], NO_TOKENS)
 
 
+@pytest.mark.parametrize("name", TYPED)
+def test_keyword_of_another_kind_is_no_reason_to_refuse(name: str) -> None:
+    root = {"type": "object", "properties": {"a": {"type": "integer", "format": "int32"}}}
+    tool = Tool(name=NAME, parameters=root, is_strict=True)
+    plan = answer_grammar(None, ToolOptions(tools=(tool,)), FAMILIES[name], NO_TOKENS)
+    assert plan is not None and plan.warnings == ()
+
+
+def test_optional_argument_without_an_end_is_not_offered() -> None:
+    endless = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
+    root = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": endless}}
+    tools = ToolOptions(tools=(Tool(name=NAME, parameters=root),), is_parallel=False)
+    grammar = walks(has_marker_tokens=False).grammar("hermes", tools)
+    assert '"properties":{"x":false}' in grammar
+
+
 AUTO_CALLS = sorted(set(FAMILIES) - {"plain", "harmony"})
 
 
