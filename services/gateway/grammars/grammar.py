@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.whitespace import DEFAULT_PATTERN
+from services.gateway.schemas.endless import without_endless
 from shared.grammar.spec import GrammarKind
 
 TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else None
@@ -41,13 +42,13 @@ def _json(constraint: OutputConstraint, schema: Any) -> Grammar:
 def json_grammar(
     schema: Any, *, is_strict: bool = False, whitespace_pattern: str | None = None
 ) -> Grammar:
-    """The schema without spaces, with llguidance's options at its root."""
+    """The schema without spaces and endless parts, with llguidance's options at its root."""
     options: dict[str, Any] = {"lenient": not is_strict}
     if whitespace_pattern == "":
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = whitespace_pattern or DEFAULT_PATTERN
-    fields = {} if schema is True else schema
+    fields = {} if schema is True else without_endless(schema)
     source = msgspec.json.encode({**fields, "x-guidance": options}).decode()
     return Grammar("json_schema", source)
 

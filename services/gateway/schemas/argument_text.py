@@ -13,20 +13,26 @@ the history (`text/history/argument_texts.py`) follow it. A schema's kinds: `Sch
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from math import isfinite
+from typing import Any, Literal
 
 from services.gateway.schemas.graph import ROOT, SchemaGraph
-from services.gateway.schemas.shapes import ALL_KINDS, Kind, kind_of, members
+from services.gateway.schemas.shapes import ALL_KINDS, Kind, Node, kind_of, members
 from shared.errors import InvalidRequest
 
-Kinds = frozenset[Kind]
+Kinds = frozenset[Kind | Literal["integer"]]  # "integer" instead of "number": no fractions
+EVERYTHING: Kinds = frozenset(ALL_KINDS)
 TEXT: Kinds = frozenset(("string",))
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
+_SPACES = " \t\r\n"  # of JSON: `strip` alone takes more characters than `\s` of a grammar
+_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
 # Bare texts that may be read as a value of a kind: a superset, as expressions without `^` and `$`.
-READ_AS: dict[Kind, str] = {
+READ_AS: dict[Kind | Literal["integer"], str] = {
     "string": r'\s*"(?s:.*)',
-    "number": r"\s*[-0-9.eE+]+\s*",
+    "number": r"\s*-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?\s*",
+    "integer": r"\s*-?[0-9]+(\.0+)?\s*",
     "boolean": r"\s*((?i:true)|(?i:false))\s*",
     "null": r"\s*((?i:null)|(?i:none))\s*",
     "array": r"\s*\[(?s:.*)",
@@ -38,14 +44,36 @@ def read(text: str, kinds: Kinds) -> Any:
     """The value of a text; the text where it has none of the kinds."""
     if kinds == TEXT:
         return text
-    bare = text.strip()
+    bare = text.strip(_SPACES)
     value = _WORDS.get(bare.lower(), text)
     if value is text:
         try:
             value = json.loads(bare, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return text
-    return value if kind_of(value) in kinds else text
+    if isinstance(value, float):
+        return _number(value, bare, text, kinds)
+    is_integer = kind_of(value) == "number" and "integer" in kinds
+    return value if is_integer or kind_of(value) in kinds else text
+
+
+def _number(value: float, bare: str, text: str, kinds: Kinds) -> Any:
+    """Of digits with a point or an exponent: `3.10` beside an integer may be a version."""
+    found = _INTEGER.fullmatch(bare)
+    if "integer" in kinds and found is not None:
+        return int(found[1])
+    if "integer" in kinds and "string" not in kinds and value.is_integer():
+        return int(value)
+    return value if "number" in kinds and isfinite(value) else text
+
+
+def kinds_of(graph: SchemaGraph, node: Node) -> Kinds:
+    """The kinds of the node's values."""
+    kinds = graph.kinds(node)
+    numbers = [each for each in graph.alternatives(node) if "number" in each.kinds]
+    if numbers and all(each.is_integer for each in numbers):
+        return (kinds - {"number"}) | {"integer"}
+    return frozenset(kinds)
 
 
 def written(value: Any, kinds: Kinds) -> str:
@@ -64,7 +92,7 @@ class ArgumentKinds:
         try:
             self._add(SchemaGraph(dict(parameters)))
         except (InvalidRequest, TypeError, AttributeError, KeyError):
-            self._named, self._others = {}, ALL_KINDS
+            self._named, self._others = {}, EVERYTHING
 
     def __getitem__(self, name: str) -> Kinds:
         return self._named.get(name, self._others)
@@ -73,15 +101,16 @@ class ArgumentKinds:
         found: list[tuple[dict[str, Kinds], Kinds]] = []
         for shape in graph.alternatives(ROOT):
             named, _, others = members(graph.document, shape)
-            kinds = {name: graph.kinds(node) for name, node in named.items()}
-            found.append((kinds, ALL_KINDS if others is None else graph.kinds(others)))
-        self._others = _union(others for _, others in found) or ALL_KINDS
+            kinds = {name: kinds_of(graph, node) for name, node in named.items()}
+            found.append((kinds, EVERYTHING if others is None else kinds_of(graph, others)))
+        self._others = _union(others for _, others in found) or EVERYTHING
         for name in {name for named, _ in found for name in named}:
             self._named[name] = _union(named.get(name, others) for named, others in found)
 
 
 def _union(kinds: Iterable[Kinds]) -> Kinds:
-    return frozenset().union(*kinds)
+    found: Kinds = frozenset[Kind | Literal["integer"]]().union(*kinds)
+    return found - {"integer"} if "number" in found else found
 
 
 def _no_constant(name: str) -> Any:

@@ -6,7 +6,7 @@ alternatives. A reference that leads to itself without a value in between has no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from services.gateway.schemas.document import Document, Pointer
@@ -69,20 +69,26 @@ class SchemaGraph:
     def is_finite(self, node: Node) -> bool:
         """Whether a finite value matches the node: the least fixpoint over what it refers to."""
         if node not in self._is_searched:
-            reached = self.reached(node)
-            self._is_searched |= set(reached)
-            changed = True
-            while changed:
-                changed = False
-                for each in reversed(reached):
-                    if each not in self._finite and self._has_value(each):
-                        self._finite.add(each)
-                        changed = True
+            self._search(self.reached(node))
         return node in self._finite
 
-    def reached(self, node: Node) -> list[Node]:
-        """The node and all that it refers to."""
-        seen, waiting = {node: None}, [node]
+    def endless(self, nodes: Iterable[Node]) -> set[Node]:
+        """Which of the nodes match values, but infinite ones alone: the greatest fixpoint without
+        the least. One search for all.
+        """
+        nodes = list(nodes)
+        reached = self.reached(*nodes)
+        self._search(reached)
+        possible = set(reached)
+        waiting = possible - self._finite
+        while emptied := {each for each in waiting if not self._has_value(each, possible)}:
+            possible -= emptied
+            waiting -= emptied
+        return waiting & set(nodes)
+
+    def reached(self, *nodes: Node) -> list[Node]:
+        """The nodes and all that they refer to."""
+        seen, waiting = dict.fromkeys(nodes), list(nodes)
         while waiting:
             for shape in self.alternatives(waiting.pop()):
                 for child in self.children(shape):
@@ -90,6 +96,16 @@ class SchemaGraph:
                         seen[child] = None
                         waiting.append(child)
         return list(seen)
+
+    def _search(self, reached: list[Node]) -> None:
+        self._is_searched |= set(reached)
+        changed = True
+        while changed:
+            changed = False
+            for each in reversed(reached):
+                if each not in self._finite and self._has_value(each, self._finite):
+                    self._finite.add(each)
+                    changed = True
 
     def unenforced(self) -> list[Pointer]:
         """Where keywords stand that the alternatives do not hold, in the order of a search."""
@@ -159,17 +175,21 @@ class SchemaGraph:
         shape.literals = [each for each in shape.literals if fits(self, each, shape)]
         shape.kinds &= frozenset(map(kind_of, shape.literals))
 
-    def _has_value(self, node: Node) -> bool:
+    def _has_value(self, node: Node, known: Set[Node]) -> bool:
         self.count_step()
-        return any(self.has_value(shape) for shape in self.alternatives(node))
+        return any(self._has_value_by(shape, known) for shape in self.alternatives(node))
 
     def has_value(self, shape: Shape) -> bool:
         """By the finite nodes so far."""
+        return self._has_value_by(shape, self._finite)
+
+    def _has_value_by(self, shape: Shape, known: Set[Node]) -> bool:
+        """Where the nodes in `known` have values."""
         if shape.literals is not None:
             return bool(shape.literals)
-        return any(self._has_kind(shape, kind) for kind in shape.written)
+        return any(self._has_kind(shape, kind, known) for kind in shape.written)
 
-    def _has_kind(self, shape: Shape, kind: Kind) -> bool:
+    def _has_kind(self, shape: Shape, kind: Kind, known: Set[Node]) -> bool:
         match kind:
             case "string":
                 return shape.least_chars <= shape.most_chars
@@ -177,19 +197,19 @@ class SchemaGraph:
                 low, high = shape.bounds.get("minimum"), shape.bounds.get("maximum")
                 return low is None or high is None or low <= high
             case "array":
-                return self._has_array(shape)
+                return self._has_array(shape, known)
             case "object":
                 named, required, _ = members(self.document, shape)
-                return all(named[name] in self._finite for name in required)
+                return all(named[name] in known for name in required)
         return True
 
-    def _has_array(self, shape: Shape) -> bool:
+    def _has_array(self, shape: Shape, known: Set[Node]) -> bool:
         if shape.least_items > shape.most_items:
             return False
         heads, rest = items(self.document, shape)
         needed = heads[: shape.least_items]
         needed += [rest] if shape.least_items > len(heads) else []
-        return all(each in self._finite for each in needed)
+        return all(each in known for each in needed)
 
     def _is_disjoint(self, pointer: Pointer) -> bool:
         """Whether no value matches two branches of a `oneOf`, as far as this can be seen."""

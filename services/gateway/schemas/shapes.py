@@ -50,6 +50,14 @@ UNENFORCED = (
     "$dynamicRef",
     "$recursiveRef",
 )
+_UNENFORCED_OF_KIND: dict[str, Kind] = {
+    "format": "string",
+    **dict.fromkeys(("contains", "minContains", "maxContains", "uniqueItems"), "array"),
+    **dict.fromkeys(("unevaluatedItems", "additionalItems"), "array"),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), "object"),
+    **dict.fromkeys(("patternProperties", "propertyNames", "unevaluatedProperties"), "object"),
+    **dict.fromkeys(("minProperties", "maxProperties"), "object"),
+}
 
 
 class Shape(msgspec.Struct, kw_only=True):
@@ -87,6 +95,7 @@ def shape_of(document: Document, node: Node) -> Shape:
         schema = document.schema(pointer)
         if isinstance(schema, dict):
             _add(shape, document, pointer, schema)
+    shape.unenforced = tuple(each for each in shape.unenforced if _is_about(each, shape.kinds))
     return shape
 
 
@@ -114,6 +123,12 @@ def key_of(value: Any) -> tuple[Kind, bytes]:
 
 def keys_of(values: list[Any]) -> set[tuple[Kind, bytes]]:
     return set(map(key_of, values))
+
+
+def _is_about(place: Pointer, kinds: frozenset[Kind]) -> bool:
+    """Whether the keyword there may forbid a value of the kinds; `format` forbids no number."""
+    kind = _UNENFORCED_OF_KIND.get(place.rpartition("/")[2])
+    return kind is None or kind in kinds
 
 
 def _add(shape: Shape, document: Document, pointer: Pointer, schema: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.schemas.endless import without_endless
 from services.gateway.schemas.graph import (
     NO_FINITE_VALUE,
     ROOT,
@@ -173,6 +174,7 @@ def json_value(schema: Any, *, is_strict: bool) -> str:
     """What the schema allows, as JSON in Lark."""
     if schema is True:
         schema = {}
+    schema = without_endless(schema)
     options = {"lenient": not is_strict, "whitespace_pattern": WHITESPACE}
     return f"%json {msgspec.json.encode({**schema, 'x-guidance': options}).decode()}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from keyword import kwlist
 from typing import Any
 
@@ -124,9 +124,28 @@ class TypedValues:
         """A rule that matches what the node allows, which is finite."""
         if node not in self._values:
             name = self._values[node] = self._new_name()
-            shapes = [each for each in self._graph.alternatives(node) if self._has_value(each)]
-            self.rules.append(f"{name}: {any_of(map(self._shape, shapes))}")
+            self.rules.append(f"{name}: {any_of(map(self._shape, self.shapes(node)))}")
         return self._values[node]
+
+    def shapes(self, node: Node) -> list[Shape]:
+        """The alternatives of the node that have a finite value."""
+        return [each for each in self._graph.alternatives(node) if self._has_value(each)]
+
+    def closed(self, shape: Shape, close: str) -> Iterator[str]:
+        """Expressions of the shape's values with the text `close` after them. A scalar and `close`
+        are one terminal: the lexer takes the longest match, and bare text may go on after it.
+        """
+        for value in shape.literals or ():
+            is_scalar = value is None or isinstance(value, bool | int | float)
+            closed = f"{self._written(value)} {literal(close)}"
+            yield self.terminal(closed) if is_scalar else f"({closed})"
+        if shape.literals is not None:
+            return
+        for kind in KINDS:
+            if kind in shape.written:
+                closed = f"{self._typed(kind, shape)} {literal(close)}"
+                is_terminal = kind in ("boolean", "null") or (kind == "number" and not shape.bounds)
+                yield self.terminal(closed) if is_terminal else f"({closed})"
 
     def text(self, shape: Shape, close: str, *, other_parts: Iterable[str] = ()) -> str:
         """A terminal of bare text that the shape and all of `other_parts` allow, and of `close`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from services.gateway.schemas.argument_text import READ_AS, TEXT, Kinds, read
+from services.gateway.schemas.argument_text import READ_AS, TEXT, Kinds, kinds_of, read
 from services.gateway.schemas.graph import ROOT, SchemaGraph
 from services.gateway.schemas.shapes import Node, Shape, members
 from services.gateway.tools.lark import any_of, literal
@@ -13,6 +13,7 @@ from services.gateway.tools.typed_values import TypedValues
 from shared.errors import InvalidRequest
 
 CLOSE = "\n</parameter>\n"
+_NUMBER_START = r"\s*[-0-9](?s:.*)"  # a number in bounds is no terminal, which text may extend
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _TAGS = re.compile("</(parameter|function|tool_call)>")
 
@@ -34,7 +35,7 @@ class _Elements:
         elements = []
         for key, node in named.items():
             if self._graph.is_finite(node):
-                kinds = self._graph.kinds(node)
+                kinds = kinds_of(self._graph, node)
                 opening = literal(f"<parameter={key}>\n")
                 rule = self._values.rule(f"{opening} {self._value(node, kinds)}")
                 elements.append(rule if key in required else f"{rule}?")
@@ -42,7 +43,7 @@ class _Elements:
         if extra is not None and self._graph.is_finite(extra):
             refused = f" & ~/({'|'.join(map(re.escape, named))})/" if named else ""
             key = self._values.terminal(f"{_KEY}{refused}")
-            value = self._value(extra, self._graph.kinds(extra))
+            value = self._value(extra, kinds_of(self._graph, extra))
             rule = self._values.rule(f'"<parameter=" {key} ">\\n" {value}')
             elements.append(f"{rule}*")
         return " ".join(elements) or literal("")
@@ -50,13 +51,18 @@ class _Elements:
     def _value(self, node: Node, kinds: Kinds) -> str:
         texts = list(self._texts(node, kinds))
         if kinds != TEXT:
-            texts.append(f"({self._values.value(node)} {literal(CLOSE)})")
+            for shape in self._values.shapes(node):
+                texts += self._values.closed(shape, CLOSE)
         return any_of(texts)
 
     def _texts(self, node: Node, kinds: Kinds) -> Iterator[str]:
         """Strings as they are, where they are not read as another value."""
-        refused = "|".join(READ_AS[kind] for kind in sorted(kinds))
-        for shape in self._graph.alternatives(node):
+        expressions = [READ_AS[kind] for kind in sorted(kinds)]
+        shapes = self._graph.alternatives(node)
+        if any("number" in each.written and each.bounds for each in shapes):
+            expressions.append(_NUMBER_START)
+        refused = "|".join(expressions)
+        for shape in shapes:
             if shape.literals is not None:
                 strings = (each for each in shape.literals if isinstance(each, str))
                 yield from (

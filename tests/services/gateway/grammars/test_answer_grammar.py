@@ -101,6 +101,14 @@ def test_constraint(
     assert not accepts(nested, f"<think>a{accepted[0]}")
 
 
+def test_optional_part_without_an_end_is_not_offered(token_id_of: TokenIdOf) -> None:
+    endless = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
+    schema = {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": endless}}
+    output = OutputConstraint(kind="json_schema", source=json.dumps(schema))
+    source = json.loads(plan(token_id_of, output, None).grammar.source)
+    assert source["properties"] == {"x": False}
+
+
 def test_reasoning_that_the_prompt_opens_ends_before_the_grammar(token_id_of: TokenIdOf) -> None:
     found = spec(token_id_of, thinking="open")
     assert found.starts_after == ((token_id_of("</think>"),),)

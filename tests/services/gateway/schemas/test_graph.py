@@ -48,6 +48,16 @@ def test_schema_without_a_finite_value(name: str) -> None:
     assert has_no_finite_value(ENDLESS[name])
 
 
+def test_what_is_endless_is_not_empty() -> None:
+    """Schemas that contradict themselves stay, so that their errors do."""
+    assert {name for name in ENDLESS if SchemaGraph(ENDLESS[name]).endless([ROOT])} == {
+        *("required", "no type", "two", "items", "prefix", "branches")
+    }
+    assert not any(
+        SchemaGraph(each).endless([ROOT]) for name, each in FINITE.items() if name != "elsewhere"
+    )
+
+
 @pytest.mark.parametrize("name", FINITE)
 def test_schema_with_a_finite_value(name: str) -> None:
     assert not has_no_finite_value(FINITE[name])
@@ -157,10 +167,29 @@ def test_kinds_of_arguments() -> None:
             "$defs": {"n": {"type": ["integer", "null"]}},
         }
     )
-    assert kinds["a"] == {"string", "number", "null"}
+    assert kinds["a"] == {"string", "integer", "null"}
     assert read("5", kinds["a"]) == 5
     assert read("none", kinds["a"]) is None
     assert written("none", kinds["a"]) == '"none"'
     assert written("x", kinds["a"]) == "x"
     assert read("true", kinds["a"]) == "true"
     assert read('{"a": 1}', ArgumentKinds({"properties": 3})["a"]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "value"),
+    [
+        ("3.10", {"string", "integer"}, "3.10"),
+        ("1e2", {"string", "integer"}, "1e2"),
+        ("1e2", {"integer"}, 100),
+        (" 5.0\n", {"string", "integer"}, 5),
+        ("3.10", {"string", "number"}, 3.1),
+        ("5.5", {"integer"}, "5.5"),
+        ("true", {"integer"}, "true"),
+        ("1e999", {"string", "number"}, "1e999"),  # no JSON can hold an infinity
+        ("\x1c5", {"string", "number"}, "\x1c5"),
+    ],
+)
+def test_numbers_in_texts(text: str, kinds: set[str], value: Any) -> None:
+    found = read(text, frozenset(kinds))  # type: ignore[arg-type]
+    assert (found, type(found)) == (value, type(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,12 @@ from services.gateway.tools.parsing.response_template import compiled_template
 from services.gateway.tools.tool import Tool, ToolOptions
 from shared.errors import InvalidRequest
 from tests.services.gateway.tools.grammar_walks import walks
-from tests.services.gateway.tools.schema_cases import arguments_schemas, validator
+from tests.services.gateway.tools.schema_cases import (
+    DEFINITIONS,
+    arguments_schemas,
+    cases,
+    validator,
+)
 from tests.services.gateway.tools.wire_formats import (
     CALLS_ONLY_FAMILIES,
     Call,
@@ -74,6 +79,69 @@ def test_written_value_is_read_back(name: str, data: st.DataObject) -> None:
     assert exact(parsed(name, call_text(name, arguments, schema), schema)) == exact(arguments)
 
 
+def text_or(schema: Any) -> dict[str, Any]:
+    return {"anyOf": [{"type": "string"}, schema]}
+
+
+UNIONS: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...] = (
+    ({"type": ["string", "null"]}, (None, "nullable", "a")),
+    ({"type": ["string", "boolean"]}, (True, False, "truely")),
+    ({"type": ["string", "integer"]}, (5, -3, "5x", "3.10", "2026-11-24")),
+    (text_or({"type": "number"}), (5, 2.5, -1e-7, "1.2.3")),
+    (text_or({"type": "integer", "minimum": 2, "maximum": 90}), (5, 50, "a5")),
+    (text_or({"type": "array", "items": {"type": "integer"}}), ([1, 2], [], "a[1]")),
+    (text_or({"enum": [1, None, True, "b c"]}), (1, None, True, "b c", "1x")),
+    ({"enum": ["a", 1, None, True, "1"]}, ("a", 1, None, True, "1")),
+    ({}, (5, None, True, [1], "a")),
+    ({"$ref": "#/$defs/maybe"}, (None, "a")),
+)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize(("schema", "values"), UNIONS)
+def test_each_value_of_a_union_can_be_written(
+    name: str, schema: dict[str, Any], values: tuple[Any, ...]
+) -> None:
+    """A lexer that takes the longest match finds no end of `null` where a text may go on."""
+    root = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {"maybe": {"anyOf": [{"type": "null"}, {"type": "string"}]}},
+    }
+    assert refused_calls(name, root, ({"a": each} for each in values)) == []
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_grammar_allows_what_is_written(data: st.DataObject) -> None:
+    """But for texts: those that begin as JSON must be in quotes."""
+    case = data.draw(cases())
+    schema = {
+        "type": "object",
+        "properties": {"a": text_or(case.schema)},
+        "required": ["a"],
+        "$defs": DEFINITIONS,
+    }
+    arguments = {"a": data.draw(case.values)}
+    assume(not isinstance(arguments["a"], str) and validator(schema).is_valid(arguments))
+    graph = SchemaGraph(schema)
+    assume(graph.is_finite(ROOT) and not graph.unenforced())
+    assert refused_calls("qwen_xml", schema, [arguments]) == []
+
+
+def refused_calls(
+    name: str, schema: dict[str, Any], arguments: Iterable[dict[str, Any]]
+) -> list[str]:
+    """The texts of calls that the grammar does not match."""
+    walk, format = walks(has_marker_tokens=False), FAMILIES[name].call_format
+    assert format is not None
+    tool = Tool(name=NAME, parameters=schema, is_strict=True)
+    grammar = walk.grammar(format, ToolOptions(tools=(tool,), is_parallel=False))
+    texts = (call_text(name, each, schema).strip() for each in arguments)
+    return [each for each in texts if not walk.matches(grammar, each)]
+
+
 @pytest.mark.parametrize("name", TYPED)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -123,6 +191,22 @@ def test_schema_without_finite_arguments(name: str) -> None:
     tool = Tool(name=NAME, parameters={"$defs": {"a": endless}, "$ref": "#/$defs/a"})
     with pytest.raises(InvalidRequest, match="cannot be satisfied"):
         answer_grammar(None, ToolOptions(tools=(tool,)), FAMILIES[name], NO_TOKENS)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_keyword_of_another_kind_is_no_reason_to_refuse(name: str) -> None:
+    root = {"type": "object", "properties": {"a": {"type": "integer", "format": "int32"}}}
+    tool = Tool(name=NAME, parameters=root, is_strict=True)
+    plan = answer_grammar(None, ToolOptions(tools=(tool,)), FAMILIES[name], NO_TOKENS)
+    assert plan is not None and plan.warnings == ()
+
+
+def test_optional_argument_without_an_end_is_not_offered() -> None:
+    endless = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
+    root = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": endless}}
+    tools = ToolOptions(tools=(Tool(name=NAME, parameters=root),), is_parallel=False)
+    grammar = walks(has_marker_tokens=False).grammar("hermes", tools)
+    assert '"properties":{"x":false}' in grammar
 
 
 AUTO_CALLS = sorted(set(FAMILIES) - {"plain", "harmony"})
