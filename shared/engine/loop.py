@@ -126,7 +126,7 @@ class EngineLoop:
 
     async def _run(self) -> None:
         while not self._is_stopping:
-            if self.runner.is_lost:
+            if self.runner.has_ended:
                 self._lose_device("a rank is lost")
                 break
             rows, progress = self.engine.schedule()

@@ -141,7 +141,7 @@ class Runner(Protocol):
     )  # a step's first token attends to this many last tokens, including it; None: all
 
     @property
-    def is_lost(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it computes nothing more, as seen between steps: a rank has ended."""
         ...
 

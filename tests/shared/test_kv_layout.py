@@ -79,7 +79,7 @@ def test_short_groups_are_padded_by_at_most_8_percent() -> None:
 
 
 def test_layers_that_would_make_too_many_groups_form_one() -> None:
-    assert sizes(*[kv()] * 47, *[kv(Window(8))] * 2) == [(None, 49)]
+    assert sizes(*[kv()] * 97, kv(Window(8)), kv(Window(9)), kv(Window(10))) == [(None, 100)]
 
 
 def test_bytes_are_split_into_growing_and_bounded() -> None:

@@ -69,6 +69,8 @@ class RequestGrammars:
             output = await self._as_lark(output, tenant_id)
         try:
             plan = answer_grammar(output, tools, family, self._token_id_of)
+        except RecursionError:
+            raise GrammarTooComplex("a schema's references are nested too deeply") from None
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             reason = "the parameters of a tool are no valid JSON Schema"
             raise InvalidRequest(f"tools: {reason}", param="tools") from error

@@ -91,7 +91,7 @@ class ArgumentKinds:
         self._others: Kinds = frozenset()
         try:
             self._add(SchemaGraph(dict(parameters)))
-        except (InvalidRequest, TypeError, AttributeError, KeyError):
+        except (InvalidRequest, TypeError, AttributeError, KeyError, RecursionError):
             self._named, self._others = {}, EVERYTHING
 
     def __getitem__(self, name: str) -> Kinds:

@@ -21,7 +21,7 @@ def without_endless(schema: Any) -> Any:
         return schema
     try:
         found = _without(schema, _endless(schema, references))
-    except (InvalidRequest, TypeError, AttributeError, KeyError):
+    except (InvalidRequest, TypeError, AttributeError, KeyError, RecursionError):
         return schema
     return found if isinstance(found, dict) else schema
 

@@ -265,7 +265,7 @@ def has_no_finite_value(schema: Any) -> bool:
     """
     try:
         return not SchemaGraph(schema).is_finite(ROOT)
-    except (InvalidRequest, TypeError, AttributeError, KeyError):
+    except (InvalidRequest, TypeError, AttributeError, KeyError, RecursionError):
         return False
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.sum_lanes import SumLanes
+from kernels.ops import SumLanes
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding

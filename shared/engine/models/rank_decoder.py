@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.ops import argmax
-from kernels.sum_lanes import SumLanes
+from kernels.ops import SumLanes, argmax
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.model_config import ModelConfig

@@ -36,6 +36,8 @@ class Cut:
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part of a tensor of shape `full`. Raises ValueError."""
         found = list(full)
+        if self.is_whole:
+            return tuple(found)
         for dim, ranges in enumerate(self._ranges(full)):
             found[dim] = sum(end - first for first, end in ranges)
         return tuple(found)

@@ -89,7 +89,7 @@ class GroupRunner:
         self._copy_thread = ThreadPoolExecutor(1, "group-copy")
 
     @property
-    def is_lost(self) -> bool:
+    def has_ended(self) -> bool:
         return self.group.loss is not None
 
     def step_budget_s(self, inputs: StepInputs) -> float:

@@ -189,7 +189,7 @@ class ModelRunner:
     first. `init_step_thread` and `init_copy_thread` run first on their threads.
     """
 
-    is_lost = False
+    has_ended = False
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class StepCost:
 
 
 class TimingRunner:
-    is_lost = False
+    has_ended = False
 
     def __init__(
         self,

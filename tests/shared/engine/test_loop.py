@@ -290,7 +290,7 @@ def test_lost_runner_is_noticed_without_work() -> None:
         async with running(RecordingRunner()) as bench:
             lost = asyncio.Event()
             bench.loop.on_device_lost(lost.set)
-            bench.runner.is_lost = True
+            bench.runner.has_ended = True
             async with asyncio.timeout(2 * IDLE_TICK_S):
                 await lost.wait()
 

@@ -157,7 +157,7 @@ async def test_killed_rank_ends_the_group(folder: Path) -> None:
     await runner.check()
     os.kill(runner.group.pids[0], signal.SIGKILL)
     async with asyncio.timeout(5):
-        while not runner.is_lost:
+        while not runner.has_ended:
             await asyncio.sleep(0.01)
     with pytest.raises(DeviceFailed, match="a rank of this worker is lost"):
         await runner.check()
@@ -173,7 +173,7 @@ async def test_frozen_rank_ends_the_group_within_the_budget_of_a_step(folder: Pa
     with pytest.raises(DeviceFailed, match="a rank of this worker is lost"):
         await runner.run(step)
     assert time.monotonic() - began_at < 2 * runner.step_budget_s(step) + 1
-    assert runner.is_lost
+    assert runner.has_ended
     await runner.close()
 
 
