@@ -15,7 +15,6 @@ from services.prefill.service import PrefillService
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
-from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.features import features_of
 from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
@@ -196,7 +195,7 @@ async def build_worker(
         bus=bus,
         clock=clock,
         randomness=randomness,
-        loop=EngineLoop(engine, InProcessExecutor(runner), clock),
+        loop=EngineLoop(engine, runner, clock),
         served=_served(
             config,
             runner,

@@ -90,7 +90,7 @@ class PrefillService:
             request.placement_id,
             sequence,
             first_token=request.first_token,
-            runner=self._worker.loop.executor.kv,
+            runner=self._worker.loop.runner,
             dial=lambda: self._dialer.link(request.target, request.link_key),
             clock=self._worker.clock,
             counts=self._counts,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,34 +18,11 @@ from shared.engine.runner import (
     TokenMask,
     TokenMasks,
 )
-from shared.engine.sampling.token_counts import TokenCounts
 from shared.messages import LogprobsMode, SamplingParams
 
+SampledRow = tuple[int, Sequence, SamplingParams]  # its row among those that sample
 
-class SampledSequence(Protocol):
-    """What sampling needs to know of a sequence beside its parameters."""
-
-    token_ids: list[int]
-    num_prompt_tokens: int
-    counts: TokenCounts
-
-    @property
-    def num_output_tokens(self) -> int: ...
-    @property
-    def stop_token_ids(self) -> Iterable[int]: ...
-    @property
-    def grammar(self) -> SampledGrammar | None: ...
-
-
-class SampledGrammar(Protocol):
-    @property
-    def bans_stop(self) -> bool: ...
-    def mask(self) -> TokenMask | None: ...
-
-
-SampledRow = tuple[int, SampledSequence, SamplingParams]  # its row among those that sample
-
-SAMPLING_ROW = np.dtype(
+_SAMPLING_ROW = np.dtype(
     [
         ("temperature", np.float32),
         ("top_p", np.float32),
@@ -115,12 +91,12 @@ def _sampling_inputs(
     indices = [index for index, row in enumerate(rows) if row.samples]
     sampled = [rows[index].sequence for index in indices]
     prepared = [each.packed_sampling or _pack_sampling(each) for each in sampled]
-    packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=SAMPLING_ROW)
+    packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=_SAMPLING_ROW)
     # one call for both: for a few rows, creating an array costs more than filling it
     sampled_rows, num_prompt_tokens = np.array(
         (indices, [sequence.num_prompt_tokens for sequence in sampled]), dtype=np.int64
     )
-    requesting: list[SampledRow] = [
+    requesting = [
         (row, sequence, sequence.sampling)
         for row, sequence in enumerate(sampled)
         if prepared[row][1] and sequence.sampling is not None
@@ -134,7 +110,7 @@ def _sampling_inputs(
         seed=packed["seed"].copy(),
         choice_index=packed["choice_index"].copy(),
         output_position=context_lens[sampled_rows] - num_prompt_tokens,
-        **(sampling_extras(requesting) if requesting else {}),
+        **(_extras(requesting) if requesting else {}),
     )
 
 
@@ -142,34 +118,32 @@ def _pack_sampling(sequence: Sequence) -> tuple[bytes, bool]:
     """`Sequence.packed_sampling`, made once: sampling is the same at each step of a sequence."""
     params = sequence.sampling
     assert params is not None
-    packed = np.array([sampling_row(params, sequence.choice_index)], dtype=SAMPLING_ROW).tobytes()
-    sequence.packed_sampling = (packed, has_extras(params, sequence.grammar))
-    return sequence.packed_sampling
-
-
-def sampling_row(params: SamplingParams, choice_index: int) -> tuple[float | int, ...]:
-    """The fields of `SAMPLING_ROW`."""
-    return (
+    row = (
         params.temperature,
         params.top_p,
         params.min_p,
         params.top_k,
-        choice_index,
+        sequence.choice_index,
         params.seed,
     )
-
-
-def has_extras(params: SamplingParams, grammar: object | None) -> bool:
-    """Whether `sampling_extras` needs its rows."""
-    return (
+    has_extras = (
         bool(params.bad_words or params.min_tokens or params.logit_bias)
-        or params.is_penalized
+        or _is_penalized(params)
         or params.num_logprobs is not None
-        or grammar is not None
+        or sequence.grammar is not None
+    )
+    packed = np.array([row], dtype=_SAMPLING_ROW).tobytes()
+    sequence.packed_sampling = (packed, has_extras)
+    return sequence.packed_sampling
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or bool(
+        params.frequency_penalty or params.presence_penalty
     )
 
 
-def sampling_extras(requesting: list[SampledRow]) -> dict[str, Any]:
+def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
     """Returns the fields that are empty unless a row needs them."""
     masks = _masks(requesting)
     return {
@@ -186,7 +160,7 @@ def sampling_extras(requesting: list[SampledRow]) -> dict[str, Any]:
     }
 
 
-def _banned(sequence: SampledSequence, params: SamplingParams, *, is_masked: bool) -> list[int]:
+def _banned(sequence: Sequence, params: SamplingParams, *, is_masked: bool) -> list[int]:
     """Returns token ids, possibly with duplicates."""
     banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
     bans_stop = sequence.num_output_tokens < params.min_tokens
@@ -234,7 +208,7 @@ def _penalties(requesting: list[SampledRow]) -> Penalties | None:
     penalized = [
         _penalties_of(row, sequence, params)
         for row, sequence, params in requesting
-        if params.is_penalized
+        if _is_penalized(params)
     ]
     if not penalized:
         return None
@@ -248,7 +222,7 @@ def _penalties(requesting: list[SampledRow]) -> Penalties | None:
 
 
 def _penalties_of(
-    row: int, sequence: SampledSequence, params: SamplingParams
+    row: int, sequence: Sequence, params: SamplingParams
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """One row's part of each field of `Penalties`."""
     counts = sequence.counts
@@ -278,22 +252,15 @@ def _prompt_logprobs(rows: list[ScheduledSequence]) -> dict[int, PromptSuccessor
         sequence = row.sequence
         if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
             continue
-        successors = successors_of(
-            sequence, sequence.num_computed_tokens + 1, row.num_scheduled_tokens
-        )
+        first = sequence.num_computed_tokens + 1
+        end = first + row.num_scheduled_tokens
+        successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
+        if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
+            successors.append(sequence.next_token_id)
         if successors:
             token_ids = np.array(successors, dtype=np.int64)
             found[index] = PromptSuccessors(token_ids, sequence.num_prompt_logprobs)
     return found
-
-
-def successors_of(sequence: Sequence, first: int, num_tokens: int) -> list[int]:
-    """The prompt tokens in [first, first + num_tokens)."""
-    end = first + num_tokens
-    successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
-    if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
-        successors.append(sequence.next_token_id)
-    return successors
 
 
 def _pooling(rows: list[ScheduledSequence]) -> dict[int, PoolingInputs]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -38,7 +38,6 @@ class Penalties:
     subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
 
 
-@runtime_checkable  # decoders of steps check instances
 class TokenMask(Protocol):
     """The tokens that a grammar allows one row to sample next; computed on another thread."""
 
@@ -131,32 +130,9 @@ class StepOutput(msgspec.Struct, frozen=True):
     late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
-class KvPort(Protocol):
-    """The KV cache, for all but steps."""
-
+class Runner(Protocol):
     kv_layout: KvLayout
     numerics: Numerics
-
-    async def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
-    ) -> None:
-        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
-        ...
-
-    async def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
-    ) -> None:
-        """The reverse of `read_kv`. The blocks must not be part of a running step."""
-        ...
-
-    async def zero_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes the KV of full blocks on the engine's thread, between two steps. No step in flight
-        and no copy may use them.
-        """
-        ...
-
-
-class Runner(KvPort, Protocol):
     num_blocks: int
     max_context_tokens: int  # of the model
     vocab_size: int
@@ -184,6 +160,24 @@ class Runner(KvPort, Protocol):
 
     async def check(self) -> None:
         """Computes a step without side effects, between two steps. Raises if the device fails."""
+        ...
+
+    async def read_kv(
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+    ) -> None:
+        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
+        ...
+
+    async def write_kv(
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        """The reverse of `read_kv`. The blocks must not be part of a running step."""
+        ...
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
+        or copy may use them.
+        """
         ...
 
     async def close(self) -> None: ...

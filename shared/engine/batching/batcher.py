@@ -16,18 +16,12 @@ sample, and keeps its row and blocks unless it is preempted.
 The choices of one request start from the blocks of their shared prompt. A sequence that will write
 into a block with other holders gets a copy of it, made before the step's writes; the last holder
 writes in place.
-
-Steps may be in flight, submitted and not yet applied. A sequence in one of them joins the next step
-only with the next chunk of its prompt, or where `may_draw_ahead` allows it with the token that is
-being drawn. It is not preempted: its blocks are in use. If only that would make room, the step
-stays short, so that one of the next steps can preempt it.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 
@@ -38,7 +32,6 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
-    start: int  # position of the first of them
     completes: bool  # this step computes the sequence's last token
     # (source, destination) block to copy first; the row holds the source until the step ends
     block_copy: tuple[int, int] | None = None
@@ -47,10 +40,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     def samples(self) -> bool:
         """Whether this step samples a token for the sequence."""
         return self.completes and self.sequence.sampling is not None
-
-
-def _never(sequence: Sequence) -> bool:
-    return False
 
 
 class Batcher:
@@ -67,7 +56,6 @@ class Batcher:
         self._max_sequences = max_sequences
         self._watermark_blocks = int(pool.num_blocks * watermark)
         self._block_copies: dict[Sequence, tuple[int, int]] = {}  # of the step being scheduled
-        self._awaited: Sequence | None = None  # its steps in flight keep the blocks that are needed
 
     def add(self, sequence: Sequence) -> None:
         """Queues a WAITING sequence. One that already holds blocks runs without admission."""
@@ -104,17 +92,12 @@ class Batcher:
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
 
-    def schedule(
-        self, may_draw_ahead: Callable[[Sequence], bool] = _never
-    ) -> tuple[list[ScheduledSequence], list[Sequence]]:
-        """Returns the step's rows, and prefills that were completely cached (HELD).
-
-        `may_draw_ahead`: whether a sequence whose next token is being drawn may already compute it.
-        """
+    def schedule(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
+        """Returns the step's rows, and prefills that were completely cached (HELD)."""
         scheduled: dict[Sequence, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
-        for sequence, num_computable in self._running_by_turns(may_draw_ahead):
+        for sequence, num_computable in self._running_by_turns():
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -126,23 +109,16 @@ class Batcher:
                         budget += scheduled.pop(victim).num_scheduled_tokens
                 if sequence.state is not SequenceState.RUNNING:
                     continue
-                if self._awaited is not None:
-                    scheduled.pop(self._awaited, None)
-                    break
             count = num_computable if num_computable < budget else budget
             block_copy = self._block_copies.get(sequence)
             scheduled[sequence] = _scheduled(sequence, count, block_copy)
             budget -= count
         rows = list(scheduled.values())
-        is_short = num_preempted or self._awaited is not None
-        found = [] if is_short else self._admit(rows, budget)
+        found = [] if num_preempted else self._admit(rows, budget)
         self._block_copies.clear()
-        self._awaited = None
         return rows, found
 
-    def _running_by_turns(
-        self, may_draw_ahead: Callable[[Sequence], bool]
-    ) -> list[tuple[Sequence, int]]:
+    def _running_by_turns(self) -> list[tuple[Sequence, int]]:
         """Running sequences with the number of tokens to compute: first those with one, then those
         with more; both oldest first. A sequence that lacks only the token that it is stalled at is
         left out.
@@ -150,9 +126,7 @@ class Batcher:
         computable = [
             (
                 each,
-                _num_ahead(each, may_draw_ahead)
-                if each.in_flight
-                else len(each.token_ids)
+                len(each.token_ids)
                 - each.num_computed_tokens
                 - (each.grammar is not None and each.grammar.is_stalled),
             )
@@ -166,12 +140,9 @@ class Batcher:
         it writes, as in most steps of a running sequence.
         """
         table, size = sequence.block_table, self.pool.block_size
-        position, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
-        if sequence.in_flight:
-            position, num_tokens = sequence.next_position, sequence.next_num_tokens
-        if len(table) * size < num_tokens:
+        if len(table) * size < len(sequence.token_ids):
             return False
-        return self.pool.ref_count(table[position // size]) == 1
+        return self.pool.ref_count(table[sequence.num_computed_tokens // size]) == 1
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         self.pool.hold(parent.block_table)
@@ -182,17 +153,14 @@ class Batcher:
 
     def _make_room(self, sequence: Sequence) -> list[Sequence]:
         """Gives `sequence` blocks for all its tokens, unshared where it writes. Returns the
-        sequences preempted for that. If one in flight had to be, sets `_awaited` instead.
+        sequences preempted for that.
         """
         victims: list[Sequence] = []
-        missing = self.pool.blocks_for(sequence.next_num_tokens) - len(sequence.block_table)
+        missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
         if missing <= 0 and not self._writes_shared(sequence):
             return victims
         while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
-            if victim.in_flight:
-                self._awaited = victim
-                return victims
             self.preempt(victim)
             victims.append(victim)
             if victim is sequence:
@@ -205,7 +173,7 @@ class Batcher:
 
     def _writes_shared(self, sequence: Sequence) -> bool:
         """Whether its next KV would be written to a block that another sequence also holds."""
-        block_index = sequence.next_position // self.pool.block_size
+        block_index = sequence.num_computed_tokens // self.pool.block_size
         if block_index >= len(sequence.block_table):
             return False
         block_id = sequence.block_table[block_index]
@@ -218,7 +186,7 @@ class Batcher:
         """Replaces the shared block by a new one. The row takes over the reference to the source,
         so that no other sequence can write to the source while the step may still read it.
         """
-        block_index = sequence.next_position // self.pool.block_size
+        block_index = sequence.num_computed_tokens // self.pool.block_size
         source = sequence.block_table[block_index]
         (destination,) = self.pool.allocate(1)
         sequence.block_table[block_index] = destination
@@ -298,17 +266,5 @@ class Batcher:
 def _scheduled(
     sequence: Sequence, count: int, block_copy: tuple[int, int] | None = None
 ) -> ScheduledSequence:
-    start, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
-    if sequence.in_flight:
-        start, num_tokens = sequence.next_position, sequence.next_num_tokens
-    completes = start + count == num_tokens
-    return ScheduledSequence(sequence, count, start, completes, block_copy)
-
-
-def _num_ahead(sequence: Sequence, may_draw_ahead: Callable[[Sequence], bool]) -> int:
-    """The number of tokens that a sequence in flight can compute in the next step."""
-    if sequence.is_aborted:
-        return 0
-    if sequence.next_num_tokens > len(sequence.token_ids):  # one is being drawn
-        return int(may_draw_ahead(sequence))
-    return len(sequence.token_ids) - sequence.next_position - sequence.is_stalled
+    completes = sequence.num_computed_tokens + count == len(sequence.token_ids)
+    return ScheduledSequence(sequence, count, completes, block_copy)

@@ -40,8 +40,7 @@ class InstantClock:
 
 def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     """A row of the sequence in its current state."""
-    completes = sequence.num_uncomputed_tokens == num_tokens
-    return ScheduledSequence(sequence, num_tokens, sequence.num_computed_tokens, completes)
+    return ScheduledSequence(sequence, num_tokens, sequence.num_uncomputed_tokens == num_tokens)
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
