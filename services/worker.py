@@ -220,7 +220,7 @@ def _engine(config: WorkerConfig, runner: ModelledRunner) -> Engine:
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
-        attention_span=runner.attention_span,
+        reaches=runner.kv_layout.reaches,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
 

@@ -401,10 +401,12 @@ class BlocksStored(Message, frozen=True, kw_only=True):
     parent_hash: Digest
     first_block_index: Count
     block_hashes: bytes
+    group: Count = 0  # of layers
 
 
 class BlocksRemoved(Message, frozen=True, kw_only=True):
     block_hashes: bytes
+    group: Count = 0
 
 
 class BlocksCleared(Message, frozen=True, kw_only=True):

@@ -47,18 +47,18 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
             input_ids += sequence.token_ids[start : start + count]
     query_lens, computed = np.array((num_scheduled, num_computed), dtype=np.int64)
     context_lens = computed + query_lens
-    block_tables = _block_tables(sequences)
+    block_tables = _block_tables(sequences)  # [G, S, max_blocks]
     row_of_token, positions, last_rows = _places(query_lens, computed, len(input_ids))
     block_indices, offsets = np.divmod(positions, block_size)
     return StepInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
         positions=positions,
-        slot_mapping=block_tables[row_of_token, block_indices] * block_size + offsets,
+        slot_mapping=block_tables[:, row_of_token, block_indices] * block_size + offsets,
         query_lens=query_lens,
         context_lens=context_lens,
         block_tables=block_tables,
         sampling=_sampling_inputs(rows, last_rows, context_lens),
-        block_copies=tuple([row.block_copy for row in rows if row.block_copy is not None]),
+        block_copies=tuple([copy for row in rows for copy in row.block_copies]),
         prompt_logprobs=_prompt_logprobs(rows),
         pooling=_pooling(rows),
     )
@@ -66,10 +66,13 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
 
 def _block_tables(sequences: list[Sequence]) -> np.ndarray:
     """Joined as bytes, because copying row by row into an array takes three times as long."""
-    tables = [each.block_table.tobytes() for each in sequences]
+    num_groups = len(sequences[0].block_tables)
+    tables = [
+        each.block_tables[group].tobytes() for group in range(num_groups) for each in sequences
+    ]
     width = max(map(len, tables))
     joined = b"".join([each.ljust(width, b"\0") for each in tables])
-    return np.frombuffer(joined, dtype=np.int64).reshape(len(tables), -1).copy()
+    return np.frombuffer(joined, dtype=np.int64).reshape(num_groups, len(sequences), -1).copy()
 
 
 def _places(

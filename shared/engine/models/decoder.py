@@ -111,23 +111,20 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        kv_cache: Tensor,
+        kv_caches: Sequence[Tensor],
         inputs: Sequence[AttentionInputs],
     ) -> Tensor:
-        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden].
-
-        `inputs`: one for each of `ModelConfig.reaches`.
+        """input_ids, positions [T]; KV cache and attention inputs of each layer -> hidden states
+        [T, hidden].
         """
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
         x, update = self.embed_tokens(input_ids), None
-        reaches = self.config.reaches
-        for layer, each, layer_cache in zip(
-            self.layers, self.config.layers, kv_cache.unbind(0), strict=True
+        for layer, each, kv_cache, own in zip(
+            self.layers, self.config.layers, kv_caches, inputs, strict=True
         ):
             angles = cos[each.rope_index], sin[each.rope_index]
-            own = inputs[reaches.index(each.reach)]
-            x, update = layer(x, update, *angles, layer_cache, own)
+            x, update = layer(x, update, *angles, kv_cache, own)
         return x if update is None else x + update
 
     def fuse(self) -> None:

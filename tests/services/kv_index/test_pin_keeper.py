@@ -86,7 +86,7 @@ def is_warm(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
     assert pin is not None
     hashes = unpack_hashes(pin.command.block_hashes)
     pool = worker.engine.pool
-    return len(pool.match(hashes)) == len(hashes) == NUM_BLOCKS and is_pinned(worker, prefix)
+    return pool.match(hashes).num_blocks == len(hashes) == NUM_BLOCKS and is_pinned(worker, prefix)
 
 
 def is_pinned(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:

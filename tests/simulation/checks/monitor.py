@@ -88,9 +88,9 @@ class Monitor:
         batcher, pool = engine.batcher, engine.pool
         allocate, activate = batcher.allocate_prompt, engine.activate
 
-        def watched_allocate(sequence: Sequence, *, spare: int) -> bool:
-            is_allocated = allocate(sequence, spare=spare)
-            for block_id in sequence.block_table[: sequence.num_committed_blocks]:
+        def watched_allocate(sequence: Sequence, *, spare: int, is_received: bool = False) -> bool:
+            is_allocated = allocate(sequence, spare=spare, is_received=is_received)
+            for block_id in sequence.block_tables[0][: sequence.num_committed_blocks]:
                 block = pool._known[block_id]
                 if block is None or block.tenant_id != sequence.tenant_id:
                     self.record(f"{worker.worker_id}: a prefix of another tenant was hit")
@@ -119,7 +119,10 @@ class Monitor:
     def _check_kv(self, worker: SimulatedWorker, sequence: Sequence, source: str) -> None:
         """The next token depends on the last KV only, so all KV from elsewhere is checked."""
         count = sequence.num_computed_tokens
-        table, size = np.array(sequence.block_table, dtype=np.int64), worker.engine.pool.block_size
+        table, size = (
+            np.array(sequence.block_tables[0], dtype=np.int64),
+            worker.engine.pool.block_size,
+        )
         slots = (table[:, None] * size + np.arange(size)).ravel()[:count]
         expected = b"".join(states_of(sequence.token_ids[:count], worker.variant))
         if worker.runner._kv[slots].tobytes() != expected:

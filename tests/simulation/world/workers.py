@@ -73,19 +73,29 @@ class CopyingRunner(TimingRunner):
             raise RuntimeError("the device says no")
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
-        await super().read_kv(block_table, first_token, num_tokens, out)
+        await super().read_kv(block_table, first_token, num_tokens, out, group)
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         table = list(block_table)  # fixes the destination when the copy starts
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
-        await super().write_kv(table, first_token, num_tokens, payload)
+        await super().write_kv(table, first_token, num_tokens, payload, group)
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         if self._copy_s:

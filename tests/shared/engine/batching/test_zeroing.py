@@ -176,10 +176,15 @@ class ZeroCheckingRunner(CopyingRunner):
         return await super().run(inputs)
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         self._check_zeros(list(block_table), first_token)
-        await super().write_kv(block_table, first_token, num_tokens, payload)
+        await super().write_kv(block_table, first_token, num_tokens, payload, group)
 
     def _check_zeros(self, table: list[int], first_token: int) -> None:
         slots = self._slots(table, first_token, len(table) * BLOCK_SIZE - first_token)

@@ -153,8 +153,8 @@ def test_disaggregation_changes_no_token(workers, sampling, budget):
         assert decode.engine.reserve(target)
         num_tokens = len(PROMPT) - 1
         payload = bytearray(num_tokens * prefill.runner.kv_layout.bytes_per_token)
-        await prefill.runner.read_kv(source.block_table, 0, num_tokens, memoryview(payload))
-        await decode.runner.write_kv(target.block_table, 0, num_tokens, memoryview(payload))
+        await prefill.runner.read_kv(source.block_tables[0], 0, num_tokens, memoryview(payload))
+        await decode.runner.write_kv(target.block_tables[0], 0, num_tokens, memoryview(payload))
         decode.engine.activate(target, num_tokens)
         await decode.run_on()
         assert decode.tokens[target.sequence_id] == expected

@@ -43,7 +43,7 @@ class Worker:
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=budget,
             max_sequences=16,
-            attention_span=self.runner.attention_span,
+            reaches=self.runner.kv_layout.reaches,
         )
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
