@@ -245,6 +245,7 @@ def _served(
         max_context_tokens=engine.max_context_tokens,
         vocab_size=runner.vocab_size,
         kv_bytes_per_token=runner.kv_layout.bytes_per_token,
+        kv_reaches=runner.kv_layout.reaches,
         model_context_tokens=engine.model_context_tokens,
         numerics=runner.numerics,
         features=features,

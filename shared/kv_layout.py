@@ -200,11 +200,11 @@ def _expect_positive(name: str, tokens: int) -> None:
 
 def group_layers(states: Sequence[LayerState]) -> tuple[KvGroup, ...]:
     """Groups of layers with equal states, as few as possible with at most MAX_PADDING of unused
-    bytes. Layers of more than MAX_GROUPS such groups form one group without a reach: their blocks
-    are held as long as their sequence.
+    bytes; those that see all keys come first. Layers of more than MAX_GROUPS such groups form one
+    group without a reach: their blocks are held as long as their sequence.
     """
     by_state: dict[LayerState, list[int]] = {}
-    for layer, state in enumerate(states):
+    for layer, state in sorted(enumerate(states), key=lambda each: each[1].reach is not None):
         by_state.setdefault(state, []).append(layer)
     for size in range(max(map(len, by_state.values())), 0, -1):
         groups = [

@@ -98,7 +98,7 @@ def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
             found.append(f"{worker.worker_id}'s cache is {state}")
             continue
         bit = 1 << index._workers[worker.worker_id].slot
-        known = {block_hash for block_hash, mask in index._holders.items() if mask & bit}
+        known = {block_hash for block_hash, mask in index._holders[0].items() if mask & bit}
         held = worker.engine.pool._block_ids.keys()
         if known != held:
             found.append(
