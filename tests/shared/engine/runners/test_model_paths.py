@@ -12,7 +12,7 @@ import pytest
 from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
 from tests.shared.engine.support.families import FAMILIES, Family
-from tests.shared.engine.support.model_worker import Worker, runner_with
+from tests.shared.engine.support.model_worker import Worker, push_kv, runner_with
 from tests.shared.engine.support.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
@@ -152,9 +152,7 @@ def test_disaggregation_changes_no_token(workers, sampling, budget):
         target = new_sequence(PROMPT, sampling)
         assert decode.engine.reserve(target)
         num_tokens = len(PROMPT) - 1
-        payload = bytearray(num_tokens * prefill.runner.kv_layout.bytes_per_token)
-        await prefill.runner.read_kv(source.block_tables[0], 0, num_tokens, memoryview(payload))
-        await decode.runner.write_kv(target.block_tables[0], 0, num_tokens, memoryview(payload))
+        await push_kv(prefill, source, decode, target)
         decode.engine.activate(target, num_tokens)
         await decode.run_on()
         assert decode.tokens[target.sequence_id] == expected
