@@ -329,8 +329,8 @@ class Engine:
 
     def _leave_step(self, row: ScheduledSequence) -> None:
         row.sequence.is_in_step = False
-        for source, _ in row.block_copies:
-            self.pool.release([source])
+        if row.block_copies:
+            self.pool.release([source for source, _ in row.block_copies])
 
     def _end_failed(self) -> list[StepProgress]:
         """Ends the sequences whose grammar failed, whether they run or wait."""

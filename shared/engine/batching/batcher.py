@@ -144,10 +144,14 @@ class Batcher:
         """Whether it has blocks for all its tokens and is the only holder of the first block of
         each group that it writes, as in most steps of a running sequence.
         """
-        size, ref_count = self.pool.block_size, self.pool.ref_count
+        pool, tables = self.pool, sequence.block_tables
+        size, ref_counts = pool.block_size, pool.ref_counts
         num_tokens, index = len(sequence.token_ids), sequence.num_computed_tokens // size
-        for table in sequence.block_tables:
-            if len(table) * size < num_tokens or ref_count(table[index]) != 1:
+        if len(tables) == 1:  # without a loop: this runs for every row of every step
+            (table,) = tables
+            return len(table) * size >= num_tokens and ref_counts[table[index]] == 1
+        for table in tables:
+            if len(table) * size < num_tokens or ref_counts[table[index]] != 1:
                 return False
         return True
 
@@ -319,4 +323,6 @@ def _scheduled(
     sequence: Sequence, count: int, block_copies: list[tuple[int, int]] | None = None
 ) -> ScheduledSequence:
     completes = sequence.num_computed_tokens + count == len(sequence.token_ids)
-    return ScheduledSequence(sequence, count, completes, tuple(block_copies or ()))
+    if block_copies is None:  # the common case
+        return ScheduledSequence(sequence, count, completes)
+    return ScheduledSequence(sequence, count, completes, tuple(block_copies))

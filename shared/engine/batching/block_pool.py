@@ -49,7 +49,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.notes_freed = notes_freed
-        self._ref_counts = [0] * num_blocks
+        self.ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._last_evictable: OrderedDict[int, None] = OrderedDict()  # likewise, of pinned ones
@@ -129,7 +129,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def ref_count(self, block_id: int) -> int:
-        return self._ref_counts[block_id]
+        return self.ref_counts[block_id]
 
     def match(self, block_hashes: Sequence[bytes]) -> CachedPrefix:
         """The longest cached prefix that can be continued, without holding it: see `hold`."""
@@ -137,14 +137,14 @@ class BlockPool:
 
     def num_evictable_in(self, block_ids: Iterable[int]) -> int:
         """How many of these are free now and would not be once held."""
-        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+        return sum(self.ref_counts[block_id] == 0 for block_id in block_ids)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
+            if self.ref_counts[block_id] == 0:
                 del self._evictable_with(self._known[block_id])[block_id]
                 del self._share_of(block_id).evictable[block_id]
-            self._ref_counts[block_id] += 1
+            self.ref_counts[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Raises ValueError if fewer are free: callers check `num_free_blocks` first."""
@@ -152,16 +152,16 @@ class BlockPool:
             raise ValueError(f"{count} blocks requested, {self.num_free_blocks} free")
         block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
-            self._ref_counts[block_id] = 1
+            self.ref_counts[block_id] = 1
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drops one reference to each; the last block becomes evictable first."""
         for block_id in reversed(block_ids):
-            if self._ref_counts[block_id] <= 0:
+            if self.ref_counts[block_id] <= 0:
                 raise ValueError(f"block {block_id} is released more often than held")
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] > 0:
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] > 0:
                 continue
             known = self._known[block_id]
             if known is None:
@@ -255,7 +255,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raises AssertionError unless each block is in exactly one of the three sets."""
-        referenced = {b for b in range(self.num_blocks) if self._ref_counts[b] > 0}
+        referenced = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}
         empty, evictable = set(self._empty), {*self._evictable, *self._last_evictable}
         assert len(evictable) == self.num_cached_blocks, "a block is both pinned and not pinned"
         assert len(empty) == len(self._empty), "a block is listed as empty twice"
