@@ -225,8 +225,8 @@ class Rig:
         for sequence in self.sequences:
             own = [
                 block_id
-                for table in sequence.block_tables
-                for block_id in table[sequence.num_committed_blocks :]
+                for table, first in zip(sequence.block_tables, sequence.first_blocks, strict=True)
+                for block_id in table[max(first, sequence.num_committed_blocks) :]
             ]
             shared = [block_id for block_id in own if holders[block_id] > 1]
             if shared:  # choices before their first write: they share the last, partial block
