@@ -90,7 +90,7 @@ def is_warm(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
 
 
 def is_pinned(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
-    return tip_of(prefix) in worker.engine.pool._pins
+    return tip_of(prefix) in worker.engine.pool._pins[0]
 
 
 def scenario(test: Callable[[PinRig], Awaitable[None]]) -> None:
