@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -30,6 +31,8 @@ from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
 from shared.numerics import Mode
+
+log = structlog.get_logger(__name__)
 
 
 def _no_check() -> None:
@@ -224,6 +227,7 @@ class ModelRunner:
         self.model_name = model_name
         self.revision = revision
         self.kv_layout = executor.kv_layout
+        _log_groups(self.kv_layout)
         device = executor.kv_cache.device
         self.numerics = device_numerics(device, self.kv_layout.dtype, mode)
         self.num_blocks = executor.kv_cache.shape[2]
@@ -301,6 +305,16 @@ class ModelRunner:
         output = self.executor.run(inputs)
         self._budget.observe(inputs, self._clock.now() - started)
         return output
+
+
+def _log_groups(layout: KvLayout) -> None:
+    """Of several groups of layers, the short ones leave slots of their blocks unused."""
+    if len(layout.groups) > 1:
+        log.info(
+            "kv_groups",
+            layers=[len(group.layers) for group in layout.groups],
+            num_unused_slots=len(layout.groups) * layout.num_slots - layout.num_layers,
+        )
 
 
 async def _on(thread: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
