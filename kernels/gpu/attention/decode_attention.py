@@ -181,10 +181,9 @@ def _decode_attention_kernel(
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(0))
-    bounds = None
+    scoring = (score_scale, softcap, lower_ptr)
     if lower_ptr is not None:
-        bounds = tl.full((BLOCK_M,), lowest, tl.int32)
-    scoring = (score_scale, softcap, bounds)
+        scoring = (score_scale, softcap, tl.full((BLOCK_M,), lowest, tl.int32))
     key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(0) * BLOCK_SIZE)

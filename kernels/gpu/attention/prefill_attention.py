@@ -131,14 +131,13 @@ def _prefill_attention_kernel(
     end_full = (first_position + 1) // BLOCK_N * BLOCK_N
     lowest = 0
     first_full = 0
-    bounds = None
+    scoring = (score_scale, softcap, lower_ptr)
     if lower_ptr is not None:
         last = begin + tl.minimum(token + TILE_TOKENS, query_len) - 1
         index = tl.minimum(begin + token + tl.arange(0, BLOCK_M) // GROUP, last)
-        bounds = tl.load(lower_ptr + index)  # [BLOCK_M]
+        scoring = (score_scale, softcap, tl.load(lower_ptr + index))
         lowest = tl.load(lower_ptr + begin + token)
         first_full = tl.cdiv(tl.load(lower_ptr + last), BLOCK_N) * BLOCK_N
-    scoring = (score_scale, softcap, bounds)
     if SEGMENT is None:
         span = (lowest, first_full, end_full, stop)
         _, total, acc = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
