@@ -170,7 +170,7 @@ class Batcher:
         """
         victims: list[Sequence] = []
         missing = [
-            max(0, self.needs.end(group, *_progress(sequence)) - len(table))
+            max(0, self._end(sequence, group, sequence.num_computed_tokens) - len(table))
             for group, table in enumerate(sequence.block_tables)
         ]
         num_missing = sum(missing)
@@ -308,15 +308,21 @@ class Batcher:
     ) -> tuple[int, int]:
         """[first, end) of the blocks that a group needs first."""
         if not is_received:
-            end = self.needs.end(group, num_computed, sequence.num_tokens)
+            end = self._end(sequence, group, num_computed)
             return self.needs.first(group, num_computed), end
         reach, size = self.pool.reaches[group], self.pool.block_size
         first = first_sent(reach, sequence.num_prefill_tokens, size) // size
         return first, self.pool.blocks_for(sequence.num_tokens)
 
-
-def _progress(sequence: Sequence) -> tuple[int, int]:
-    return sequence.num_computed_tokens, len(sequence.token_ids)
+    def _end(self, sequence: Sequence, group: int, num_computed: int) -> int:
+        """A prefill has all its blocks from the start, if the pool holds as many: it is not
+        preempted while it is pushed.
+        """
+        if sequence.is_prefill_only:
+            end = self.pool.blocks_for(sequence.num_tokens)
+            if end * len(self.pool.reaches) <= self.pool.num_blocks:
+                return end
+        return self.needs.end(group, num_computed, sequence.num_tokens)
 
 
 def _scheduled(
