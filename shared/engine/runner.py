@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ class Penalties:
     subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
 
 
+@runtime_checkable  # decoders of steps check instances
 class TokenMask(Protocol):
     """The tokens that a grammar allows one row to sample next; computed on another thread."""
 
