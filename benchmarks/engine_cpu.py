@@ -107,6 +107,7 @@ class Hearth:
             max_context_tokens=CONTEXT,
             max_batch_tokens=MAX_BATCH_TOKENS,
             max_sequences=256,
+            reaches=runner.kv_layout.reaches,
         )
         self.loop = EngineLoop(self.engine, runner, MonotonicClock())
         self.loop.listen(self._on_progress)

@@ -129,6 +129,7 @@ async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
         max_context_tokens=CONTEXT,
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_sequences=BATCH,
+        reaches=runner.kv_layout.reaches,
     )
     case = next(c for c in make_cases(runner.vocab_size, 0) if c.name == f"batch {BATCH}")
     for sequence in sequences_of(

@@ -226,7 +226,7 @@ def _engine(config: WorkerConfig, runner: ModelledRunner) -> Engine:
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
-        attention_span=runner.attention_span,
+        reaches=runner.kv_layout.reaches,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
 
@@ -251,6 +251,7 @@ def _served(
         max_context_tokens=engine.max_context_tokens,
         vocab_size=runner.vocab_size,
         kv_bytes_per_token=runner.kv_layout.bytes_per_token,
+        kv_reaches=runner.kv_layout.reaches,
         model_context_tokens=engine.model_context_tokens,
         numerics=runner.numerics,
         features=features,

@@ -101,6 +101,8 @@ class KvLayout(msgspec.Struct, frozen=True):
         rows = {(group.state.row, group.state.dtype) for group in self.groups}
         if len(rows) != 1:
             raise ValueError(f"groups of {len(rows)} shapes cannot share blocks")
+        if self.block_size % self.hash_tokens:
+            raise ValueError(f"blocks of {self.block_size} are no multiple of {self.hash_tokens}")
 
     @property
     def state(self) -> LayerState:
@@ -119,6 +121,16 @@ class KvLayout(msgspec.Struct, frozen=True):
     def num_slots(self) -> int:
         """Layers of the largest group; in smaller ones the last slots of a block are unused."""
         return max(len(group.layers) for group in self.groups)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """[num_layers] group of each layer, and its slot in the group's blocks."""
+        found = {
+            layer: (index, slot)
+            for index, group in enumerate(self.groups)
+            for slot, layer in enumerate(group.layers)
+        }
+        return tuple(found[layer] for layer in range(self.num_layers))
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
@@ -173,6 +185,14 @@ def first_seen(reach: Reach, position: int) -> int:
     return 0 if reach is None else reach.first_seen(position)
 
 
+def first_sent(reach: Reach, num_tokens: int, hash_tokens: int) -> int:
+    """The first token whose KV continues a prefix of `num_tokens`, from its last full hash unit on,
+    so that the prefix is found again. In full hash units.
+    """
+    position = num_tokens // hash_tokens * hash_tokens
+    return first_seen(reach, position) // hash_tokens * hash_tokens
+
+
 def _expect_positive(name: str, tokens: int) -> None:
     if tokens < 1:
         raise ValueError(f"a {name} of {tokens} tokens is not positive")
@@ -180,11 +200,11 @@ def _expect_positive(name: str, tokens: int) -> None:
 
 def group_layers(states: Sequence[LayerState]) -> tuple[KvGroup, ...]:
     """Groups of layers with equal states, as few as possible with at most MAX_PADDING of unused
-    bytes. Layers of more than MAX_GROUPS such groups form one group without a reach: their blocks
-    are held as long as their sequence.
+    bytes; those that see all keys come first. Layers of more than MAX_GROUPS such groups form one
+    group without a reach: their blocks are held as long as their sequence.
     """
     by_state: dict[LayerState, list[int]] = {}
-    for layer, state in enumerate(states):
+    for layer, state in sorted(enumerate(states), key=lambda each: each[1].reach is not None):
         by_state.setdefault(state, []).append(layer)
     for size in range(max(map(len, by_state.values())), 0, -1):
         groups = [

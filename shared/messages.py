@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.grammar.spec import GrammarSpec
+from shared.kv_layout import MAX_GROUPS, Reach
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
 
@@ -59,6 +60,7 @@ Name = Annotated[str, Meta(max_length=256)]
 # of a worker, with a version, such as `grammar/1`; compared as plain strings
 FeatureNames = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+GroupId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
 Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -401,10 +403,12 @@ class BlocksStored(Message, frozen=True, kw_only=True):
     parent_hash: Digest
     first_block_index: Count
     block_hashes: bytes
+    group: GroupId = 0  # of layers
 
 
 class BlocksRemoved(Message, frozen=True, kw_only=True):
     block_hashes: bytes
+    group: GroupId = 0
 
 
 class BlocksCleared(Message, frozen=True, kw_only=True):
@@ -551,6 +555,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     max_context_tokens: NumTokens
     vocab_size: NumTokens
     kv_bytes_per_token: Count = 0
+    kv_reaches: tuple[Reach, ...] = (None,)  # of the groups of layers
     # of the model, whatever this worker's KV cache holds; None: not reported
     model_context_tokens: NumTokens | None = None
     numerics: Numerics

@@ -79,7 +79,7 @@ async def demo_kv() -> list[Bytes]:
         for index in range(NUM_FRAMES):
             frame = np.empty(num_tokens * per_token, np.uint8)
             await worker.runner.read_kv(
-                sequence.block_table, index * num_tokens, num_tokens, frame.data
+                sequence.block_tables[0], index * num_tokens, num_tokens, frame.data
             )
             frames.append(frame)
     await worker.runner.close()

@@ -177,10 +177,10 @@ def _step(
     return StepInputs(
         input_ids=token_ids.astype(i64),
         positions=positions.astype(i64),
-        slot_mapping=slots.astype(i64),
+        slot_mapping=slots.astype(i64)[None],
         query_lens=query_lens.astype(i64),
         context_lens=context_lens.astype(i64),
-        block_tables=tables.astype(i64),
+        block_tables=tables.astype(i64)[None],
         sampling=SamplingInputs(
             logits_indices=drawing.astype(i64),
             temperature=np.zeros(num_rows, f32),

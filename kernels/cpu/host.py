@@ -10,7 +10,6 @@ import numba
 from torch import Tensor
 
 from kernels.cpu import probe, warm
-from kernels.cpu.attention.vector_attention import SEGMENT
 from kernels.cpu.compile import compile_lock
 from kernels.cpu.gemm import compressed_weight, lane_linear, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
@@ -22,7 +21,6 @@ from kernels.sum_lanes import SumLanes
 
 
 class CpuHost:
-    attention_segment = SEGMENT  # keys whose values are summed in one chain
     few_rows = FEW_ROWS  # up to this many, cheap operations run on one thread
 
     @property

@@ -8,10 +8,10 @@ A cache of the workers' state: a wrong or empty index costs time, never correctn
                                         │   announced, missing   │
                                         └── pages of two epochs ─┘
 
-One dictionary maps a block's 16-byte hash to a bit mask of the holders' slots; a slot is one
-incarnation of one worker's cache. Losing a worker clears its slot's bit in the mask of live slots,
-at once; `sweep` removes the dead bits from the dictionary later, in steps, before the slot is used
-again.
+For each group of layers, a dictionary maps a block's 16-byte hash to a bit mask of the holders'
+slots; a slot is one incarnation of one worker's cache. Losing a worker clears its slot's bit in the
+mask of live slots, at once; `sweep` removes the dead bits from the dictionaries later, in steps,
+before the slot is used again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from services.kv_index.group_match import match_groups
+from shared.kv_layout import MAX_GROUPS, Reach
 from shared.messages import (
     BlockPage,
     BlocksCleared,
@@ -72,6 +75,8 @@ class _Worker:
     revision: str
     kv_format: str
     slot: int
+    reaches: tuple[Reach, ...] = (None,)  # of its groups of layers
+    block_size: int = 16
     state: SyncState = SyncState.STALE
     epoch: int | None = None
     sequence_number: int = 0
@@ -79,10 +84,17 @@ class _Worker:
     resync: _Resync | None = None
 
 
+class _Serving(NamedTuple):
+    """The slots of the workers of a model, by reaches and block size."""
+
+    masks: tuple[tuple[tuple[tuple[Reach, ...], int], int], ...]
+    state: IndexState
+
+
 class PrefixIndex:
     def __init__(self, *, max_queued_blocks: int = MAX_QUEUED_BLOCKS) -> None:
         self._max_queued_blocks = max_queued_blocks
-        self._holders: dict[bytes, int] = {}
+        self._holders: list[dict[bytes, int]] = [{} for _ in range(MAX_GROUPS)]  # by group
         self._masks: dict[int, int] = {}  # interned: many blocks share few masks
         self._workers: dict[str, _Worker] = {}
         self._worker_of_slot: dict[int, str] = {}
@@ -90,12 +102,12 @@ class PrefixIndex:
         self._num_slots = 0
         self._dead_mask = 0  # slots to be swept
         self._sweeping_mask = 0
-        self._sweep_keys: Iterator[bytes] = iter(())
-        self._serving_of: dict[tuple[str, str], tuple[int, IndexState]] = {}  # cleared on a change
+        self._sweep_keys: Iterator[tuple[int, bytes]] = iter(())
+        self._serving_of: dict[tuple[str, str], _Serving] = {}  # cleared on a change
 
     @property
     def num_blocks(self) -> int:
-        return len(self._holders)
+        return sum(map(len, self._holders))
 
     @property
     def num_workers(self) -> int:
@@ -107,15 +119,28 @@ class PrefixIndex:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def add_worker(self, worker_id: str, model: str, revision: str, kv_format: str) -> bool:
+    def add_worker(
+        self,
+        worker_id: str,
+        model: str,
+        revision: str,
+        kv_format: str,
+        *,
+        reaches: tuple[Reach, ...] = (None,),
+        block_size: int = 16,
+    ) -> bool:
         """Returns False for a known worker with the same model; removes a changed worker first."""
         known = self._workers.get(worker_id)
         if known is not None:
-            if (known.model, known.revision, known.kv_format) == (model, revision, kv_format):
+            identity = (known.model, known.revision, known.kv_format)
+            layout = (known.reaches, known.block_size)
+            if (identity, layout) == ((model, revision, kv_format), (reaches, block_size)):
                 return False
             self.remove_worker(worker_id)
         slot = self._take_slot(worker_id)
-        self._workers[worker_id] = _Worker(model, revision, kv_format, slot)
+        self._workers[worker_id] = _Worker(
+            model, revision, kv_format, slot, reaches[:MAX_GROUPS], block_size
+        )
         self._serving_of.clear()
         return True
 
@@ -132,8 +157,9 @@ class PrefixIndex:
         return None if worker is None else worker.state
 
     def holds(self, worker_id: str, block_hash: bytes) -> bool:
+        """Whether it holds the block for the first group of layers."""
         worker = self._workers.get(worker_id)
-        return worker is not None and bool(self._holders.get(block_hash, 0) >> worker.slot & 1)
+        return worker is not None and bool(self._holders[0].get(block_hash, 0) >> worker.slot & 1)
 
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(self._workers)
@@ -199,7 +225,7 @@ class PrefixIndex:
         assert resync.sequence_number is not None
         resync.sequence_number = min(resync.sequence_number, page.sequence_number)
         for run in page.stored:
-            self._store(resync.slot, unpack_hashes(run.block_hashes))
+            self._store(resync.slot, run.group, unpack_hashes(run.block_hashes))
         return True
 
     def finish_resync(self, worker_id: str) -> Outcome:
@@ -229,11 +255,27 @@ class PrefixIndex:
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
     def match(self, block_hashes: Sequence[bytes], model: str, revision: str) -> PrefixMatches:
-        """Returns, per worker of this model, the number of consecutive blocks from the first on."""
-        mask, state = self._serving(model, revision)
+        """Returns, per worker of this model, the number of blocks from the first on after which it
+        can continue.
+        """
+        serving = self._serving(model, revision)
         matches: list[PrefixMatch] = []
+        for (reaches, block_size), mask in serving.masks:
+            if reaches == (None,):
+                matches += self._match_leading(block_hashes, mask)
+                continue
+            for num_blocks, found in match_groups(
+                self._holders[: len(reaches)], reaches, block_hashes, block_size, mask
+            ):
+                matches += self._matches(found, num_blocks)
+        return PrefixMatches(state=serving.state, matches=tuple(matches))
+
+    def _match_leading(self, block_hashes: Sequence[bytes], mask: int) -> list[PrefixMatch]:
+        """Of workers with one group of layers that sees all keys."""
+        matches: list[PrefixMatch] = []
+        holders = self._holders[0]
         for num_blocks, block_hash in enumerate(block_hashes):
-            holding = mask & self._holders.get(block_hash, 0)
+            holding = mask & holders.get(block_hash, 0)
             if holding != mask:
                 if num_blocks:
                     matches += self._matches(mask & ~holding, num_blocks)
@@ -242,7 +284,7 @@ class PrefixIndex:
                     break
         if block_hashes:
             matches += self._matches(mask, len(block_hashes))
-        return PrefixMatches(state=state, matches=tuple(matches))
+        return matches
 
     def sweep(self, max_blocks: int) -> None:
         """Removes the bits of dead slots from up to `max_blocks` entries; call it periodically."""
@@ -250,16 +292,19 @@ class PrefixIndex:
             if not self._dead_mask:
                 return
             self._sweeping_mask, self._dead_mask = self._dead_mask, 0
-            self._sweep_keys = iter(list(self._holders))
+            self._sweep_keys = iter(
+                [(group, key) for group, of_group in enumerate(self._holders) for key in of_group]
+            )
         retained = ~self._sweeping_mask
         for _ in range(max_blocks):
-            block_hash = next(self._sweep_keys, None)
-            if block_hash is None:
+            key = next(self._sweep_keys, None)
+            if key is None:
                 self._free_swept()
                 return
-            mask = self._holders.get(block_hash, 0)
+            group, block_hash = key
+            mask = self._holders[group].get(block_hash, 0)
             if mask & ~retained:
-                self._put(block_hash, mask & retained)
+                self._put(group, block_hash, mask & retained)
 
     # ── internals ────────────────────────────────────────────────────────────────────────────────
 
@@ -277,39 +322,39 @@ class PrefixIndex:
         for event in events.events:
             match event:
                 case BlocksStored():
-                    self._store(worker.slot, unpack_hashes(event.block_hashes))
+                    self._store(worker.slot, event.group, unpack_hashes(event.block_hashes))
                 case BlocksRemoved():
-                    self._remove(worker.slot, unpack_hashes(event.block_hashes))
+                    self._remove(worker.slot, event.group, unpack_hashes(event.block_hashes))
                 case BlocksCleared():
                     self._retire(worker.slot)
                     worker.slot = self._take_slot(events.worker_id)
                     self._serving_of.clear()
         worker.sequence_number = events.sequence_number
 
-    def _store(self, slot: int, block_hashes: Sequence[bytes]) -> None:
-        bit, holders, masks = 1 << slot, self._holders, self._masks
+    def _store(self, slot: int, group: int, block_hashes: Sequence[bytes]) -> None:
+        bit, holders, masks = 1 << slot, self._holders[group], self._masks
         if len(masks) > MAX_INTERNED_MASKS:
             masks.clear()
         for block_hash in block_hashes:
             mask = holders.get(block_hash, 0) | bit
             holders[block_hash] = masks.setdefault(mask, mask)
 
-    def _remove(self, slot: int, block_hashes: Sequence[bytes]) -> None:
+    def _remove(self, slot: int, group: int, block_hashes: Sequence[bytes]) -> None:
         retained = ~(1 << slot)
         for block_hash in block_hashes:
-            mask = self._holders.get(block_hash)
+            mask = self._holders[group].get(block_hash)
             if mask is not None:
-                self._put(block_hash, mask & retained)
+                self._put(group, block_hash, mask & retained)
 
-    def _put(self, block_hash: bytes, mask: int) -> None:
+    def _put(self, group: int, block_hash: bytes, mask: int) -> None:
         if mask:
             if len(self._masks) > MAX_INTERNED_MASKS:
                 self._masks.clear()
-            self._holders[block_hash] = self._masks.setdefault(mask, mask)
+            self._holders[group][block_hash] = self._masks.setdefault(mask, mask)
         else:
-            self._holders.pop(block_hash, None)
+            self._holders[group].pop(block_hash, None)
 
-    def _serving(self, model: str, revision: str) -> tuple[int, IndexState]:
+    def _serving(self, model: str, revision: str) -> _Serving:
         known = self._serving_of.get((model, revision))
         if known is None:
             if len(self._serving_of) >= MAX_KNOWN_MODELS:
@@ -317,13 +362,15 @@ class PrefixIndex:
             known = self._serving_of[model, revision] = self._found_serving(model, revision)
         return known
 
-    def _found_serving(self, model: str, revision: str) -> tuple[int, IndexState]:
-        mask, is_exact = 0, True
+    def _found_serving(self, model: str, revision: str) -> _Serving:
+        masks: dict[tuple[tuple[Reach, ...], int], int] = {}
+        is_exact = True
         for worker in self._workers.values():
             if (worker.model, worker.revision) == (model, revision):
-                mask |= 1 << worker.slot
+                layout = (worker.reaches, worker.block_size)
+                masks[layout] = masks.get(layout, 0) | 1 << worker.slot
                 is_exact &= worker.state is SyncState.EXACT
-        return mask, "exact" if is_exact else "degraded"
+        return _Serving(tuple(masks.items()), "exact" if is_exact else "degraded")
 
     def _matches(self, mask: int, num_blocks: int) -> Iterator[PrefixMatch]:
         while mask:

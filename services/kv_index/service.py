@@ -166,7 +166,11 @@ class KvIndexService:
         if card is None or load is None or not self.health_monitor.fleet.is_live(worker_id):
             return
         known = self.index.state_of(worker_id) is not None
-        if self.index.add_worker(worker_id, card.name, card.revision, card.kv_format):
+        if self.index.add_worker(
+            *(worker_id, card.name, card.revision, card.kv_format),
+            reaches=card.kv_reaches,
+            block_size=card.block_size,
+        ):
             if known:
                 self._registry.cleared(worker_id)
             self._start_resync(worker_id)
@@ -237,7 +241,7 @@ class KvIndexService:
             match event:
                 case BlocksStored():
                     self._record_run(message, event)
-                case BlocksRemoved():
+                case BlocksRemoved() if event.group == 0:
                     self._registry.removed(message.worker_id, event.block_hashes)
                 case BlocksCleared():
                     self._registry.cleared(message.worker_id)
@@ -254,8 +258,9 @@ class KvIndexService:
             self._record_run(page, run)
 
     def _record_run(self, source: KvEvents | BlockPage, run: BlocksStored) -> None:
+        """Records follow the first group of layers, which sees all keys if any group does."""
         heartbeat = self.health_monitor.fleet.heartbeat_of(source.worker_id)
-        if heartbeat is None or heartbeat.model is None or not run.block_hashes:
+        if heartbeat is None or heartbeat.model is None or not run.block_hashes or run.group:
             return
         num_blocks = run.first_block_index + len(run.block_hashes) // BLOCK_HASH_BYTES
         num_tokens = num_blocks * heartbeat.model.block_size

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from shared.clock import Clock
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import Runner
+from shared.kv_layout import first_sent
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
 
 
 @dataclass(slots=True)
 class PushCounts:
-    """Totals of all pushes since the start: acknowledged tokens, and seconds with at least one
-    frame in flight.
+    """Totals of all pushes since the start: acknowledged bytes, and seconds with at least one frame
+    in flight.
     """
 
-    num_tokens: int = 0
+    num_bytes: int = 0
     busy_s: float = 0.0
     _num_under_way: int = 0
     _busy_since: float = 0.0
@@ -39,7 +40,9 @@ class PushCounts:
 
 
 class KvSender:
-    """`run` returns True once the receiver holds KV of all tokens, False after `cancel`."""
+    """`run` returns True once the receiver holds the KV that continues the prompt, False after
+    `cancel`: of each group of layers, the tokens from `first_sent` on.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,12 @@ class KvSender:
     ) -> None:
         self._placement_id = placement_id
         self._sequence = sequence
-        self._num_sent_tokens = first_token
+        layout = runner.kv_layout
+        # of each group; the last tokens of a bounded one suffice
+        self._sent = [
+            max(first_token, first_sent(reach, sequence.num_tokens, layout.hash_tokens))
+            for reach in layout.reaches
+        ]
         self._runner = runner
         self._dial = dial
         self._clock = clock
@@ -79,8 +87,8 @@ class KvSender:
     async def run(self) -> bool:
         """Raises LinkLost or FrameRefused. No copy reads the blocks after `run` has ended."""
         try:
-            while self._num_sent_tokens < self._sequence.num_tokens and not self._is_cancelled:
-                if self._num_sent_tokens < self._num_computed_tokens:
+            while min(self._sent) < self._sequence.num_tokens and not self._is_cancelled:
+                if min(self._sent) < self._num_computed_tokens:
                     await self._send_frame()
                 else:
                     self._changed.clear()
@@ -99,14 +107,14 @@ class KvSender:
             return
         header = self._next_header()
         self._sends.append(asyncio.create_task(self._send(link, header)))
-        self._num_sent_tokens += header.num_tokens
+        self._sent[header.group] += header.num_tokens
         self._num_frames += 1
 
     async def _send(self, link: PushLink, header: FrameHeader) -> None:
         self._counts.begin(self._clock.now())
         try:
             await link.send(header, self._fill(header))
-            self._counts.num_tokens += header.num_tokens
+            self._counts.num_bytes += header.payload_bytes
         finally:
             self._counts.end(self._clock.now())
 
@@ -124,24 +132,30 @@ class KvSender:
                     raise error
 
     def _next_header(self) -> FrameHeader:
+        """The next tokens of the group that is furthest behind."""
         kv_layout = self._runner.kv_layout
-        per_frame = max(1, FRAME_BYTES // kv_layout.bytes_per_token)
-        num_tokens = min(per_frame, self._num_computed_tokens - self._num_sent_tokens)
+        first_token = min(self._sent)
+        group = self._sent.index(first_token)
+        token_bytes = kv_layout.group_bytes_per_token(group)
+        per_frame = max(1, FRAME_BYTES // token_bytes)
+        num_tokens = min(per_frame, self._num_computed_tokens - first_token)
         return FrameHeader(
             placement_id=self._placement_id,
             sequence_number=self._num_frames,
-            first_token=self._num_sent_tokens,
+            first_token=first_token,
             num_tokens=num_tokens,
             first_layer=0,
-            num_layers=kv_layout.num_layers,
+            num_layers=len(kv_layout.groups[group].layers),
             first_head=0,
             num_heads=kv_layout.state.row[1],
             kv_format=kv_layout.key,
+            group=group,
             num_cached_tokens=self._sequence.num_cached_tokens,
-            payload_bytes=num_tokens * kv_layout.bytes_per_token,
+            payload_bytes=num_tokens * token_bytes,
             numerics=self._runner.numerics,
         )
 
     def _fill(self, header: FrameHeader) -> Callable[[memoryview], Awaitable[None]]:
-        table, first_token = self._sequence.block_table, header.first_token
-        return lambda view: self._runner.read_kv(table, first_token, header.num_tokens, view)
+        table = self._sequence.block_tables[header.group]
+        span = header.first_token, header.num_tokens
+        return lambda view: self._runner.read_kv(table, *span, view, header.group)

@@ -171,10 +171,10 @@ class PrefillService:
         self._worker.outbox.post(control("decode", decode_worker_id), message)
 
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
-        counts = self._counts
+        counts, layout = self._counts, self._worker.loop.runner.kv_layout
         return msgspec.structs.replace(
             load,
-            num_pushed_tokens=counts.num_tokens,
+            num_pushed_tokens=counts.num_bytes // layout.bytes_per_token,
             push_s=counts.busy_s,
             saved_kv_bytes=self._dialer.compressed.num_saved_bytes,
         )

@@ -20,6 +20,7 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.runner import StepOutput
 from shared.engine.sampling.checks import check_sampling
 from shared.errors import ContextFull, HearthError, InvalidRequest
+from shared.kv_layout import Reach, first_sent
 from shared.messages import FinishReason, TokenLogprobs
 
 
@@ -46,29 +47,32 @@ class Engine:
         max_batch_tokens: int,
         max_sequences: int,
         max_reserved_share: float = 0.5,
-        attention_span: int | None = None,
+        reaches: tuple[Reach, ...] = (None,),
         zeroes_freed_blocks: bool = False,
     ) -> None:
         """`max_context_tokens`: of the model. A sequence may also be no longer than the pool.
-        `attention_span` is the runner's. With `zeroes_freed_blocks` the owner has the runner zero
-        freed blocks before they are written again: see `EngineLoop.zero_freed_blocks`.
+        `reaches` are those of the runner's groups of layers. With `zeroes_freed_blocks` the owner
+        has the runner zero freed blocks before they are written again: see
+        `EngineLoop.zero_freed_blocks`. Raises ConfigError if the pool is too small.
         """
-        self.pool = BlockPool(num_blocks, block_size, notes_freed=zeroes_freed_blocks)
+        self.pool = BlockPool(
+            num_blocks, block_size, reaches=reaches, notes_freed=zeroes_freed_blocks
+        )
         self.batcher = Batcher(
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
         )
         self.model_context_tokens = max_context_tokens
-        self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
+        self.max_context_tokens = self.batcher.needs.most_tokens(num_blocks, max_context_tokens)
         self.num_generated_tokens = 0  # since the start
         self.num_computed_prompt_tokens = 0
-        self._attention_span = attention_span
+        self._bounded = [group for group, reach in enumerate(reaches) if reach is not None]
         self._max_reserved_blocks = int(num_blocks * max_reserved_share)
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
 
     @property
     def num_reserved_blocks(self) -> int:
-        return sum(len(sequence.block_table) for sequence in self._reserved)
+        return sum(sequence.num_held_blocks for sequence in self._reserved)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -131,11 +135,11 @@ class Engine:
         self.accept(sequence)
         if any(each.num_preemptions for each in self.batcher.waiting):
             return False
-        needed = self.pool.blocks_for(sequence.num_tokens)
+        needed = self.batcher.needs.peak(sequence.num_tokens)
         is_over_share = self.num_reserved_blocks + needed > self._max_reserved_blocks
         if self._reserved and is_over_share:  # a single one may exceed it, or it would never run
             return False
-        if not self.batcher.allocate_prompt(sequence, spare=0):
+        if not self.batcher.allocate_prompt(sequence, spare=0, is_received=True):
             return False
         sequence.state = SequenceState.RESERVED
         self._reserved.add(sequence)
@@ -146,7 +150,8 @@ class Engine:
 
         A prefill with nothing left to compute becomes HELD. Raises ValueError if
         `num_computed_tokens` is less than was cached, or leaves a sampling sequence no token to
-        compute.
+        compute. A sequence with bounded groups, whose KV has arrived in part, is computed again
+        from what the cache holds.
         """
         num_before = sequence.num_computed_tokens
         if not num_before <= num_computed_tokens <= sequence.num_prefill_tokens:
@@ -156,6 +161,9 @@ class Engine:
             )
         self._reserved.remove(sequence)
         sequence.transition_to(SequenceState.WAITING)
+        if self._bounded and num_computed_tokens < sequence.num_prefill_tokens:
+            self.batcher.restart(sequence)  # the bounded groups lack the keys before the end
+            return
         sequence.num_computed_tokens = num_computed_tokens
         self._commit_full_blocks(sequence)
         if sequence.num_uncomputed_tokens == 0:
@@ -238,8 +246,8 @@ class Engine:
             sequence.num_computed_tokens += num_tokens
             if sequence.num_computed_tokens >= (sequence.num_committed_blocks + 1) * block_size:
                 self._commit_full_blocks(sequence)
-            if self._attention_span is not None:
-                self._drop_unseen_blocks(sequence, self._attention_span)
+                for group in self._bounded:
+                    self._drop_unseen_blocks(sequence, group)
             if token_id is None:
                 progress.append(self._advance_unsampled(sequence))
             else:
@@ -321,9 +329,8 @@ class Engine:
 
     def _leave_step(self, row: ScheduledSequence) -> None:
         row.sequence.is_in_step = False
-        if row.block_copy is not None:
-            source, _ = row.block_copy
-            self.pool.release([source])
+        if row.block_copies:
+            self.pool.release([source for source, _ in row.block_copies])
 
     def _end_failed(self) -> list[StepProgress]:
         """Ends the sequences whose grammar failed, whether they run or wait."""
@@ -363,30 +370,33 @@ class Engine:
         sequence.num_committed_blocks = full
 
     def _commit(self, sequence: Sequence, first: int, last: int, tenant_id: str) -> None:
-        if first < last:
-            self.pool.commit(
-                sequence.block_table[first:last],
-                sequence.block_hashes[first:last],
-                tenant_id=tenant_id,
-                parent_hash=sequence.parent_hash_of(first),
-                first_block_index=first,
-                kv_quota_tokens=0 if tenant_id == PUBLIC_TENANT_ID else sequence.kv_quota_tokens,
-            )
+        quota = 0 if tenant_id == PUBLIC_TENANT_ID else sequence.kv_quota_tokens
+        for group, table in enumerate(sequence.block_tables):
+            begin = max(first, sequence.first_blocks[group])
+            if begin < last:
+                self.pool.commit(
+                    group,
+                    table[begin:last],
+                    sequence.block_hashes[begin:last],
+                    tenant_id=tenant_id,
+                    parent_hash=sequence.parent_hash_of(begin),
+                    first_block_index=begin,
+                    kv_quota_tokens=quota,
+                )
 
-    def _drop_unseen_blocks(self, sequence: Sequence, attention_span: int) -> None:
-        """Releases blocks before the attention span; they stay cached until evicted.
-
-        Does nothing for a prefill, whose blocks must still be pushed.
+    def _drop_unseen_blocks(self, sequence: Sequence, group: int) -> None:
+        """Releases blocks that no later token of the sequence sees, and that a prefill does not
+        send; they stay cached until evicted.
         """
+        size = self.pool.block_size
+        end = self.batcher.needs.first(group, sequence.num_computed_tokens)
         if sequence.is_prefill_only:
-            return
-        num_unseen = (
-            max(0, sequence.num_computed_tokens + 1 - attention_span) // self.pool.block_size
-        )
-        first = sequence.num_dropped_blocks
-        if num_unseen > first:
-            self.pool.release(sequence.block_table[first:num_unseen])
-            sequence.num_dropped_blocks = num_unseen
+            reach = self.pool.reaches[group]
+            end = min(end, first_sent(reach, sequence.num_tokens, size) // size)
+        first = sequence.first_blocks[group]
+        if end > first:
+            self.pool.release(sequence.block_tables[group][first:end])
+            sequence.first_blocks[group] = end
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         known = len(sequence.block_hashes)

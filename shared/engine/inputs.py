@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -47,18 +48,18 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
             input_ids += sequence.token_ids[start : start + count]
     query_lens, computed = np.array((num_scheduled, num_computed), dtype=np.int64)
     context_lens = computed + query_lens
-    block_tables = _block_tables(sequences)
+    block_tables = _block_tables(sequences)  # [G, S, max_blocks]
     row_of_token, positions, last_rows = _places(query_lens, computed, len(input_ids))
     block_indices, offsets = np.divmod(positions, block_size)
     return StepInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
         positions=positions,
-        slot_mapping=block_tables[row_of_token, block_indices] * block_size + offsets,
+        slot_mapping=_slots(block_tables, row_of_token, block_indices) * block_size + offsets,
         query_lens=query_lens,
         context_lens=context_lens,
         block_tables=block_tables,
         sampling=_sampling_inputs(rows, last_rows, context_lens),
-        block_copies=tuple([row.block_copy for row in rows if row.block_copy is not None]),
+        block_copies=_block_copies(rows),
         prompt_logprobs=_prompt_logprobs(rows),
         pooling=_pooling(rows),
     )
@@ -66,10 +67,32 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
 
 def _block_tables(sequences: list[Sequence]) -> np.ndarray:
     """Joined as bytes, because copying row by row into an array takes three times as long."""
-    tables = [each.block_table.tobytes() for each in sequences]
+    num_groups = len(sequences[0].block_tables)
+    if num_groups == 1:
+        tables = [each.block_tables[0].tobytes() for each in sequences]
+    else:
+        by_sequence = [[table.tobytes() for table in each.block_tables] for each in sequences]
+        tables = list(chain.from_iterable(zip(*by_sequence, strict=True)))
     width = max(map(len, tables))
     joined = b"".join([each.ljust(width, b"\0") for each in tables])
-    return np.frombuffer(joined, dtype=np.int64).reshape(len(tables), -1).copy()
+    return np.frombuffer(joined, dtype=np.int64).reshape(num_groups, len(sequences), -1).copy()
+
+
+def _slots(
+    block_tables: np.ndarray, row_of_token: np.ndarray, block_indices: np.ndarray
+) -> np.ndarray:
+    """[G, T] the block of each token; one gather for all groups."""
+    if len(block_tables) == 1:  # a view: half the time of a gather in three dimensions
+        blocks: np.ndarray = block_tables[0][row_of_token, block_indices]
+        return blocks[None]
+    num_rows, width = block_tables.shape[1:]
+    flat = block_tables.reshape(len(block_tables), num_rows * width)
+    return flat.take(row_of_token * width + block_indices, axis=1)
+
+
+def _block_copies(rows: list[ScheduledSequence]) -> tuple[tuple[int, int], ...]:
+    copies = [row.block_copies for row in rows if row.block_copies]
+    return tuple(chain.from_iterable(copies)) if copies else ()
 
 
 def _places(

@@ -104,13 +104,14 @@ class EngineLoop:
 
     def load(self) -> WorkerLoad:
         engine = self.engine
+        longest = engine.batcher.needs.longest  # free blocks are free for tokens of all layers
         return WorkerLoad(
             step=self._step,
             step_budget_s=self._step_budget_s + self.runner.step_extension_s,
             num_running=len(engine.batcher.running),
             num_waiting=len(engine.batcher.waiting),
-            num_free_blocks=engine.pool.num_free_blocks,
-            num_total_blocks=engine.pool.num_blocks,
+            num_free_blocks=longest(engine.pool.num_free_blocks),
+            num_total_blocks=longest(engine.pool.num_blocks),
             num_reserved_blocks=engine.num_reserved_blocks,
             prefill_tokens_in_flight=engine.num_uncomputed_tokens,
             decode_tokens_in_flight=engine.num_context_tokens,

@@ -83,8 +83,3 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @property
-    def reaches(self) -> tuple[Reach, ...]:
-        """Those of the layers, each once."""
-        return tuple(dict.fromkeys(layer.reach for layer in self.layers))

@@ -55,7 +55,7 @@ class PinnedPrefixes:
             pool.pin(hashes)
             self._pins[tip] = _Pin(list(hashes), 0.0)
         self._pins[tip].until = self._clock.now() + command.lease_s
-        num_cached = len(pool.match(hashes))
+        num_cached = pool.match(hashes).num_blocks
         is_computing = num_cached < len(hashes) and self._compute(sequence)
         return PrefixPinned(num_cached_blocks=num_cached, is_computing=is_computing)
 

@@ -103,16 +103,19 @@ class PoolingInputs(msgspec.Struct, frozen=True):
 
 
 class StepInputs(msgspec.Struct, frozen=True):
-    """One engine step over S sequences with T new tokens in all, flat in batch order."""
+    """One engine step over S sequences with T new tokens in all, flat in batch order, for a model
+    whose layers form G groups.
+    """
 
     input_ids: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
-    slot_mapping: NDArray[np.int64]  # [T] block_id * block_size + offset; -1 = skip
+    slot_mapping: NDArray[np.int64]  # [G, T] block_id * block_size + offset; -1 = skip
     query_lens: NDArray[np.int64]  # [S] new tokens of each sequence; sums to T
     context_lens: NDArray[np.int64]  # [S] KV length once this step is done
-    block_tables: NDArray[np.int64]  # [S, max_blocks] padded with 0
+    # [G, S, max_blocks]; 0 after the end, anything before the first block that a token sees
+    block_tables: NDArray[np.int64]
     sampling: SamplingInputs
-    # (source, destination) blocks to copy, all layers, before any other write
+    # (source, destination) blocks to copy, all slots, before any other write
     block_copies: tuple[tuple[int, int], ...] = ()
     # sequence -> the tokens whose logprobs to return
     prompt_logprobs: Mapping[int, PromptSuccessors] = {}
@@ -137,9 +140,6 @@ class Runner(Protocol):
     num_blocks: int
     max_context_tokens: int  # of the model
     vocab_size: int
-    attention_span: (
-        int | None
-    )  # a step's first token attends to this many last tokens, including it; None: all
 
     @property
     def has_ended(self) -> bool:
@@ -164,13 +164,25 @@ class Runner(Protocol):
         ...
 
     async def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
-        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
+        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`: all layers of the
+        group, whose block table it is.
+        """
         ...
 
     async def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...

@@ -30,7 +30,7 @@ from shared.kv_wire.link import FrameHeader
 from shared.transport.wire_errors import UNREADABLE
 
 MAGIC = b"HKVW"
-VERSION = 3
+VERSION = 4
 PREFIX = struct.Struct("!4sHxxI")
 MAX_RECORD_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -164,7 +164,8 @@ def fault_of(header: FrameHeader) -> str | None:
         return f"a payload of {header.payload_bytes} bytes is not in [1, {MAX_FRAME_BYTES}]"
     if not 1 <= len(header.placement_id) <= MAX_ID_BYTES:
         return f"a placement_id of {len(header.placement_id)} bytes is not in [1, {MAX_ID_BYTES}]"
-    positions = (header.sequence_number, header.first_token, header.first_layer, header.first_head)
+    starts = (header.first_token, header.first_layer, header.first_head)
+    positions = (header.sequence_number, header.group, *starts)
     sizes = (header.num_tokens, header.num_layers, header.num_heads)
     if min(positions) < 0 or min(sizes) < 1 or header.num_cached_tokens < 0:
         return "the frame's ranges are empty or negative"

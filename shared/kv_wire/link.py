@@ -30,9 +30,10 @@ FRAMES_UNDER_WAY = 2
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a frame: KV of tokens × layers × KV heads; never physical block ids.
 
-    `first_token` is a position in the sequence. The payload has shape [num_layers, 2, num_tokens,
-    num_heads, head_dim] in the dtype of `kv_format`; `checksum` covers its bytes and this header.
-    `sequence_number` counts the frames of one placement from 0.
+    `first_token` is a position in the sequence; `first_layer` counts the layers of `group`. The
+    payload has shape [num_layers, planes, num_tokens, num_heads, dim] in the dtype of `kv_format`;
+    `checksum` covers its bytes and this header. `sequence_number` counts the frames of one
+    placement from 0.
     """
 
     placement_id: bytes
@@ -44,6 +45,7 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     first_head: int
     num_heads: int
     kv_format: str
+    group: int = 0  # of layers, see KvLayout
     num_cached_tokens: int  # of the tokens pushed so far, found in the sender's prefix cache
     payload_bytes: int
     checksum: int = 0  # filled in by the link; 0 on sealed links

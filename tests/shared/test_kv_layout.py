@@ -65,14 +65,14 @@ def sizes(*states: PagedKv) -> list[tuple[Reach, int]]:
 def test_groups_have_equally_many_layers() -> None:
     full, local, chunked = kv(), kv(Window(128)), kv(Chunk(8192))
     assert sizes(*[full] * 32) == [(None, 32)]
-    assert sizes(*[local, full] * 12) == [(Window(128), 12), (None, 12)]
+    assert sizes(*[local, full] * 12) == [(None, 12), (Window(128), 12)]
     scout = [full if layer % 4 == 3 else chunked for layer in range(48)]
-    assert sizes(*scout) == [(Chunk(8192), 12)] * 3 + [(None, 12)]
+    assert sizes(*scout) == [(None, 12)] + [(Chunk(8192), 12)] * 3
 
 
 def test_short_groups_are_padded_by_at_most_8_percent() -> None:
     gemma3 = [kv() if layer % 6 == 5 else kv(Window(512)) for layer in range(26)]
-    assert sizes(*gemma3) == [(Window(512), 4)] * 5 + [(Window(512), 2), (None, 4)]
+    assert sizes(*gemma3) == [(None, 4)] + [(Window(512), 4)] * 5 + [(Window(512), 2)]
     found = layout(*gemma3)
     assert found.num_slots * len(found.groups) == 28
     assert sorted(layer for group in found.groups for layer in group.layers) == list(range(26))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.engine.runners.timing_runner import StepCost
+from shared.kv_layout import Reach
 from shared.messages import Pooling, SamplingParams
 
 FaultKind = Literal[
@@ -38,11 +39,13 @@ class FleetPlan:
     max_queued_requests: int
     pool_sizes: Mapping[str, int] | None = None  # in blocks, by worker; None: `num_blocks` each
     block_sizes: Mapping[str, int] | None = None  # in tokens, by worker; None: BLOCK_SIZE each
+    reaches: tuple[Reach, ...] = (None,)  # of the model's groups of layers
     unlike: tuple[str, ...] = ()  # workers whose device computes other bits
     capable: tuple[str, ...] = ()  # workers that start with the features DEMO
     changing: tuple[str, ...] = ()  # workers that gain or lose them with each restart
 
     def num_blocks_of(self, worker_id: str) -> int:
+        """Blocks of each group of layers; any group may take those of another."""
         return self.num_blocks if self.pool_sizes is None else self.pool_sizes[worker_id]
 
     def block_size_of(self, worker_id: str) -> int:

@@ -167,7 +167,7 @@ def _push_never_released(right: Any) -> Any:
 
 
 def _shared_block_written(right: Any) -> Any:
-    return lambda self, sequence: False
+    return lambda self, sequence: []
 
 
 def _impatient(right: Any) -> Any:
@@ -247,7 +247,7 @@ def candidates_unfiltered(right: Any) -> Any:
 BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 44),
     Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 344),
-    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
+    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 4),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 70),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
     Bug("nothing is sent again", Streams, "_request_again", _nothing, 16),
@@ -258,7 +258,7 @@ BUGS = (
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
-    Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
+    Bug("a shared block is written", Batcher, "_shared_groups", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 25),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 22),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),

@@ -15,6 +15,7 @@ from services.gateway.request import generation_request as target
 from services.kv_index import registry
 from services.kv_index.service import KvIndexService
 from shared.engine.batching.block_pool import BlockPool
+from shared.engine.batching.prefix_match import CachedPrefix
 from shared.messages import MatchPrefix
 from tests.simulation.world.clock import run
 from tests.simulation.world.isolation import Isolation, drop_events, isolation
@@ -177,10 +178,11 @@ def _roots_without_salt(patch: pytest.MonkeyPatch) -> None:
 def _any_block_matches(patch: pytest.MonkeyPatch) -> None:
     """A pool that matches by position in the prompt, ignoring the owner of the tokens."""
 
-    def match(self: BlockPool, block_hashes: Any) -> list[int]:
+    def match(self: BlockPool, block_hashes: Any) -> CachedPrefix:
         at = {block.block_index: block.block_hash for block in self.cached_blocks()}
         wanted = (at.get(index) for index, _ in enumerate(block_hashes))
-        return [self._block_ids[each] for each in iter(lambda: next(wanted, None), None)]
+        found = [self._block_ids[0][each] for each in iter(lambda: next(wanted, None), None)]
+        return CachedPrefix(len(found), (0,), (found,))
 
     patch.setattr(BlockPool, "match", match)
 

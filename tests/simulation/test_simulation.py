@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
+from shared.kv_layout import Reach, Window
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import PATIENT_S, POISON, Fault
 from tests.simulation.planted import BUGS, Bug
@@ -98,3 +99,18 @@ def test_saved_pieces_of_a_sweep_add_up() -> None:
     assert {"requests": "finished", "count": 12} in rows
     total = next(row for row in rows if "schedules" in row and "commit" not in row)
     assert (total["schedules"], total["failed"], total["cpu_s"]) == (40, 1, 2.0)
+
+
+GROUPS: tuple[tuple[Reach, ...], ...] = (
+    (None, Window(40)),
+    (Window(7), None, Window(33), Window(64)),
+)
+
+
+@pytest.mark.parametrize("reaches", GROUPS, ids=len)
+@pytest.mark.parametrize("seed", range(6))
+def test_models_with_groups_of_layers_keep_all_promises(
+    reaches: tuple[Reach, ...], seed: int
+) -> None:
+    plan = plan_of(seed)
+    assert run_plan(replace(plan, fleet=replace(plan.fleet, reaches=reaches))).wrongs == []

@@ -22,19 +22,22 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from itertools import chain
 
 import msgspec
 
+from shared.engine.batching.block_needs import BlockNeeds
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.kv_layout import first_sent
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
     completes: bool  # this step computes the sequence's last token
-    # (source, destination) block to copy first; the row holds the source until the step ends
-    block_copy: tuple[int, int] | None = None
+    # (source, destination) blocks to copy first; the row holds the sources until the step ends
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -48,6 +51,7 @@ class Batcher:
     ) -> None:
         """`watermark` is the share of blocks that admission leaves free for running sequences."""
         self.pool = pool
+        self.needs = BlockNeeds(pool.reaches, pool.block_size, max_batch_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_admitted_tokens = 0  # since the start, each sequence once
@@ -55,14 +59,15 @@ class Batcher:
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._watermark_blocks = int(pool.num_blocks * watermark)
-        self._block_copies: dict[Sequence, tuple[int, int]] = {}  # of the step being scheduled
+        # of the step being scheduled: (source, destination) blocks
+        self._block_copies: dict[Sequence, list[tuple[int, int]]] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Queues a WAITING sequence. One that already holds blocks runs without admission."""
-        if sequence.block_table and len(self.running) < self._max_sequences:
+        if sequence.block_tables and len(self.running) < self._max_sequences:
             sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
-        elif sequence.block_table:
+        elif sequence.block_tables:
             self.waiting.appendleft(sequence)
         else:
             self.waiting.append(sequence)
@@ -71,12 +76,13 @@ class Batcher:
         """The children run from the parent's KV. Those without a free row or enough blocks wait,
         before all others that hold no blocks; they match the parent's full blocks in the cache.
         """
-        num_full = parent.num_committed_blocks
-        # the last child to write takes over the parent's partial block
-        room = self.pool.num_free_blocks + len(parent.block_table) - num_full
+        num_full, num_groups = parent.num_committed_blocks, len(parent.block_tables)
+        # the last child to write takes over the parent's partial block of each group
+        num_partial = sum(len(table) - num_full for table in parent.block_tables)
+        room = self.pool.num_free_blocks + num_partial
         waiting = []
         for child in children:
-            room -= self.pool.blocks_for(child.num_tokens) - num_full
+            room -= num_groups * (self.pool.blocks_for(child.num_tokens) - num_full)
             if room >= self._watermark_blocks and len(self.running) < self._max_sequences:
                 self._share_blocks(parent, child)
                 self.add(child)
@@ -110,8 +116,7 @@ class Batcher:
                 if sequence.state is not SequenceState.RUNNING:
                     continue
             count = num_computable if num_computable < budget else budget
-            block_copy = self._block_copies.get(sequence)
-            scheduled[sequence] = _scheduled(sequence, count, block_copy)
+            scheduled[sequence] = _scheduled(sequence, count, self._block_copies.get(sequence))
             budget -= count
         rows = list(scheduled.values())
         found = [] if num_preempted else self._admit(rows, budget)
@@ -136,87 +141,105 @@ class Batcher:
         return ones if len(ones) == len(computable) else ones + [e for e in computable if e[1] > 1]
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether it has blocks for all its tokens and is the only holder of the first block that
-        it writes, as in most steps of a running sequence.
+        """Whether it has blocks for all its tokens and is the only holder of the first block of
+        each group that it writes, as in most steps of a running sequence.
         """
-        table, size = sequence.block_table, self.pool.block_size
-        if len(table) * size < len(sequence.token_ids):
-            return False
-        return self.pool.ref_count(table[sequence.num_computed_tokens // size]) == 1
+        pool, tables = self.pool, sequence.block_tables
+        size, ref_counts = pool.block_size, pool.ref_counts
+        num_tokens, index = len(sequence.token_ids), sequence.num_computed_tokens // size
+        if len(tables) == 1:  # without a loop: this runs for every row of every step
+            (table,) = tables
+            return len(table) * size >= num_tokens and ref_counts[table[index]] == 1
+        for table in tables:
+            if len(table) * size < num_tokens or ref_counts[table[index]] != 1:
+                return False
+        return True
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        self.pool.hold(parent.block_table)
-        child.block_table = parent.block_table[:]
+        for held in parent.held_blocks:
+            self.pool.hold(held)
+        child.block_tables = [table[:] for table in parent.block_tables]
+        child.first_blocks = parent.first_blocks[:]
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_committed_blocks = parent.num_committed_blocks
         child.num_cached_tokens = parent.num_cached_tokens
 
     def _make_room(self, sequence: Sequence) -> list[Sequence]:
-        """Gives `sequence` blocks for all its tokens, unshared where it writes. Returns the
-        sequences preempted for that.
+        """Gives `sequence` blocks for its next step in every group, unshared where it writes.
+        Returns the sequences preempted for that.
         """
         victims: list[Sequence] = []
-        missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        if missing <= 0 and not self._writes_shared(sequence):
+        missing = [
+            max(0, self._end(sequence, group, sequence.num_computed_tokens) - len(table))
+            for group, table in enumerate(sequence.block_tables)
+        ]
+        num_missing = sum(missing)
+        if not num_missing and not self._shared_groups(sequence):
             return victims
-        while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
+        while self.pool.num_free_blocks < num_missing + len(self._shared_groups(sequence)):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
             self.preempt(victim)
             victims.append(victim)
             if victim is sequence:
                 return victims
-        if self._writes_shared(sequence):
-            self._copy_block(sequence)
-        if missing > 0:
-            sequence.block_table.extend(self.pool.allocate(missing))
+        for group in self._shared_groups(sequence):
+            self._copy_block(sequence, group)
+        for table, count in zip(sequence.block_tables, missing, strict=True):
+            if count:
+                table.extend(self.pool.allocate(count))
         return victims
 
-    def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether its next KV would be written to a block that another sequence also holds."""
-        block_index = sequence.num_computed_tokens // self.pool.block_size
-        if block_index >= len(sequence.block_table):
-            return False
-        block_id = sequence.block_table[block_index]
+    def _shared_groups(self, sequence: Sequence) -> list[int]:
+        """The groups in which its next KV would be written to a block with another holder."""
+        index = sequence.num_computed_tokens // self.pool.block_size
+        return [
+            group
+            for group, table in enumerate(sequence.block_tables)
+            if index < len(table) and self._is_shared(table[index])
+        ]
+
+    def _is_shared(self, block_id: int) -> bool:
         num_holders = self.pool.ref_count(block_id)
         if num_holders > 1:  # rows that copy the block also hold it, but write elsewhere
-            num_holders -= sum(source == block_id for source, _ in self._block_copies.values())
+            copies = chain.from_iterable(self._block_copies.values())
+            num_holders -= sum(source == block_id for source, _ in copies)
         return num_holders > 1
 
-    def _copy_block(self, sequence: Sequence) -> None:
+    def _copy_block(self, sequence: Sequence, group: int) -> None:
         """Replaces the shared block by a new one. The row takes over the reference to the source,
         so that no other sequence can write to the source while the step may still read it.
         """
         block_index = sequence.num_computed_tokens // self.pool.block_size
-        source = sequence.block_table[block_index]
+        table = sequence.block_tables[group]
         (destination,) = self.pool.allocate(1)
-        sequence.block_table[block_index] = destination
-        self._block_copies[sequence] = (source, destination)
+        self._block_copies.setdefault(sequence, []).append((table[block_index], destination))
+        table[block_index] = destination
 
     def give_back(self, sequence: Sequence) -> None:
-        """Releases all its blocks. Its dropped blocks that are still cached become recently used,
-        so that its blocks are evicted tail first.
-        """
-        dropped = self.pool.match(sequence.block_hashes[: sequence.num_dropped_blocks])
-        self.pool.hold(dropped)
-        self.pool.release([*dropped, *sequence.held_blocks])
-        sequence.block_table = array("q")
-        sequence.num_dropped_blocks = 0
+        """Releases all its blocks."""
+        for held in sequence.held_blocks:
+            self.pool.release(held)
+        sequence.block_tables = []
+        sequence.first_blocks = []
 
     def preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.transition_to(SequenceState.WAITING)
+        for source, _ in self._block_copies.pop(sequence, ()):
+            self.pool.release([source])
+        self.restart(sequence)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Queues a WAITING sequence that is computed again, from what the cache then holds."""
         self.give_back(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
         sequence.num_preemptions += 1
-        if sequence in self._block_copies:
-            source, _ = self._block_copies.pop(sequence)
-            self.pool.release([source])
         self._wait_first(sequence)
 
     def _wait_first(self, sequence: Sequence) -> None:
         # after those that hold blocks: before them it could wait for the blocks that they hold
-        num_holders = sum(bool(each.block_table) for each in self.waiting)
+        num_holders = sum(bool(each.block_tables) for each in self.waiting)
         self.waiting.insert(num_holders, sequence)
 
     def _admit(self, rows: list[ScheduledSequence], budget: int) -> list[Sequence]:
@@ -225,7 +248,7 @@ class Batcher:
         while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
             spare = self._watermark_blocks if self.running else 0
-            if not sequence.block_table and not self.allocate_prompt(sequence, spare=spare):
+            if not sequence.block_tables and not self.allocate_prompt(sequence, spare=spare):
                 break
             self.waiting.popleft()
             num_uncomputed = sequence.num_uncomputed_tokens
@@ -241,30 +264,71 @@ class Batcher:
                 budget -= count
         return found
 
-    def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
+    def allocate_prompt(self, sequence: Sequence, *, spare: int, is_received: bool = False) -> bool:
         """Takes the cached prefix and new blocks for the rest, leaving `spare` blocks free.
 
-        Returns False, and takes nothing, if too few are free.
+        A bounded group gets blocks for the first step; if the prompt's KV `is_received`, for the
+        tokens that are sent of it. Returns False, and takes nothing, if too few blocks are free.
         """
-        num_matchable = sequence.num_prefill_tokens // self.pool.block_size
-        cached = self.pool.match(sequence.block_hashes[:num_matchable])
-        num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)
-        if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:
+        size = self.pool.block_size
+        cached = self.pool.match(sequence.block_hashes[: sequence.num_prefill_tokens // size])
+        num_cached = cached.num_blocks
+        spans = [
+            self._span(sequence, group, num_cached * size, is_received=is_received)
+            for group in range(len(self.pool.reaches))
+        ]
+        held = [
+            block_ids[max(0, first - first_cached) :]
+            for (first, _), first_cached, block_ids in zip(
+                spans, cached.first_blocks, cached.block_ids, strict=True
+            )
+        ]
+        counts = [end - max(first, num_cached) for first, end in spans]
+        num_kept = sum(map(self.pool.num_evictable_in, held))
+        if sum(counts) + num_kept + spare > self.pool.num_free_blocks:
             return False
-        self.pool.hold(cached)
+        for block_ids in held:
+            self.pool.hold(block_ids)
         self.pool.limit(sequence.tenant_id, sequence.kv_quota_tokens)
-        sequence.block_table = array("q", cached + self.pool.allocate(num_new))
-        sequence.num_computed_tokens = len(cached) * self.pool.block_size
-        sequence.num_committed_blocks = len(cached)
+        sequence.block_tables = [
+            array("q", [0] * first + block_ids + self.pool.allocate(count))
+            for (first, _), block_ids, count in zip(spans, held, counts, strict=True)
+        ]
+        sequence.first_blocks = [first for first, _ in spans]
+        sequence.num_computed_tokens = num_cached * size
+        sequence.num_committed_blocks = num_cached
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_admitted_tokens += sequence.num_tokens
             self.num_admitted_cached_tokens += sequence.num_cached_tokens
         return True
 
+    def _span(
+        self, sequence: Sequence, group: int, num_computed: int, *, is_received: bool
+    ) -> tuple[int, int]:
+        """[first, end) of the blocks that a group needs first."""
+        if not is_received:
+            end = self._end(sequence, group, num_computed)
+            return self.needs.first(group, num_computed), end
+        reach, size = self.pool.reaches[group], self.pool.block_size
+        first = first_sent(reach, sequence.num_prefill_tokens, size) // size
+        return first, self.pool.blocks_for(sequence.num_tokens)
+
+    def _end(self, sequence: Sequence, group: int, num_computed: int) -> int:
+        """A prefill has all its blocks from the start, if the pool holds as many: it is not
+        preempted while it is pushed.
+        """
+        if sequence.is_prefill_only:
+            end = self.pool.blocks_for(sequence.num_tokens)
+            if end * len(self.pool.reaches) <= self.pool.num_blocks:
+                return end
+        return self.needs.end(group, num_computed, sequence.num_tokens)
+
 
 def _scheduled(
-    sequence: Sequence, count: int, block_copy: tuple[int, int] | None = None
+    sequence: Sequence, count: int, block_copies: list[tuple[int, int]] | None = None
 ) -> ScheduledSequence:
     completes = sequence.num_computed_tokens + count == len(sequence.token_ids)
-    return ScheduledSequence(sequence, count, completes, block_copy)
+    if block_copies is None:  # the common case
+        return ScheduledSequence(sequence, count, completes)
+    return ScheduledSequence(sequence, count, completes, tuple(block_copies))

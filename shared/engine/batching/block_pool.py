@@ -1,5 +1,8 @@
 """The bookkeeping of the paged KV cache: references to blocks, and the prefix cache.
 
+Any block serves any group of layers; a block with a hash holds the KV of one group, and is found by
+hash and group.
+
 Every block is in exactly one of three sets:
 
     empty        no references, content unused
@@ -21,7 +24,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from shared.engine.batching.cached_block import CachedBlock, runs_of
+from shared.engine.batching.prefix_match import CachedPrefix, match_prefix
 from shared.engine.batching.tenant_quota import TenantQuota
+from shared.kv_layout import Reach, first_seen
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.packing import pack_hashes
 
@@ -29,22 +34,33 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int, *, notes_freed: bool = False) -> None:
-        """`notes_freed`: the owner of the cache clears freed blocks, see `take_freed`."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        reaches: tuple[Reach, ...] = (None,),
+        notes_freed: bool = False,
+    ) -> None:
+        """`reaches`: of each group of layers. `notes_freed`: the owner of the cache clears freed
+        blocks, see `take_freed`.
+        """
+        self.reaches = reaches
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.notes_freed = notes_freed
-        self._ref_counts = [0] * num_blocks
+        self.ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._last_evictable: OrderedDict[int, None] = OrderedDict()  # likewise, of pinned ones
-        self._pins: Counter[bytes] = Counter()  # by block hash, cached or not
+        # of each group by block hash, cached or not
+        self._pins: list[Counter[bytes]] = [Counter() for _ in reaches]
         self._known: list[CachedBlock | None] = [None] * num_blocks
-        self._block_ids: dict[bytes, int] = {}
+        self._block_ids: list[dict[bytes, int]] = [{} for _ in reaches]
         self._shares: dict[str, TenantQuota] = {}
         self._freed: set[int] = set()
         self._events: list[KvEvent] = []
-        self._removed: list[bytes] = []  # removed after the last of `_events`
+        self._removed: list[CachedBlock] = []  # after the last of `_events`
         self.on_event: Callable[[], None] = lambda: None  # called when `take_events` has events
 
     @property
@@ -58,31 +74,50 @@ class BlockPool:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Number of pinned block hashes, cached or not."""
-        return len(self._pins)
+        """Number of pinned blocks of all groups, cached or not."""
+        return sum(map(len, self._pins))
 
-    def num_pinned_with(self, block_hashes: Iterable[bytes]) -> int:
-        """Number of pinned blocks if these were also pinned."""
-        return len(self._pins.keys() | set(block_hashes))
+    def num_pinned_with(self, block_hashes: Sequence[bytes]) -> int:
+        """Number of pinned blocks if this prefix was also pinned."""
+        parts = self._resumable(block_hashes)
+        return sum(
+            len(pins.keys() | set(part)) for pins, part in zip(self._pins, parts, strict=True)
+        )
 
     def pin(self, block_hashes: Sequence[bytes]) -> None:
-        """Pins blocks: they are evicted after all others. Each pin needs one `unpin`."""
-        for block_hash in reversed(block_hashes):
-            self._pins[block_hash] += 1
-            self._move(block_hash, self._evictable, self._last_evictable)
+        """Pins a prefix: the blocks that continue it are evicted after all others. Each pin needs
+        one `unpin`.
+        """
+        for group, part in enumerate(self._resumable(block_hashes)):
+            for block_hash in reversed(part):
+                self._pins[group][block_hash] += 1
+                self._move(group, block_hash, self._evictable, self._last_evictable)
 
     def unpin(self, block_hashes: Sequence[bytes]) -> None:
         """Reverses one `pin`; cached blocks become the most recently used."""
-        for block_hash in reversed(block_hashes):
-            self._pins[block_hash] -= 1
-            if self._pins[block_hash] <= 0:
-                del self._pins[block_hash]
-                self._move(block_hash, self._last_evictable, self._evictable)
+        for group, part in enumerate(self._resumable(block_hashes)):
+            pins = self._pins[group]
+            for block_hash in reversed(part):
+                pins[block_hash] -= 1
+                if pins[block_hash] <= 0:
+                    del pins[block_hash]
+                    self._move(group, block_hash, self._last_evictable, self._evictable)
+
+    def _resumable(self, block_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
+        """[G] the blocks of each group that the token after the prefix sees."""
+        position = len(block_hashes) * self.block_size
+        return [
+            block_hashes[first_seen(reach, position) // self.block_size :] for reach in self.reaches
+        ]
 
     def _move(
-        self, block_hash: bytes, source: OrderedDict[int, None], target: OrderedDict[int, None]
+        self,
+        group: int,
+        block_hash: bytes,
+        source: OrderedDict[int, None],
+        target: OrderedDict[int, None],
     ) -> None:
-        block_id = self._block_ids.get(block_hash)
+        block_id = self._block_ids[group].get(block_hash)
         if block_id is not None and block_id in source:
             del source[block_id]
             target[block_id] = None
@@ -94,28 +129,22 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def ref_count(self, block_id: int) -> int:
-        return self._ref_counts[block_id]
+        return self.ref_counts[block_id]
 
-    def match(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Block ids of the longest cached prefix, without holding them: see `hold`."""
-        block_ids = []
-        for block_hash in block_hashes:
-            block_id = self._block_ids.get(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+    def match(self, block_hashes: Sequence[bytes]) -> CachedPrefix:
+        """The longest cached prefix that can be continued, without holding it: see `hold`."""
+        return match_prefix(self._block_ids, self.reaches, block_hashes, self.block_size)
 
     def num_evictable_in(self, block_ids: Iterable[int]) -> int:
         """How many of these are free now and would not be once held."""
-        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+        return sum(self.ref_counts[block_id] == 0 for block_id in block_ids)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
+            if self.ref_counts[block_id] == 0:
                 del self._evictable_with(self._known[block_id])[block_id]
                 del self._share_of(block_id).evictable[block_id]
-            self._ref_counts[block_id] += 1
+            self.ref_counts[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Raises ValueError if fewer are free: callers check `num_free_blocks` first."""
@@ -123,16 +152,16 @@ class BlockPool:
             raise ValueError(f"{count} blocks requested, {self.num_free_blocks} free")
         block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
-            self._ref_counts[block_id] = 1
+            self.ref_counts[block_id] = 1
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drops one reference to each; the last block becomes evictable first."""
         for block_id in reversed(block_ids):
-            if self._ref_counts[block_id] <= 0:
+            if self.ref_counts[block_id] <= 0:
                 raise ValueError(f"block {block_id} is released more often than held")
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] > 0:
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] > 0:
                 continue
             known = self._known[block_id]
             if known is None:
@@ -145,10 +174,14 @@ class BlockPool:
 
     def _evictable_with(self, block: CachedBlock | None) -> OrderedDict[int, None]:
         assert block is not None, "an empty block is not evicted"
-        return self._last_evictable if block.block_hash in self._pins else self._evictable
+        return self._last_evictable if self._is_pinned(block) else self._evictable
+
+    def _is_pinned(self, block: CachedBlock) -> bool:
+        return block.block_hash in self._pins[block.group]
 
     def commit(
         self,
+        group: int,
         block_ids: Sequence[int],
         block_hashes: Sequence[bytes],
         *,
@@ -157,16 +190,17 @@ class BlockPool:
         first_block_index: int,
         kv_quota_tokens: int = 0,
     ) -> None:
-        """Makes full, computed blocks findable; a hash that is already known stays with its block.
-        `kv_quota_tokens`: see `limit`.
+        """Makes full, computed blocks of one group findable; a hash that is already known stays
+        with its block. `kv_quota_tokens`: see `limit`.
         """
         new: list[CachedBlock] = []
+        ids_of = self._block_ids[group]
         pairs = zip(block_ids, block_hashes, strict=True)
         for block_index, (block_id, block_hash) in enumerate(pairs, first_block_index):
-            if block_hash not in self._block_ids and self._known[block_id] is None:
-                block = CachedBlock(tenant_id, parent_hash, block_index, block_hash)
+            if block_hash not in ids_of and self._known[block_id] is None:
+                block = CachedBlock(tenant_id, parent_hash, block_index, block_hash, group)
                 self._known[block_id] = block
-                self._block_ids[block_hash] = block_id
+                ids_of[block_hash] = block_id
                 new.append(block)
             parent_hash = block_hash
         if new:
@@ -177,12 +211,13 @@ class BlockPool:
         self.limit(tenant_id, kv_quota_tokens)
 
     def limit(self, tenant_id: str, kv_quota_tokens: int) -> None:
-        """Limits the tenant's findable blocks to `kv_quota_tokens`, until the next call or until it
-        has no findable block left; 0: unlimited.
+        """Limits the tenant's findable blocks to `kv_quota_tokens` in each group, until the next
+        call or until it has no findable block left; 0: unlimited.
         """
         share = self._shares.get(tenant_id)
         if share is not None:
-            share.max_blocks = kv_quota_tokens // self.block_size if kv_quota_tokens else None
+            max_blocks = kv_quota_tokens // self.block_size * len(self.reaches)
+            share.max_blocks = max_blocks if kv_quota_tokens else None
             self._trim(share)
 
     def num_blocks_of(self, tenant_id: str) -> int:
@@ -194,7 +229,7 @@ class BlockPool:
         """The tenant's current limit; 0: unlimited."""
         share = self._shares.get(tenant_id)
         max_blocks = None if share is None else share.max_blocks
-        return 0 if max_blocks is None else max_blocks * self.block_size
+        return 0 if max_blocks is None else max_blocks // len(self.reaches) * self.block_size
 
     def take_events(self) -> list[KvEvent]:
         self._end_removal()
@@ -216,11 +251,11 @@ class BlockPool:
     def cached_blocks(self) -> list[CachedBlock]:
         """All findable blocks, parents before children."""
         known = [block for block in self._known if block is not None]
-        return sorted(known, key=lambda block: (block.tenant_id, block.block_index))
+        return sorted(known, key=lambda block: (block.tenant_id, block.group, block.block_index))
 
     def check(self) -> None:
         """Raises AssertionError unless each block is in exactly one of the three sets."""
-        referenced = {b for b in range(self.num_blocks) if self._ref_counts[b] > 0}
+        referenced = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}
         empty, evictable = set(self._empty), {*self._evictable, *self._last_evictable}
         assert len(evictable) == self.num_cached_blocks, "a block is both pinned and not pinned"
         assert len(empty) == len(self._empty), "a block is listed as empty twice"
@@ -228,6 +263,16 @@ class BlockPool:
         assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
         assert all(self._known[block_id] is not None for block_id in evictable)
         assert all(self._known[block_id] is None for block_id in empty)
+        found = {
+            block_id: (block.group, block.block_hash)
+            for block_id, block in enumerate(self._known)
+            if block is not None
+        }
+        assert found == {
+            block_id: (group, block_hash)
+            for group, ids_of in enumerate(self._block_ids)
+            for block_hash, block_id in ids_of.items()
+        }, "a block is found under another hash or group than its own"
         self._check_shares()
 
     def _check_shares(self) -> None:
@@ -268,7 +313,7 @@ class BlockPool:
         block = self._known[block_id]
         assert block is not None
         del self._evictable_with(block)[block_id]
-        del self._block_ids[block.block_hash]
+        del self._block_ids[block.group][block.block_hash]
         self._known[block_id] = None
         self.record_freed((block_id,))
         share = self._shares[block.tenant_id]
@@ -276,11 +321,13 @@ class BlockPool:
         share.num_blocks -= 1
         if share.num_blocks == 0:
             del self._shares[block.tenant_id]
-        self._removed.append(block.block_hash)
+        self._removed.append(block)
         if len(self._removed) == 1:
             self.on_event()
 
     def _end_removal(self) -> None:
-        if self._removed:
-            self._events.append(BlocksRemoved(block_hashes=pack_hashes(self._removed)))
-            self._removed = []
+        for group in range(len(self.reaches)) if self._removed else ():
+            hashes = [block.block_hash for block in self._removed if block.group == group]
+            if hashes:
+                self._events.append(BlocksRemoved(block_hashes=pack_hashes(hashes), group=group))
+        self._removed = []

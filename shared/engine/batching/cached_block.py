@@ -17,13 +17,14 @@ class CachedBlock(msgspec.Struct, frozen=True):
     parent_hash: bytes
     block_index: int
     block_hash: bytes
+    group: int = 0
 
 
 def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
     """One event for each run of blocks in which every block is the child of the previous one."""
     runs: list[list[CachedBlock]] = []
     for block in blocks:
-        if runs and runs[-1][-1].block_hash == block.parent_hash:
+        if runs and _continues(runs[-1][-1], block):
             runs[-1].append(block)
         else:
             runs.append([block])
@@ -33,6 +34,11 @@ def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
             parent_hash=run[0].parent_hash,
             first_block_index=run[0].block_index,
             block_hashes=pack_hashes([block.block_hash for block in run]),
+            group=run[0].group,
         )
         for run in runs
     ]
+
+
+def _continues(last: CachedBlock, block: CachedBlock) -> bool:
+    return last.block_hash == block.parent_hash and last.group == block.group

@@ -119,11 +119,12 @@ class Sequence:
     next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
-    # 64-bit, so that each step's inputs take one copy
-    block_table: array[int] = field(default_factory=lambda: array("q"))
+    # one for each group of layers, or none; 64-bit, so that each step's inputs take one copy
+    block_tables: list[array[int]] = field(default_factory=list)
+    # of each group: earlier entries of its table are not held, as no later token sees them
+    first_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that are in the prefix cache
-    num_dropped_blocks: int = 0  # leading blocks released already: no later token attends to them
     num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
     is_in_step: bool = False
@@ -163,9 +164,15 @@ class Sequence:
         return self.request_id or self.placement_id
 
     @property
-    def held_blocks(self) -> array[int]:
-        """`block_table` without the dropped blocks, whose stale ids it still contains."""
-        return self.block_table[self.num_dropped_blocks :]
+    def held_blocks(self) -> list[array[int]]:
+        """[G] `block_tables` from the first held block on; earlier ids are stale or 0."""
+        return [
+            table[first:] for table, first in zip(self.block_tables, self.first_blocks, strict=True)
+        ]
+
+    @property
+    def num_held_blocks(self) -> int:
+        return sum(map(len, self.block_tables)) - sum(self.first_blocks)
 
     @property
     def num_tokens(self) -> int:

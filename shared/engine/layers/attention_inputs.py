@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -45,25 +46,25 @@ class AttentionInputs:
 
 
 def build_attention_inputs(
-    inputs: StepInputs, device: torch.device, reaches: Sequence[Reach] = (None,)
+    inputs: StepInputs, device: torch.device, kinds: Sequence[tuple[int, Reach]] = ((0, None),)
 ) -> tuple[AttentionInputs, ...]:
-    """One for each of `reaches`."""
+    """One for each kind of layer: its group and its reach."""
     starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
     runs = np.flatnonzero(inputs.query_lens > 1)
     single = np.flatnonzero(inputs.query_lens == 1)
     if len(runs) and device.type == "cpu" and not IS_INTERPRETED:
         runs, single = np.arange(len(inputs.query_lens)), single[:0]
-    slot_mapping = torch.from_numpy(inputs.slot_mapping).to(device)
-    prefill = _prefill_rows(inputs, runs, starts, device) if len(runs) else None
-    decode = _decode_rows(inputs, single, starts, device) if len(single) else None
+    prefill = _PrefillRuns.of(inputs, runs, starts, device) if len(runs) else None
+    decode = _DecodeRuns.of(inputs, single, starts, device) if len(single) else None
     found = []
-    for reach in reaches:
-        lower = _lower_bounds(reach, inputs.positions, device)
+    for group, reach in kinds:
+        bounds = lower_bounds(reach, inputs.positions)
+        lower = None if bounds is None else torch.from_numpy(bounds).to(device)
         found.append(
             AttentionInputs(
-                slot_mapping,
-                None if prefill is None else _bounded_prefill(prefill, lower),
-                None if decode is None else _bounded_decode(decode, lower),
+                torch.from_numpy(inputs.slot_mapping[group]).to(device),
+                None if prefill is None else prefill.rows_of(group, lower),
+                None if decode is None else decode.rows_of(group, lower),
             )
         )
     return tuple(found)
@@ -79,54 +80,67 @@ def lower_bounds(reach: Reach, positions: NDArray[np.int64]) -> NDArray[np.int32
     return None
 
 
-def _lower_bounds(
-    reach: Reach, positions: NDArray[np.int64], device: torch.device
-) -> Tensor | None:
-    lower = lower_bounds(reach, positions)
-    return None if lower is None else torch.from_numpy(lower).to(device)
+def _of_rows(lower: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    return lower if rows is None or lower is None else lower.index_select(0, rows)
 
 
-def _of_rows(lower: Tensor, rows: Tensor | None) -> Tensor:
-    return lower if rows is None else lower.index_select(0, rows)
+@dataclass(frozen=True, slots=True)
+class _PrefillRuns:
+    """The part of `PrefillRows` that all groups share; block_tables [G, S', max_blocks]."""
+
+    rows: Tensor | None
+    block_tables: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        inputs: StepInputs,
+        index: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        device: torch.device,
+    ) -> Self:
+        lens = inputs.query_lens[index]
+        rows = None
+        if len(index) < len(inputs.query_lens):
+            flat = [np.arange(starts[i], starts[i + 1]) for i in index]
+            rows = torch.from_numpy(np.concatenate(flat)).to(device)
+        return cls(
+            rows=rows,
+            block_tables=torch.from_numpy(inputs.block_tables[:, index]).to(device),
+            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(lens)))).to(device),
+            context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
+        )
+
+    def rows_of(self, group: int, lower: Tensor | None) -> PrefillRows:
+        lens = self.cu_seqlens_q, self.context_lens
+        return PrefillRows(self.rows, self.block_tables[group], *lens, _of_rows(lower, self.rows))
 
 
-def _bounded_prefill(rows: PrefillRows, lower: Tensor | None) -> PrefillRows:
-    if lower is None:
-        return rows
-    lens = rows.cu_seqlens_q, rows.context_lens
-    return PrefillRows(rows.rows, rows.block_tables, *lens, _of_rows(lower, rows.rows))
+@dataclass(frozen=True, slots=True)
+class _DecodeRuns:
+    """The part of `DecodeRows` that all groups share; block_tables [G, S', max_blocks]."""
 
+    rows: Tensor | None
+    block_tables: Tensor
+    context_lens: Tensor
 
-def _bounded_decode(rows: DecodeRows, lower: Tensor | None) -> DecodeRows:
-    if lower is None:
-        return rows
-    return DecodeRows(rows.rows, rows.block_tables, rows.context_lens, _of_rows(lower, rows.rows))
+    @classmethod
+    def of(
+        cls,
+        inputs: StepInputs,
+        index: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        device: torch.device,
+    ) -> Self:
+        has_all_rows = len(index) == len(inputs.query_lens)
+        return cls(
+            rows=None if has_all_rows else torch.from_numpy(starts[index]).to(device),
+            block_tables=torch.from_numpy(inputs.block_tables[:, index]).to(device),
+            context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
+        )
 
-
-def _prefill_rows(
-    inputs: StepInputs, index: NDArray[np.int64], starts: NDArray[np.int64], device: torch.device
-) -> PrefillRows:
-    lens = inputs.query_lens[index]
-    rows = None
-    if len(index) < len(inputs.query_lens):
-        flat = [np.arange(starts[i], starts[i + 1]) for i in index]
-        rows = torch.from_numpy(np.concatenate(flat)).to(device)
-    return PrefillRows(
-        rows=rows,
-        block_tables=torch.from_numpy(inputs.block_tables[index]).to(device),
-        cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(lens)))).to(device),
-        context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
-        lower=None,
-    )
-
-
-def _decode_rows(
-    inputs: StepInputs, index: NDArray[np.int64], starts: NDArray[np.int64], device: torch.device
-) -> DecodeRows:
-    has_all_rows = len(index) == len(inputs.query_lens)
-    return DecodeRows(
-        rows=None if has_all_rows else torch.from_numpy(starts[index]).to(device),
-        block_tables=torch.from_numpy(inputs.block_tables[index]).to(device),
-        context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
-        lower=None,
-    )
+    def rows_of(self, group: int, lower: Tensor | None) -> DecodeRows:
+        tables = self.block_tables[group]
+        return DecodeRows(self.rows, tables, self.context_lens, _of_rows(lower, self.rows))

@@ -110,22 +110,21 @@ class LayerStack(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, inputs: Sequence[AttentionInputs]
+        self,
+        x: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        inputs: Sequence[AttentionInputs],
     ) -> Tensor:
-        """x [T, hidden], positions [T]; kv_cache of all layers -> hidden states [T, hidden].
-
-        `inputs`: one for each of `layer_config.reaches`.
-        """
+        """x [T, hidden], positions [T]; KV cache and inputs of each layer -> [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
         update = None
-        reaches = self.layer_config.reaches
-        for layer, each, layer_cache in zip(
-            self.layers, self.layer_config.layers, kv_cache.unbind(0), strict=True
+        for layer, each, kv_cache, own in zip(
+            self.layers, self.layer_config.layers, kv_caches, inputs, strict=True
         ):
             angles = cos[each.rope_index], sin[each.rope_index]
-            own = inputs[reaches.index(each.reach)]
-            x, update = layer(x, update, *angles, layer_cache, own)
+            x, update = layer(x, update, *angles, kv_cache, own)
         return x if update is None else x + update
 
     def fuse(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -66,7 +67,6 @@ class GroupRunner:
         max_context_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        attention_span: int | None,
         revision: str,
         clock: Clock,
     ) -> None:
@@ -76,7 +76,6 @@ class GroupRunner:
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.attention_span = attention_span
         self.revision = revision
         self.group = group
         self._parts = parts
@@ -110,16 +109,26 @@ class GroupRunner:
         await self._on(self._step_thread, lambda: self._command(ZeroBlocks(block_ids)))
 
     async def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
-        command = ReadKv(list(block_table), first_token, num_tokens)
+        command = ReadKv(list(block_table), first_token, num_tokens, group)
         await self._on(self._copy_thread, self._read, command, out)
 
     async def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
-        table = list(block_table)
-        await self._on(self._copy_thread, self._write, table, first_token, num_tokens, payload)
+        command = ReadKv(list(block_table), first_token, num_tokens, group)
+        await self._on(self._copy_thread, self._write, command, payload)
 
     async def close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -177,22 +186,22 @@ class GroupRunner:
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
     def _read(self, command: ReadKv, out: memoryview) -> None:
-        whole = self._by_head(np.frombuffer(out, np.uint8), command.num_tokens)
-        for rank in self._copied_ranks:
+        whole = self._by_head(np.frombuffer(out, np.uint8), command)
+        ranks = [each for each in self._copied_ranks if self._layers(each, command.group)]
+        for rank in ranks:
             self._copies[rank].send(command)
-        for rank in self._copied_ranks:
-            part = _slices(self._parts[rank])
+        for rank in ranks:
+            part = self._slices(rank, command.group)
             payload = np.frombuffer(self._copied(rank).payload, np.uint8)
             whole[part] = payload.reshape(whole[part].shape)
 
-    def _write(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
-    ) -> None:
-        whole = self._by_head(np.frombuffer(payload, np.uint8), num_tokens)
-        for part, channel in zip(self._parts, self._copies, strict=True):
-            data = whole[_slices(part)].tobytes()
-            channel.send(WriteKv(block_table, first_token, num_tokens, data))
-        for rank in range(len(self._parts)):
+    def _write(self, where: ReadKv, payload: memoryview) -> None:
+        whole = self._by_head(np.frombuffer(payload, np.uint8), where)
+        ranks = [each for each in range(len(self._parts)) if self._layers(each, where.group)]
+        for rank in ranks:
+            data = whole[self._slices(rank, where.group)].tobytes()
+            self._copies[rank].send(WriteKv(where, data))
+        for rank in ranks:
             self._copied(rank)
 
     def _copied(self, rank: int) -> Copied:
@@ -201,23 +210,23 @@ class GroupRunner:
             raise ValueError(f"rank {rank}: {reply.reason}")
         return reply
 
-    def _by_head(self, data: np.ndarray, num_tokens: int) -> np.ndarray:
-        """[num_layers, planes, num_tokens, num_kv_heads, bytes of a head]"""
+    def _by_head(self, data: np.ndarray, where: ReadKv) -> np.ndarray:
+        """[layers of the group, planes, num_tokens, num_kv_heads, bytes of a head]"""
         layout = self.kv_layout
         planes, heads, dim = layout.state.row
-        return data.reshape(
-            layout.num_layers, planes, num_tokens, heads, dim * ITEM_BYTES[layout.dtype]
-        )
+        num_layers = len(layout.groups[where.group].layers)
+        item_bytes = dim * ITEM_BYTES[layout.dtype]
+        return data.reshape(num_layers, planes, where.num_tokens, heads, item_bytes)
 
+    def _layers(self, rank: int, group: int) -> range:
+        """Of the group's layers, those that the rank holds, by their place in the group."""
+        layers, own = self.kv_layout.groups[group].layers, self._parts[rank].layers
+        return range(bisect_left(layers, own.start), bisect_left(layers, own.stop))
 
-def _slices(part: RankPart) -> tuple[slice, slice, slice, slice]:
-    layers, heads = part.layers, part.kv_heads
-    return (
-        slice(layers.start, layers.stop),
-        slice(None),
-        slice(None),
-        slice(heads.start, heads.stop),
-    )
+    def _slices(self, rank: int, group: int) -> tuple[slice, ...]:
+        layers, heads = self._layers(rank, group), self._parts[rank].kv_heads
+        of_heads = slice(heads.start, heads.stop)
+        return slice(layers.start, layers.stop), slice(None), slice(None), of_heads
 
 
 def _ranks_with_own_heads(shape: MeshShape, parts: Sequence[RankPart]) -> list[int]:

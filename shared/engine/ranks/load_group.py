@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import torch
 
-from kernels.ops import cpu_host
 from shared.engine.kv_cache import num_blocks_for
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -31,7 +30,6 @@ from shared.engine.runners.model_loading import (
     open_weights,
     resolve_dtype,
 )
-from shared.engine.runners.model_runner import attention_span
 from shared.engine.weights.load import matched_names
 from shared.errors import CheckpointError, ConfigError
 
@@ -101,7 +99,6 @@ def load_group(
         max_context_tokens=min(config.max_position_embeddings, num_blocks * options.block_size),
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        attention_span=attention_span(config, cpu_host().attention_segment),
         revision=revision,
         clock=options.clock,
     )

@@ -54,17 +54,16 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadKv(msgspec.Struct, frozen=True, tag=True):
-    """The rank's layers and heads of tokens [first_token, first_token + num_tokens)."""
+    """A group's tokens [first_token, first_token + num_tokens), of the rank's layers and heads."""
 
     block_table: list[int]
     first_token: int
     num_tokens: int
+    group: int
 
 
 class WriteKv(msgspec.Struct, frozen=True, tag=True):
-    block_table: list[int]
-    first_token: int
-    num_tokens: int
+    where: ReadKv
     payload: bytes
 
 

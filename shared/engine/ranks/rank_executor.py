@@ -16,6 +16,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.models.weight_cuts import WeightCuts
 from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.planning.rank_layout import rank_layout
 from shared.engine.parallel.planning.rank_part import RankPart, local_config
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.parallel.processes.rank_messages import RankIdentity
@@ -79,7 +80,8 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]
     part = parts[mesh.rank]
     stage, _ = mesh.shape.place(mesh.rank)
     local = local_config(config, part)
-    kv_layout = kv_layout_of(local, setup.dtype, setup.block_size)
+    layout = kv_layout_of(config, setup.dtype, setup.block_size)
+    kv_layout = rank_layout(layout, part)
     if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
         compile_kernels(compile_plan(local, kv_layout, is_compressed=False))
     model = RankDecoder(
@@ -90,7 +92,13 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]
         dtype=getattr(torch, setup.dtype),
         num_positions=min(config.max_position_embeddings, setup.num_blocks * setup.block_size),
     ).eval()
-    identity = _fill(model, config, part, model_dir, setup)
+    checkpoint = _fill(model, config, part, model_dir, setup)
+    identity = RankIdentity(
+        weights_digest=checkpoint,
+        layout_key=layout.key,
+        numerics=str(device_numerics(CPU, setup.dtype, setup.mode)),
+        versions=" ".join(f"{name} {version(name)}" for name in ("torch", "numpy")),
+    )
     finish_model(model, setup.mode, is_compressed=False)
     kv_cache = allocate_kv_cache(kv_layout, setup.num_blocks, CPU)
     executor = RankExecutor(model, kv_cache, kv_layout, mesh)
@@ -110,17 +118,11 @@ def _warm_up(executor: RankExecutor) -> None:
 
 def _fill(
     model: RankDecoder, config: ModelConfig, part: RankPart, model_dir: Path, setup: RankSetup
-) -> RankIdentity:
-    """Reads the rank's parts of the weights, and no others."""
+) -> str:
+    """Reads the rank's parts of the weights, and no others. Returns a fingerprint of all."""
     cuts = WeightCuts(config, part)
     whole = model_on_meta(config, setup.dtype)
     with open_weights(model_dir, config, whole, setup.load_format) as source:
         for name, destination in model.weight_destinations().items():
             source.tensors.read_into(name, cuts.of(name), destination)
-        digest = fingerprint(source.tensors, source.described)
-    return RankIdentity(
-        weights_digest=digest,
-        layout_key=kv_layout_of(config, setup.dtype, setup.block_size).key,
-        numerics=str(device_numerics(CPU, setup.dtype, setup.mode)),
-        versions=" ".join(f"{name} {version(name)}" for name in ("torch", "numpy")),
-    )
+        return fingerprint(source.tensors, source.described)

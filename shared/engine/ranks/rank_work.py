@@ -83,15 +83,16 @@ def _serve_copies(executor: RankExecutor, channel: Channel) -> None:
 
 def _copied(executor: RankExecutor, command: CopyCommand) -> CopyReply:
     """A copy outside of the cache fails alone."""
-    where = command.block_table, command.first_token, command.num_tokens
+    where = command.where if isinstance(command, WriteKv) else command
+    tokens = where.block_table, where.first_token, where.num_tokens
     try:
         match command:
-            case ReadKv():
-                out = bytearray(command.num_tokens * executor.kv_layout.bytes_per_token)
-                executor.read_kv(*where, memoryview(out))
+            case ReadKv(group=group):
+                out = bytearray(where.num_tokens * executor.kv_layout.group_bytes_per_token(group))
+                executor.read_kv(*tokens, memoryview(out), group)
                 return Copied(bytes(out))
             case WriteKv(payload=payload):
-                executor.write_kv(*where, memoryview(payload))
+                executor.write_kv(*tokens, memoryview(payload), where.group)
     except ValueError as error:
         return CopyFailed(str(error))
     return Copied()

@@ -65,7 +65,6 @@ class CpuRunner(ModelRunner):
             model_name=model_name,
             revision=revision,
             mode=mode,
-            attention_segment=cpu_host().attention_segment,
             clock=clock,
             init_step_thread=_retain_freed_memory,
         )
@@ -146,7 +145,9 @@ def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
 def _warm_up(executor: ModelExecutor) -> None:
     """Runs steps with enough rows for every kernel to use all threads."""
     rows = [cpu_host().few_rows + 1, 1]
-    hidden = executor.hidden(idle_step(executor.kv_layout.block_size, rows))
+    layout = executor.kv_layout
+    step = idle_step(layout.block_size, rows, num_groups=len(layout.groups))
+    hidden = executor.hidden(step)
     executor.model.logits(hidden[:1])
     executor.model.argmax_tokens(hidden[:1])
 

@@ -31,9 +31,6 @@ from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import uses_compressed
 
-# Triton kernels start at a window's first token; earlier blocks are held as long as on the CPU.
-_ATTENTION_SEGMENT = 512
-
 
 class CudaRunner(ModelRunner):
     """Create it with `load`. Steps and copies run on the device's default stream."""
@@ -52,7 +49,6 @@ class CudaRunner(ModelRunner):
             model_name=model_name,
             revision=revision,
             mode=options.mode,
-            attention_segment=_ATTENTION_SEGMENT,
             clock=options.clock,
             init_step_thread=device.bind,
             init_copy_thread=device.bind,
@@ -130,8 +126,9 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
         max_batch_tokens=options.max_batch_tokens,
         max_sequences=options.max_sequences,
         vocab_size=executor.model.config.vocab_size,
+        num_groups=len(kv_layout.groups),
     ):
         executor.run(step)
-    wire = memoryview(bytearray(kv_layout.bytes_per_token))
+    wire = memoryview(bytearray(kv_layout.group_bytes_per_token(0)))
     executor.read_kv([0], 0, 1, wire)
     executor.write_kv([0], 0, 1, wire)

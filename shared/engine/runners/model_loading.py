@@ -23,7 +23,7 @@ from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
-from shared.kv_layout import KvGroup, KvLayout, PagedKv
+from shared.kv_layout import KvLayout, PagedKv, Reach, group_layers
 from shared.numerics import Mode
 
 log = structlog.get_logger(__name__)
@@ -78,11 +78,18 @@ def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
     """Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
-    state = PagedKv(config.num_kv_heads, config.head_dim, dtype)
-    if len(config.reaches) == 1:
-        state = msgspec.structs.replace(state, reach=config.reaches[0])
-    group = KvGroup(tuple(range(config.num_layers)), state)
-    return KvLayout((group,), block_size, hash_tokens=block_size)
+    states = [
+        PagedKv(config.num_kv_heads, config.head_dim, dtype, _bounded_reach(config, layer.reach))
+        for layer in config.layers
+    ]
+    return KvLayout(group_layers(states), block_size, hash_tokens=block_size)
+
+
+def _bounded_reach(config: ModelConfig, reach: Reach) -> Reach:
+    """None if the reach is longer than every context."""
+    if reach is not None and reach.tokens >= config.max_position_embeddings:
+        return None
+    return reach
 
 
 def empty_model(

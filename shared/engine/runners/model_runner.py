@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
 from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.layers.attention_inputs import build_attention_inputs
-from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import StepInputs, StepOutput
@@ -32,6 +32,8 @@ from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
 from shared.numerics import Mode
+
+log = structlog.get_logger(__name__)
 
 
 def _no_check() -> None:
@@ -57,6 +59,13 @@ class ModelExecutor:
         self.model = model
         self.kv_cache = kv_cache
         self.kv_layout = kv_layout
+        of_layers = [
+            (group, layer.reach)
+            for (group, _), layer in zip(kv_layout.places, model.layer_config.layers, strict=True)
+        ]
+        self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs
+        self._kind_of_layer = [self._kinds.index(each) for each in of_layers]
+        self._slot_of_layer = [slot for _, slot in kv_layout.places]
         self._device = kv_cache.device
         self._check_thread = check_thread
         self._clock = MonotonicClock() if clock is None else clock
@@ -87,11 +96,13 @@ class ModelExecutor:
         if inputs.block_copies:
             copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
             copy_blocks(self.kv_cache, *copies.to(self._device))
+        of_kinds = build_attention_inputs(inputs, self._device, self._kinds)
+        slots = self.kv_cache.unbind(0)
         return self.model.run_layers(
             self._embedded(inputs),
             torch.from_numpy(inputs.positions).to(self._device),
-            self.kv_cache,
-            build_attention_inputs(inputs, self._device, self.model.layer_config.reaches),
+            [slots[slot] for slot in self._slot_of_layer],
+            [of_kinds[kind] for kind in self._kind_of_layer],
         )
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
@@ -100,35 +111,47 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
         if num_tokens == 0:
             return
-        self._check_run(block_table, first_token, num_tokens, out.nbytes)
+        self._check_run(block_table, first_token, num_tokens, group, out.nbytes)
         self._check_thread()
         table = torch.tensor(block_table, device=self._device)
-        shape = self._wire_shape(num_tokens)
+        shape = self._wire_shape(num_tokens, group)
         wire = torch.frombuffer(out, dtype=torch.uint8).view(self.kv_cache.dtype).view(shape)
         if self._device.type == "cpu":
-            gather_blocks(self.kv_cache, table, first_token, num_tokens, wire)
+            gather_blocks(self.kv_cache[: shape[0]], table, first_token, num_tokens, wire)
         else:
             staged = torch.empty(shape, dtype=wire.dtype, device=self._device)
-            gather_blocks(self.kv_cache, table, first_token, num_tokens, staged)
+            gather_blocks(self.kv_cache[: shape[0]], table, first_token, num_tokens, staged)
             wire.copy_(staged)
 
     @torch.inference_mode()
     def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         if num_tokens == 0:
             return
-        self._check_run(block_table, first_token, num_tokens, payload.nbytes)
+        self._check_run(block_table, first_token, num_tokens, group, payload.nbytes)
         self._check_thread()
-        wire = torch.empty(self._wire_shape(num_tokens), dtype=self.kv_cache.dtype)
+        shape = self._wire_shape(num_tokens, group)
+        wire = torch.empty(shape, dtype=self.kv_cache.dtype)
         # A copy, because torch does not support read-only memory.
         np.copyto(wire.view(-1).view(torch.uint8).numpy(), np.frombuffer(payload, dtype=np.uint8))
         table = torch.tensor(block_table, device=self._device)
-        scatter_blocks(self.kv_cache, table, first_token, num_tokens, wire.to(self._device))
+        cache = self.kv_cache[: shape[0]]
+        scatter_blocks(cache, table, first_token, num_tokens, wire.to(self._device))
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: list[int]) -> None:
@@ -161,12 +184,17 @@ class ModelExecutor:
         rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
         return hidden.index_select(0, rows)
 
-    def _wire_shape(self, num_tokens: int) -> tuple[int, ...]:
+    def _wire_shape(self, num_tokens: int, group: int) -> tuple[int, ...]:
         planes, heads, dim = self.kv_layout.state.row
-        return (self.kv_layout.num_layers, planes, num_tokens, heads, dim)
+        return (len(self.kv_layout.groups[group].layers), planes, num_tokens, heads, dim)
 
     def _check_run(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, num_bytes: int
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        group: int,
+        num_bytes: int,
     ) -> None:
         if (
             first_token < 0
@@ -176,7 +204,7 @@ class ModelExecutor:
                 f"tokens [{first_token}, {first_token + num_tokens}) lie outside of "
                 f"{len(block_table)} blocks of {self.kv_layout.block_size}"
             )
-        if num_bytes != num_tokens * self.kv_layout.bytes_per_token:
+        if num_bytes != num_tokens * self.kv_layout.group_bytes_per_token(group):
             raise ValueError(
                 f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_layout.key}"
             )
@@ -185,8 +213,7 @@ class ModelExecutor:
 class ModelRunner:
     """A `Runner` over an executor. `revision` is a digest of config and weights.
 
-    `attention_segment`: attention may read up to this many tokens, minus 1, before a window's
-    first. `init_step_thread` and `init_copy_thread` run first on their threads.
+    `init_step_thread` and `init_copy_thread` run first on their threads.
     """
 
     has_ended = False
@@ -198,7 +225,6 @@ class ModelRunner:
         model_name: str,
         revision: str,
         mode: Mode,
-        attention_segment: int,
         clock: Clock,
         init_step_thread: Callable[[], None] | None = None,
         init_copy_thread: Callable[[], None] | None = None,
@@ -208,13 +234,13 @@ class ModelRunner:
         self.model_name = model_name
         self.revision = revision
         self.kv_layout = executor.kv_layout
+        _log_groups(self.kv_layout)
         device = executor.kv_cache.device
         self.numerics = device_numerics(device, self.kv_layout.dtype, mode)
         self.num_blocks = executor.kv_cache.shape[2]
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
-        self.attention_span = attention_span(config, attention_segment)
         self._budget = StepBudget()
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
@@ -241,20 +267,35 @@ class ModelRunner:
 
     async def check(self) -> None:
         """Runs a step of a prompt and a decode, which both sample a token."""
-        step = idle_step(self.kv_layout.block_size, [2, 1], temperature=1.0)
+        step = idle_step(
+            self.kv_layout.block_size,
+            [2, 1],
+            temperature=1.0,
+            num_groups=len(self.kv_layout.groups),
+        )
         await _on(self._step_thread, self.executor.run, step)
 
     async def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
         read = self.executor.read_kv
-        await _on(self._copy_thread, read, block_table, first_token, num_tokens, out)
+        await _on(self._copy_thread, read, block_table, first_token, num_tokens, out, group)
 
     async def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         write = self.executor.write_kv
-        await _on(self._copy_thread, write, block_table, first_token, num_tokens, payload)
+        await _on(self._copy_thread, write, block_table, first_token, num_tokens, payload, group)
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await _on(self._step_thread, self.executor.zero_blocks, block_ids)
@@ -273,11 +314,15 @@ class ModelRunner:
         return output
 
 
+def _log_groups(layout: KvLayout) -> None:
+    """Of several groups of layers, the short ones leave slots of their blocks unused."""
+    if len(layout.groups) > 1:
+        log.info(
+            "kv_groups",
+            layers=[len(group.layers) for group in layout.groups],
+            num_unused_slots=len(layout.groups) * layout.num_slots - layout.num_layers,
+        )
+
+
 async def _on(thread: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
-
-
-def attention_span(config: ModelConfig, segment: int) -> int | None:
-    """The widest window plus the segment in which it starts, less one; None if a layer has none."""
-    windows = [layer.window for layer in config.layers if layer.window is not None]
-    return max(windows) + segment - 1 if len(windows) == config.num_layers else None

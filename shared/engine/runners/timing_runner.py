@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shared.clock import Clock
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
-from shared.kv_layout import KvGroup, KvLayout, PagedKv
+from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
 from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
@@ -62,17 +62,20 @@ class TimingRunner:
         cost: StepCost | None = None,
         mode: Mode = "exact",
         variant: int = 0,
+        reaches: tuple[Reach, ...] = (None,),
     ) -> None:
-        """Runners with another `variant` compute other bits, as on another kind of device."""
-        self.kv_layout = KvLayout(
-            (KvGroup((0,), PagedKv(1, STATE_BYTES // 2, "uint8")),), block_size, block_size
-        )
+        """Runners with another `variant` compute other bits, as on another kind of device. The
+        model has one layer for each of `reaches`, in a group of its own.
+        """
+        states = [PagedKv(1, STATE_BYTES // 2, "uint8", reach) for reach in reaches]
+        groups = tuple(KvGroup((layer,), state) for layer, state in enumerate(states))
+        self.kv_layout = KvLayout(groups, block_size, hash_tokens=block_size)
         device = f"timing-{variant}" if variant else "timing"
         self.numerics = Numerics(mode, device, self.kv_layout.dtype, str(KERNELS_VERSION))
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
-        self.attention_span: int | None = None
+        self._reaches = reaches
         self._salt = variant.to_bytes(8, "little")
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
@@ -92,9 +95,13 @@ class TimingRunner:
         first = 0
         chunks: list[list[bytes]] = []
         for row, query_len in enumerate(inputs.query_lens.tolist()):
-            table = inputs.block_tables[row].tolist()
             rows = slice(first, first + query_len)
-            chunks.append(self._compute(table, inputs.input_ids[rows], inputs.positions[rows]))
+            tokens = inputs.input_ids[rows], inputs.positions[rows]
+            of_groups = [
+                self._compute(inputs.block_tables[group, row].tolist(), *tokens, reach)
+                for group, reach in enumerate(self._reaches)
+            ]
+            chunks.append([_joined(states) for states in zip(*of_groups, strict=True)])
             first += query_len
         states = list(chain.from_iterable(chunks))
         token_ids, logprobs, late_rows = self._sample(states, inputs)
@@ -110,14 +117,24 @@ class TimingRunner:
         await self._clock.sleep(self._cost.base_s)
 
     async def read_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
         states = self._kv[self._slots(block_table, first_token, num_tokens)]
         # [tokens, 16] to the wire's [layers=1, 2, tokens, heads=1, head_dim=8]
         out[:] = states.reshape(num_tokens, 2, STATE_BYTES // 2).transpose(1, 0, 2).tobytes()
 
     async def write_kv(
-        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, STATE_BYTES // 2)
         states = halves.transpose(1, 0, 2).reshape(num_tokens, STATE_BYTES)
@@ -135,11 +152,13 @@ class TimingRunner:
             blocks[destination] = blocks[source]
 
     def _compute(
-        self, table: list[int], token_ids: np.ndarray, positions: np.ndarray
+        self, table: list[int], token_ids: np.ndarray, positions: np.ndarray, reach: Reach
     ) -> list[bytes]:
+        """Stores and returns the states of new tokens in one group."""
         states = []
         for token_id, position in zip(token_ids.tolist(), positions.tolist(), strict=True):
-            before = bytes(self._states[self._bytes_of(table, position - 1)]) if position else b""
+            is_first = position == first_seen(reach, position)
+            before = b"" if is_first else bytes(self._states[self._bytes_of(table, position - 1)])
             word = token_id.to_bytes(8, "little") + position.to_bytes(8, "little")
             hashed = blake2b(word, key=before, salt=self._salt, digest_size=STATE_BYTES)
             state = hashed.digest()
@@ -240,6 +259,13 @@ class TimingRunner:
         positions = np.arange(first_token, first_token + num_tokens)
         slots: NDArray[np.int64] = np.array(table)[positions // size] * size + positions % size
         return slots
+
+
+def _joined(states: tuple[bytes, ...]) -> bytes:
+    """The state of a token over all groups. Groups that see the token before have equal states."""
+    if len(set(states)) == 1:
+        return states[0]
+    return blake2b(b"".join(states), digest_size=STATE_BYTES).digest()
 
 
 @lru_cache(maxsize=4096)

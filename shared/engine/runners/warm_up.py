@@ -7,6 +7,7 @@ that a worker's steps can need, so that no request waits for a compiler.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -34,22 +35,24 @@ def warm_up_steps(
     max_batch_tokens: int,
     max_sequences: int,
     vocab_size: int,
+    num_groups: int = 1,
 ) -> Iterator[StepInputs]:
     """`row_counts`: numbers of rows for which products have kernels of their own."""
     num_rows = min(max_sequences, max_batch_tokens)
+    idle = partial(idle_step, block_size, num_groups=num_groups)
     counts = {*row_counts, 1, max_batch_tokens, *_batch_sizes(max_batch_tokens), num_rows}
     for count in sorted(counts):
         if count <= num_rows:
-            yield idle_step(block_size, [1] * count)
-            yield idle_step(block_size, [1] * count, context_tokens=LONG_CONTEXT)
+            yield idle([1] * count)
+            yield idle([1] * count, context_tokens=LONG_CONTEXT)
         if 1 < count <= max_batch_tokens:
-            yield idle_step(block_size, [count])
-    yield idle_step(block_size, [max_batch_tokens], context_tokens=LONG_CONTEXT)
-    yield idle_step(block_size, [1] * num_rows, temperature=1.0)
+            yield idle([count])
+    yield idle([max_batch_tokens], context_tokens=LONG_CONTEXT)
+    yield idle([1] * num_rows, temperature=1.0)
     for num_copies in COPIES:
-        step = idle_step(block_size, [1])
+        step = idle([1])
         yield msgspec.structs.replace(step, block_copies=((0, 0),) * num_copies)
-    yield from _options(block_size, vocab_size)
+    yield from _options(idle([2], temperature=1.0), vocab_size)
 
 
 def idle_step(
@@ -58,6 +61,7 @@ def idle_step(
     *,
     temperature: float = 0.0,
     context_tokens: int = 0,
+    num_groups: int = 1,
 ) -> StepInputs:
     """A prompt of each length, or a decode for length 1, each sampling one token after at least
     `context_tokens`.
@@ -71,10 +75,10 @@ def idle_step(
     return StepInputs(
         input_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=np.zeros(num_tokens, dtype=np.int64),
-        slot_mapping=np.full(num_tokens, -1, dtype=np.int64),
+        slot_mapping=np.full((num_groups, num_tokens), -1, dtype=np.int64),
         query_lens=lens,
         context_lens=context_lens,
-        block_tables=np.zeros((num_rows, width), dtype=np.int64),
+        block_tables=np.zeros((num_groups, num_rows, width), dtype=np.int64),
         sampling=SamplingInputs(
             logits_indices=np.cumsum(lens) - 1,
             temperature=np.full(num_rows, temperature, dtype=np.float32),
@@ -98,9 +102,8 @@ def _batch_sizes(limit: int) -> Iterator[int]:
         size *= 2
 
 
-def _options(block_size: int, vocab_size: int) -> Iterator[StepInputs]:
+def _options(step: StepInputs, vocab_size: int) -> Iterator[StepInputs]:
     """Penalties, masks, logprobs and embeddings."""
-    step = idle_step(block_size, [2], temperature=1.0)
     entry = np.zeros(1, dtype=np.int64)
     value = np.ones(1, dtype=np.float32)
     penalties = Penalties(entry, entry, repetition=value, subtracted=value)

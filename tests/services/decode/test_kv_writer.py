@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import msgspec
 import pytest
@@ -15,10 +16,15 @@ from tests.simulation.world.clock import VirtualClock, run
 
 class SlowRunner(TimingRunner):
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         await asyncio.sleep(0.1)  # virtual
-        await super().write_kv(block_table, first_token, num_tokens, payload)
+        await super().write_kv(block_table, first_token, num_tokens, payload, group)
 
 
 def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:
@@ -29,7 +35,8 @@ def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:
         cache_root=b"r" * 16,
         token_ids=list(range(33)),
         num_prompt_tokens=33,
-        block_table=[0, 1, 2],
+        block_tables=[array("q", [0, 1, 2])],
+        first_blocks=[0],
     )
     header = FrameHeader(
         placement_id=b"p" * 16,

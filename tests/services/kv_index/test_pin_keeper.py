@@ -86,11 +86,11 @@ def is_warm(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
     assert pin is not None
     hashes = unpack_hashes(pin.command.block_hashes)
     pool = worker.engine.pool
-    return len(pool.match(hashes)) == len(hashes) == NUM_BLOCKS and is_pinned(worker, prefix)
+    return pool.match(hashes).num_blocks == len(hashes) == NUM_BLOCKS and is_pinned(worker, prefix)
 
 
 def is_pinned(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
-    return tip_of(prefix) in worker.engine.pool._pins
+    return tip_of(prefix) in worker.engine.pool._pins[0]
 
 
 def scenario(test: Callable[[PinRig], Awaitable[None]]) -> None:

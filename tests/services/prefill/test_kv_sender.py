@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from array import array
 
 from services.prefill.kv_sender import KvSender, PushCounts
 from shared.engine.batching.sequence import Sequence
@@ -38,7 +39,8 @@ def _sender_over(link: FailingLink) -> KvSender:
         cache_root=b"",
         token_ids=list(range(3 * BLOCK_SIZE)),
         num_prompt_tokens=3 * BLOCK_SIZE,
-        block_table=[0, 1, 2],
+        block_tables=[array("q", [0, 1, 2])],
+        first_blocks=[0],
     )
     runner = TimingRunner(VirtualClock(), num_blocks=4, block_size=BLOCK_SIZE)
     return KvSender(

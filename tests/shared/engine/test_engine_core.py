@@ -229,7 +229,7 @@ def test_reservations_are_limited_to_their_share() -> None:
     assert rig.reserve(second)
     assert rig.engine.num_reserved_blocks == 8
     assert not rig.reserve(third)
-    assert not third.block_table
+    assert not third.block_tables
     rig.engine.abort(first)
     assert rig.reserve(third)
     rig.check()
@@ -247,7 +247,7 @@ def test_reservation_fails_without_free_blocks() -> None:
     rig.step()
     rejected = new_sequence(prompt(12, start=500), greedy())
     assert not rig.reserve(rejected)
-    assert not rejected.block_table
+    assert not rejected.block_tables
     rig.check()
 
 
@@ -304,10 +304,10 @@ def test_abort_during_a_step_releases_when_it_ends(is_prefill: bool) -> None:
     rows = rig.begin()
     for _ in range(2):
         rig.engine.abort(aborted)
-        assert (aborted.state, len(aborted.block_table)) == (S.RUNNING, 3)
+        assert (aborted.state, aborted.num_held_blocks) == (S.RUNNING, 3)
         rig.check()
     rig.end(rows)
-    assert (aborted.state, len(aborted.block_table)) == (S.FINISHED, 0)
+    assert (aborted.state, aborted.num_held_blocks) == (S.FINISHED, 0)
     rig.run()
     assert rig.output(aborted) == []
     assert aborted.sequence_id not in rig.endings
@@ -357,7 +357,7 @@ def test_failed_step_ends_only_its_own_sequences() -> None:
     assert [sequence.state for sequence in failing] == [S.FINISHED] * 2
     rig.run()
     assert rig.output(waiting) == TOKENS[:8]
-    assert not rig.engine.pool.match(failing[0].block_hashes), (
+    assert not rig.engine.pool.match(failing[0].block_hashes).num_blocks, (
         "blocks of a failed step are not cached"
     )
 

@@ -19,10 +19,12 @@ from hypothesis.stateful import (
 
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.kv_layout import Reach, Window, first_sent
 from shared.messages import SamplingParams
 from tests.shared.engine.batching.test_block_pool import listing, replay
 from tests.shared.engine.support.masked import SumGrammar
 from tests.shared.engine.support.rig import (
+    BLOCK_SIZE,
     Rig,
     greedy,
     new_sequence,
@@ -48,6 +50,13 @@ SAMPLINGS = st.builds(
 )
 STOPS = st.sampled_from([(), (17,), (16, 20)])
 LATE_AT = st.none() | st.sets(st.integers(0, 23), max_size=6)
+REACHES = [
+    (None,),
+    (Window(2),),
+    (Window(9),),
+    (None, Window(5)),
+    (Window(2), None, Window(9), Window(16)),
+]
 TENANTS = st.sampled_from(["tenant-a", "tenant-a", "tenant-b"])
 
 
@@ -69,20 +78,20 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         budget=st.sampled_from([1, 5, 64]),
         num_sequences=st.sampled_from([1, 2, 5]),
-        attention_span=st.sampled_from([None, 2, 9]),
+        reaches=st.sampled_from(REACHES),
     )
-    def start(self, budget: int, num_sequences: int, attention_span: int | None) -> None:
+    def start(self, budget: int, num_sequences: int, reaches: tuple[Reach, ...]) -> None:
         self.rig = Rig(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=NUM_BLOCKS * len(reaches),
             max_batch_tokens=budget,
             max_sequences=num_sequences,
             vocab_size=VOCAB_SIZE,
-            attention_span=attention_span,
+            reaches=reaches,
         )
         self.rows: list[ScheduledSequence] = []
         self.expected: dict[Sequence, list[int]] = {}
         self.abandoned: set[Sequence] = set()
-        self.replayed: dict[bytes, tuple[str, bytes, int]] = {}
+        self.replayed: dict[tuple[int, bytes], tuple[str, bytes, int]] = {}
 
     @rule(
         ids=PROMPTS,
@@ -219,9 +228,10 @@ class EngineMachine(RuleBasedStateMachine):
     def release_prefill(self, prefill: Sequence) -> None:
         """Checks the KV of the prefill, unless its step failed, and releases it."""
         num_tokens = prefill.num_tokens
+        first = first_sent(self.rig.engine.pool.reaches[0], num_tokens, BLOCK_SIZE)
         if prefill not in self.abandoned:
-            assert self.rig.read_kv(prefill, 0, num_tokens) == pushed_kv(
-                prefill.token_ids, 0, num_tokens
+            assert self.rig.read_kv(prefill, first, num_tokens - first) == pushed_kv(
+                prefill.token_ids, first, num_tokens - first
             )
         self.rig.engine.release(prefill)
 

@@ -101,13 +101,13 @@ def test_each_choice_takes_one_block_beyond_the_prompt() -> None:
 def test_last_holder_writes_in_place() -> None:
     rig = Rig()
     parent = held_prefill(rig, PROMPT)
-    partial = parent.block_table[-1]
+    partial = parent.block_tables[0][-1]
     *others, last = rig.fork(parent, choices(PROMPT, seeded(), 3))
     rows = rig.begin()
-    assert last.block_table[-1] == partial
-    assert [row.block_copy for row in rows] == [
-        *((partial, other.block_table[-1]) for other in others),
-        None,
+    assert last.block_tables[0][-1] == partial
+    assert [row.block_copies for row in rows] == [
+        *(((partial, other.block_tables[0][-1]),) for other in others),
+        (),
     ]
     rig.end(rows)
     check_outputs(rig, [*others, last])
@@ -117,7 +117,7 @@ def test_last_holder_writes_in_place() -> None:
 def test_no_copy_for_one_choice_or_full_blocks(num_tokens: int, count: int) -> None:
     rig = Rig()
     forked(rig, count, seeded(), prompt(num_tokens))
-    assert [row.block_copy for row in rig.begin()] == [None] * count
+    assert [row.block_copies for row in rig.begin()] == [()] * count
 
 
 def test_copy_source_is_not_reallocated_during_the_step() -> None:
@@ -127,12 +127,12 @@ def test_copy_source_is_not_reallocated_during_the_step() -> None:
     rows = rig.begin()
     assert [row.sequence for row in rows] == [copying]
     rig.engine.abort(aborted)
-    source = rows[0].block_copy[0]
+    source = rows[0].block_copies[0][0]
     rig.check()
     pushed = new_sequence(prompt(9 * BLOCK_SIZE, start=900), greedy())
     assert rig.reserve(pushed)
     assert rig.engine.pool.num_free_blocks == 0
-    assert source not in pushed.block_table
+    assert source not in pushed.block_tables[0]
     rig.receive_kv(pushed, pushed_kv(pushed.token_ids, 0, 35), 35)
     rig.end(rows)
     rig.engine.abort(pushed)
@@ -161,13 +161,13 @@ def test_younger_choice_is_preempted_without_block_for_copy() -> None:
     """The older choice is then the only holder of the prompt's last block and needs no copy."""
     rig = Rig(num_blocks=10)
     parent = held_prefill(rig, PROMPT)
-    partial = parent.block_table[-1]
+    partial = parent.block_tables[0][-1]
     children = rig.fork(parent, choices(PROMPT, seeded(), 2))
     reserved = new_sequence(prompt(16, start=800), greedy())
     assert rig.reserve(reserved)
     rows = rig.begin()
-    assert [(row.sequence, row.block_copy) for row in rows] == [(children[0], None)]
-    assert children[0].block_table[-1] == partial
+    assert [(row.sequence, row.block_copies) for row in rows] == [(children[0], ())]
+    assert children[0].block_tables[0][-1] == partial
     rig.end(rows)
     rig.engine.abort(reserved)
     check_outputs(rig, children)

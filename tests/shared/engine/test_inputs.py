@@ -29,7 +29,7 @@ def sequence_with(
     sequence = new_sequence(
         token_ids, sampling, output_ids=output_ids, stop=stop, choice_index=choice_index
     )
-    sequence.block_table = array("q", block_table)
+    sequence.block_tables = [array("q", block_table)]
     sequence.num_computed_tokens = num_computed_tokens
     return sequence
 
@@ -62,10 +62,10 @@ def test_mixed_step_fills_all_arrays() -> None:
 
     assert inputs.input_ids.tolist() == [15, 22, 23, 24, 40, 41, 51]
     assert inputs.positions.tolist() == [5, 2, 3, 4, 0, 1, 1]
-    assert inputs.slot_mapping.tolist() == [9, 22, 23, 0, 4, 5, 13]
+    assert inputs.slot_mapping.tolist() == [[9, 22, 23, 0, 4, 5, 13]]
     assert inputs.query_lens.tolist() == [1, 3, 2, 1]
     assert inputs.context_lens.tolist() == [6, 5, 2, 2]
-    assert inputs.block_tables.tolist() == [[7, 2, 0], [5, 0, 9], [1, 0, 0], [3, 0, 0]]
+    assert inputs.block_tables.tolist() == [[[7, 2, 0], [5, 0, 9], [1, 0, 0], [3, 0, 0]]]
 
     sampling = inputs.sampling
     assert sampling.num_rows == 2
@@ -105,9 +105,9 @@ def test_dtypes_are_correct_even_when_empty() -> None:
 def test_arrays_are_copies_of_the_sequences_data() -> None:
     chunk = sequence_with([1, 2], greedy(), block_table=[6], num_computed_tokens=0)
     inputs = build_inputs([row_of(chunk, 2)], BLOCK_SIZE)
-    chunk.block_table[0] = 1
+    chunk.block_tables[0][0] = 1
     chunk.token_ids[0] = 99
-    assert inputs.block_tables.tolist() == [[6]]
+    assert inputs.block_tables.tolist() == [[[6]]]
     assert inputs.input_ids.tolist() == [1, 2]
 
 
@@ -129,3 +129,13 @@ def test_each_extra_sampling_option_sets_its_field(extra: dict[str, Any], field:
     sequence = sequence_with([10, 11], params, block_table=[1], num_computed_tokens=0, stop=(3,))
     for _ in range(2):  # the second step uses the cached row
         assert getattr(build_inputs([row_of(sequence, 2)], BLOCK_SIZE).sampling, field)
+
+
+def test_each_group_has_its_own_table_and_slots() -> None:
+    first = sequence_with([1, 2, 3, 4, 5, 6], greedy(), block_table=[6, 2], num_computed_tokens=5)
+    second = sequence_with([1, 2], greedy(), block_table=[5], num_computed_tokens=0)
+    first.block_tables.append(array("q", [0, 9]))
+    second.block_tables.append(array("q", [8]))
+    inputs = build_inputs([row_of(first, 1), row_of(second, 2)], BLOCK_SIZE)
+    assert inputs.block_tables.tolist() == [[[6, 2], [5, 0]], [[0, 9], [8, 0]]]
+    assert inputs.slot_mapping.tolist() == [[9, 20, 21], [37, 32, 33]]

@@ -98,11 +98,12 @@ def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
             found.append(f"{worker.worker_id}'s cache is {state}")
             continue
         bit = 1 << index._workers[worker.worker_id].slot
-        known = {block_hash for block_hash, mask in index._holders.items() if mask & bit}
-        held = worker.engine.pool._block_ids.keys()
-        if known != held:
-            found.append(
-                f"{worker.worker_id}: {len(held - known)} of {len(held)} cached blocks unknown, "
-                f"{len(known - held)} known ones not there"
-            )
+        for group, ids_of in enumerate(worker.engine.pool._block_ids):
+            known = {each for each, mask in index._holders[group].items() if mask & bit}
+            held = ids_of.keys()
+            if known != held:
+                found.append(
+                    f"{worker.worker_id}: {len(held - known)} of {len(held)} blocks of group "
+                    f"{group} unknown, {len(known - held)} known ones not there"
+                )
     return found

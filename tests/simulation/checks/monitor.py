@@ -88,12 +88,13 @@ class Monitor:
         batcher, pool = engine.batcher, engine.pool
         allocate, activate = batcher.allocate_prompt, engine.activate
 
-        def watched_allocate(sequence: Sequence, *, spare: int) -> bool:
-            is_allocated = allocate(sequence, spare=spare)
-            for block_id in sequence.block_table[: sequence.num_committed_blocks]:
-                block = pool._known[block_id]
-                if block is None or block.tenant_id != sequence.tenant_id:
-                    self.record(f"{worker.worker_id}: a prefix of another tenant was hit")
+        def watched_allocate(sequence: Sequence, *, spare: int, is_received: bool = False) -> bool:
+            is_allocated = allocate(sequence, spare=spare, is_received=is_received)
+            for table, first in zip(sequence.block_tables, sequence.first_blocks, strict=True):
+                for block_id in table[first : sequence.num_committed_blocks]:
+                    block = pool._known[block_id]
+                    if block is None or block.tenant_id != sequence.tenant_id:
+                        self.record(f"{worker.worker_id}: a prefix of another tenant was hit")
             self._check_kv(worker, sequence, "the prefix cache")
             return is_allocated
 
@@ -118,12 +119,13 @@ class Monitor:
 
     def _check_kv(self, worker: SimulatedWorker, sequence: Sequence, source: str) -> None:
         """The next token depends on the last KV only, so all KV from elsewhere is checked."""
-        count = sequence.num_computed_tokens
-        table, size = np.array(sequence.block_table, dtype=np.int64), worker.engine.pool.block_size
-        slots = (table[:, None] * size + np.arange(size)).ravel()[:count]
-        expected = b"".join(states_of(sequence.token_ids[:count], worker.variant))
-        if worker.runner._kv[slots].tobytes() != expected:
-            self.record(f"{worker.worker_id}: wrong KV from {source}")
+        count, size = sequence.num_computed_tokens, worker.engine.pool.block_size
+        expected = states_of(sequence.token_ids[:count], worker.variant)
+        for group, first in enumerate(sequence.first_blocks):
+            table = np.array(sequence.block_tables[group], dtype=np.int64)
+            slots = (table[:, None] * size + np.arange(size)).ravel()[first * size : count]
+            if worker.runner._kv[slots].tobytes() != b"".join(expected[first * size :]):
+                self.record(f"{worker.worker_id}: wrong KV of group {group} from {source}")
 
     def _watch_runs(self, worker: SimulatedWorker) -> None:
         """No worker computes any part of a request that needs what the worker lacks."""

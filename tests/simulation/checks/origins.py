@@ -132,21 +132,31 @@ class MarkedRunner(CopyingRunner):
         return output
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
         number = self.origins.number_of(self._holder(block_table))
         marks = self._kv[self._slots(block_table, first_token, num_tokens), MARK]
         self.origins.check_kv(f"{self.worker_id} pushes", number, marks)
-        await super().read_kv(block_table, first_token, num_tokens, out)
+        await super().read_kv(block_table, first_token, num_tokens, out, group)
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         sequence = self._holder(block_table)
         marks = np.frombuffer(payload, np.uint8).reshape(2, num_tokens, -1)[1, :, -1]
         number = self.origins.number_of(sequence)
         self.origins.check_kv(f"{self.worker_id} is sent", number, marks)
-        await super().write_kv(block_table, first_token, num_tokens, payload)
+        await super().write_kv(block_table, first_token, num_tokens, payload, group)
         self.origins.computed(self.worker_id, sequence, first_token + num_tokens)
 
     def _rows(self, inputs: StepInputs) -> Iterator[tuple[Sequence, list[int], int]]:
@@ -157,16 +167,16 @@ class MarkedRunner(CopyingRunner):
         for row, (length, num_new) in enumerate(
             zip(inputs.context_lens.tolist(), inputs.query_lens.tolist(), strict=True)
         ):
-            table = inputs.block_tables[row].tolist()
+            table = inputs.block_tables[0, row].tolist()
             place = (length - 1) // BLOCK_SIZE
             (sequence,) = (
                 each
                 for each in in_step
-                if len(each.block_table) > place and each.block_table[place] == table[place]
+                if each.block_tables[0][place : place + 1].tolist() == table[place : place + 1]
             )
             yield sequence, self._slots(table, 0, length), num_new
 
     def _holder(self, block_table: list[int]) -> Sequence:
         engine, batcher = self.engine, self.engine.batcher
         holders = [*engine._reserved, *engine._held, *batcher.running, *batcher.waiting]
-        return next(each for each in holders if each.block_table is block_table)
+        return next(each for each in holders if block_table is each.block_tables[0])

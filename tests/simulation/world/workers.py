@@ -17,6 +17,7 @@ from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.engine.worker import EngineWorker, ServedModel
+from shared.kv_layout import Reach
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
@@ -73,19 +74,29 @@ class CopyingRunner(TimingRunner):
             raise RuntimeError("the device says no")
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
     ) -> None:
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
-        await super().read_kv(block_table, first_token, num_tokens, out)
+        await super().read_kv(block_table, first_token, num_tokens, out, group)
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         table = list(block_table)  # fixes the destination when the copy starts
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
-        await super().write_kv(table, first_token, num_tokens, payload)
+        await super().write_kv(table, first_token, num_tokens, payload, group)
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         if self._copy_s:
@@ -105,6 +116,7 @@ class SimulatedWorker:
         *,
         num_blocks: int = 256,
         block_size: int = BLOCK_SIZE,
+        reaches: tuple[Reach, ...] = (None,),
         max_batch_tokens: int = 64,
         max_sequences: int = 32,
         cost: StepCost | None = None,
@@ -132,6 +144,7 @@ class SimulatedWorker:
             copy_s=copy_s,
             num_blocks=num_blocks,
             block_size=block_size,
+            reaches=reaches,
             cost=cost,
             mode=mode,
             variant=variant,
@@ -142,6 +155,7 @@ class SimulatedWorker:
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
+            reaches=reaches,
             zeroes_freed_blocks=zeroes_freed_blocks,
         )
         self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
@@ -149,6 +163,7 @@ class SimulatedWorker:
         card = ModelCard(
             name=MODEL,
             revision=REVISION,
+            kv_reaches=reaches,
             kv_format=self.runner.kv_layout.key,
             block_size=block_size,
             max_context_tokens=self.engine.max_context_tokens,

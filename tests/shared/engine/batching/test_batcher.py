@@ -112,7 +112,7 @@ def test_admission_respects_watermark_unless_batch_is_empty() -> None:
     batcher.remove(second)
     batcher.add(third)
     batcher.remove(first)
-    batcher.pool.release(first.block_table)
+    batcher.pool.release(first.block_tables[0])
     batcher.waiting.appendleft(new_request(40))  # needs all blocks: allowed in an empty batch
     assert [count for _, count in step(batcher)] == [40]
 
@@ -124,7 +124,7 @@ def test_newest_sequence_is_preempted_without_free_blocks() -> None:
         batcher.add(sequence)
     assert step(batcher) == [(old, 8), (new, 8)]
     assert step(batcher) == [(old, 1)]
-    assert (new.state, len(new.block_table), new.num_computed_tokens) == (WAITING, 0, 0)
+    assert (new.state, new.num_held_blocks, new.num_computed_tokens) == (WAITING, 0, 0)
     assert (new.num_preemptions, old.num_preemptions) == (1, 0)
     assert list(batcher.waiting) == [new]
 
@@ -139,7 +139,7 @@ def test_preempted_sequence_precedes_new_ones() -> None:
     step(batcher)
     assert list(batcher.waiting) == [new, later]
     batcher.remove(old)
-    batcher.pool.release(old.block_table)
+    batcher.pool.release(old.block_tables[0])
     assert step(batcher) == [(new, 9), (later, 4)]
 
 
@@ -202,7 +202,8 @@ def test_fully_cached_prefill_needs_no_step() -> None:
     first.block_hashes = [b"a" * 16, b"b" * 16]
     assert batcher.allocate_prompt(first, spare=0)
     batcher.pool.commit(
-        first.block_table,
+        0,
+        first.block_tables[0],
         first.block_hashes,
         tenant_id="tenant-a",
         parent_hash=first.cache_root,
@@ -215,20 +216,20 @@ def test_fully_cached_prefill_needs_no_step() -> None:
     rows, found = batcher.schedule()
     assert found == [again]
     assert (again.state, again.num_cached_tokens) == (HELD, 8)
-    assert again.block_table == first.block_table
+    assert again.block_tables[0] == first.block_tables[0]
     # a request computes at least its last token, in a block that it alone holds
     assert rows == [row_of(request, 4)]
-    assert request.block_table[0] == first.block_table[0]
-    assert request.block_table[1] not in first.block_table
+    assert request.block_tables[0][0] == first.block_tables[0][0]
+    assert request.block_tables[0][1] not in first.block_tables[0]
 
 
 def test_allocate_prompt_takes_all_blocks_or_none() -> None:
     batcher = new_batcher(num_blocks=4)
     sequence = new_request(12)
     assert not batcher.allocate_prompt(sequence, spare=2)
-    assert (len(sequence.block_table), batcher.pool.num_free_blocks) == (0, 4)
+    assert (sequence.num_held_blocks, batcher.pool.num_free_blocks) == (0, 4)
     assert batcher.allocate_prompt(sequence, spare=1)
-    assert (len(sequence.block_table), batcher.pool.num_free_blocks) == (3, 1)
+    assert (sequence.num_held_blocks, batcher.pool.num_free_blocks) == (3, 1)
 
 
 def test_only_completing_rows_of_requests_sample() -> None:

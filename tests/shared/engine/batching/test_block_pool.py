@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import pytest
@@ -18,6 +19,11 @@ from shared.packing import unpack_hashes
 ROOT = b"\0" * 16
 
 
+def match(pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
+    (block_ids,) = pool.match(block_hashes).block_ids
+    return block_ids
+
+
 def digest(path: str) -> bytes:
     """Hash of a chain of blocks, given as a path in a prefix tree: "abb" is a child of "ab"."""
     return blake2b(path.encode(), digest_size=16).digest() if path else ROOT
@@ -29,6 +35,7 @@ def chain(path: str) -> list[bytes]:
 
 def commit(pool: BlockPool, block_ids: list[int], path: str, first: int = 0) -> None:
     pool.commit(
+        0,
         block_ids,
         chain(path)[first:],
         tenant_id="tenant-a",
@@ -63,7 +70,7 @@ def test_cache_hit_moves_only_its_blocks_to_lru_end() -> None:
     pool = BlockPool(6, 4)
     cached(pool, "abc")
     cached(pool, "xyz")
-    hit = pool.match(chain("ab"))
+    hit = match(pool, chain("ab"))
     pool.hold(hit)
     pool.release(hit)
     pool.take_events()
@@ -84,30 +91,30 @@ def test_empty_blocks_are_allocated_before_cached_ones() -> None:
 def test_held_block_is_never_evicted() -> None:
     pool = BlockPool(3, 4)
     cached(pool, "abc")
-    pool.hold(pool.match(chain("a")))
+    pool.hold(match(pool, chain("a")))
     assert pool.num_free_blocks == 2
     pool.allocate(2)
     with pytest.raises(ValueError, match="1 blocks requested, 0 free"):
         pool.allocate(1)
-    assert pool.match(chain("abc")) == pool.match(chain("a")) != []
+    assert match(pool, chain("abc")) == match(pool, chain("a")) != []
 
 
 def test_match_ends_at_the_first_missing_block() -> None:
     pool = BlockPool(4, 4)
     block_ids = cached(pool, "abc")
-    assert pool.match(chain("abd")) == block_ids[:2]
-    assert pool.match(chain("bbc")) == []
+    assert match(pool, chain("abd")) == block_ids[:2]
+    assert match(pool, chain("bbc")) == []
     pool.allocate(2)  # one empty, then the tail of "abc"
-    assert pool.match(chain("abc")) == block_ids[:2]
+    assert match(pool, chain("abc")) == block_ids[:2]
 
 
 def test_child_without_its_parent_does_not_match() -> None:
     pool = BlockPool(4, 4)
     block_ids = pool.allocate(3)
     commit(pool, block_ids[2:], "abc", 2)
-    assert pool.match(chain("abc")) == []
+    assert match(pool, chain("abc")) == []
     commit(pool, block_ids[:1], "a")
-    assert pool.match(chain("abc")) == block_ids[:1]
+    assert match(pool, chain("abc")) == block_ids[:1]
 
 
 def test_num_evictable_in_counts_unreferenced_blocks() -> None:
@@ -125,7 +132,7 @@ def test_known_hash_keeps_its_block() -> None:
     commit(pool, first, "ab")
     pool.take_events()
     commit(pool, second, "abc")
-    assert pool.match(chain("abc")) == [*first, second[2]]
+    assert match(pool, chain("abc")) == [*first, second[2]]
     assert pool.take_events() == [
         BlocksStored(
             tenant_id="tenant-a",
@@ -293,7 +300,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(self.NUM_BLOCKS, 4)
         self.model = Model()
         self.holders: list[tuple[str, list[int]]] = []
-        self.replayed: dict[bytes, tuple[str, bytes, int]] = {}
+        self.replayed: dict[tuple[int, bytes], tuple[str, bytes, int]] = {}
         self.pinned: list[str] = []
 
     @rule(path=st.text("ab", min_size=1, max_size=4))
@@ -311,7 +318,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(path=st.text("ab", min_size=1, max_size=5))
     def admit(self, path: str) -> None:
-        hit = self.pool.match(chain(path))
+        hit = match(self.pool, chain(path))
         assert hit == self.model.find(path)
         num_new = len(path) - len(hit)
         if num_new + self.pool.num_evictable_in(hit) > self.pool.num_free_blocks:
@@ -361,7 +368,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         self.replay()
         assert self.replayed == listing(self.pool)
-        assert set(self.replayed) == {digest(path) for path in self.model.path_of.values()}
+        assert set(self.replayed) == {(0, digest(path)) for path in self.model.path_of.values()}
         assert self.pool.num_cached_blocks == len(self.model.lru)
         assert self.pool.num_pinned_blocks == len(self.model.pins)
         assert self.pool.num_free_blocks == self.NUM_BLOCKS - len(self.model.refs)
@@ -378,24 +385,28 @@ def removed_by(events: list[object]) -> list[bytes]:
     return [each for run in runs for each in unpack_hashes(run)]
 
 
-def replay(event: object, known: dict[bytes, tuple[str, bytes, int]]) -> None:
-    """Applies an event to an index of hash to (tenant, parent, position)."""
+def replay(event: object, known: dict[tuple[int, bytes], tuple[str, bytes, int]]) -> None:
+    """Applies an event to an index of group and hash to (tenant, parent, position)."""
     match event:
         case BlocksStored():
             parent = event.parent_hash
             for index, each in enumerate(unpack_hashes(event.block_hashes)):
-                assert each not in known, "stored twice"
-                known[each] = (event.tenant_id, parent, event.first_block_index + index)
+                assert (event.group, each) not in known, "stored twice"
+                known[event.group, each] = (
+                    event.tenant_id,
+                    parent,
+                    event.first_block_index + index,
+                )
                 parent = each
         case BlocksRemoved():
             for each in unpack_hashes(event.block_hashes):
-                del known[each]
+                del known[event.group, each]
 
 
-def listing(pool: BlockPool) -> dict[bytes, tuple[str, bytes, int]]:
+def listing(pool: BlockPool) -> dict[tuple[int, bytes], tuple[str, bytes, int]]:
     return {
-        block.block_hash: (block.tenant_id, block.parent_hash, block.block_index)
-        for block in pool.cached_blocks()
+        (each.group, each.block_hash): (each.tenant_id, each.parent_hash, each.block_index)
+        for each in pool.cached_blocks()
     }
 
 

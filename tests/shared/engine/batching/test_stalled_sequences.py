@@ -61,7 +61,7 @@ def test_a_stalled_sequence_runs_without_a_row() -> None:
     sequence = rig.add(stalled(9))
     assert rig.step() == rig.step() == []
     assert sequence.state is SequenceState.RUNNING
-    assert len(sequence.block_table) == rig.engine.pool.blocks_for(9)
+    assert len(sequence.block_tables[0]) == rig.engine.pool.blocks_for(9)
     rig.engine.abort(sequence)
     rig.check()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import pytest
@@ -16,6 +17,11 @@ from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequenc
 NO_QUOTA = 0
 
 
+def match(pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
+    (block_ids,) = pool.match(block_hashes).block_ids
+    return block_ids
+
+
 def digest(tenant_id: str, path: str) -> bytes:
     return blake2b(f"{tenant_id}/{path}".encode(), digest_size=16).digest()
 
@@ -26,6 +32,7 @@ def chain(tenant_id: str, path: str) -> list[bytes]:
 
 def commit(pool: BlockPool, block_ids: list[int], tenant_id: str, path: str, quota: int) -> None:
     pool.commit(
+        0,
         block_ids,
         chain(tenant_id, path),
         tenant_id=tenant_id,
@@ -65,21 +72,21 @@ def test_chain_longer_than_quota_keeps_its_head() -> None:
     pool = BlockPool(20, 4)
     block_ids = pool.allocate(5)
     commit(pool, block_ids, "a", "vwxyz", 2)
-    assert pool.match(chain("a", "vwxyz")) == block_ids  # while it is held
+    assert match(pool, chain("a", "vwxyz")) == block_ids  # while it is held
     pool.release(block_ids)
     assert removed_paths(pool, "a", "vwxyz", "vwxy", "vwx") == ["vwxyz", "vwxy", "vwx"]
-    assert pool.match(chain("a", "vwxyz")) == block_ids[:2]
+    assert match(pool, chain("a", "vwxyz")) == block_ids[:2]
 
 
 def test_held_blocks_are_not_evicted_for_the_quota() -> None:
     pool = BlockPool(20, 4)
     cached(pool, "a", "pq", 4)
-    held = pool.match(chain("a", "pq"))
+    held = match(pool, chain("a", "pq"))
     pool.hold(held)
     others = pool.allocate(4)
     commit(pool, others, "a", "wxyz", 4)
-    assert pool.match(chain("a", "pq")) == held
-    assert pool.match(chain("a", "wxyz")) == others
+    assert match(pool, chain("a", "pq")) == held
+    assert match(pool, chain("a", "wxyz")) == others
     assert pool.num_blocks_of("a") == 6
     pool.release(others)
     assert removed_paths(pool, "a", "wxyz", "wxy") == ["wxyz", "wxy"]
@@ -89,6 +96,7 @@ def test_quota_below_one_block_caches_nothing() -> None:
     pool = BlockPool(4, 4)
     block_ids = pool.allocate(1)
     pool.commit(
+        0,
         block_ids,
         chain("a", "x"),
         tenant_id="a",
@@ -97,7 +105,7 @@ def test_quota_below_one_block_caches_nothing() -> None:
         kv_quota_tokens=3,
     )
     pool.release(block_ids)
-    assert pool.match(chain("a", "x")) == []
+    assert match(pool, chain("a", "x")) == []
 
 
 def test_new_quota_applies_at_once_until_the_last_block() -> None:
@@ -126,7 +134,7 @@ def test_without_quotas_eviction_is_lru_across_tenants() -> None:
     pool = BlockPool(6, 4)
     cached(pool, "a", "xyz", NO_QUOTA)
     cached(pool, "b", "xyz", NO_QUOTA)
-    hit = pool.match(chain("a", "x"))
+    hit = match(pool, chain("a", "x"))
     pool.hold(hit)
     pool.release(hit)
     pool.take_events()
@@ -140,6 +148,7 @@ def test_many_removals_are_one_event() -> None:
     pool = BlockPool(60_000, 4)
     block_ids = pool.allocate(60_000)
     pool.commit(
+        0,
         block_ids,
         [index.to_bytes(16, "big") for index in range(60_000)],
         tenant_id="a",
@@ -257,7 +266,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule(tenant_id=TENANTS, path=st.text("xy", min_size=1, max_size=5))
     def admit(self, tenant_id: str, path: str) -> None:
-        hit = self.pool.match(chain(tenant_id, path))
+        hit = match(self.pool, chain(tenant_id, path))
         assert hit == self.model.find(tenant_id, path)
         num_new = len(path) - len(hit)
         if num_new + self.pool.num_evictable_in(hit) > self.pool.num_free_blocks:

@@ -70,7 +70,7 @@ class Bench:
 
     def findable_blocks(self) -> set[int]:
         pool = self.engine.pool
-        return {pool._block_ids[block.block_hash] for block in pool.cached_blocks()}
+        return {pool._block_ids[0][block.block_hash] for block in pool.cached_blocks()}
 
 
 @asynccontextmanager
@@ -169,17 +169,22 @@ class ZeroCheckingRunner(CopyingRunner):
         copied = {destination for _, destination in inputs.block_copies}
         for row, num_context in enumerate(inputs.context_lens.tolist()):
             num_blocks = -(-num_context // BLOCK_SIZE)
-            table = inputs.block_tables[row].tolist()[:num_blocks]
+            table = inputs.block_tables[0, row].tolist()[:num_blocks]
             first = num_context - int(inputs.query_lens[row])
             if not copied & set(table):
                 self._check_zeros(table, first)
         return await super().run(inputs)
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self,
+        block_table: list[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
     ) -> None:
         self._check_zeros(list(block_table), first_token)
-        await super().write_kv(block_table, first_token, num_tokens, payload)
+        await super().write_kv(block_table, first_token, num_tokens, payload, group)
 
     def _check_zeros(self, table: list[int], first_token: int) -> None:
         slots = self._slots(table, first_token, len(table) * BLOCK_SIZE - first_token)

@@ -43,7 +43,7 @@ def test_step_of_single_tokens_is_decoded() -> None:
 
 def test_each_reach_has_its_own_lower_bounds() -> None:
     step = step_of(mixed(3, 1))
-    found = build_attention_inputs(step, CPU, (None, Window(2), Chunk(2)))
+    found = build_attention_inputs(step, CPU, ((0, None), (0, Window(2)), (0, Chunk(2))))
     bounds = [each.prefill.lower for each in found if each.prefill is not None]
     assert step.positions.tolist() == [0, 1, 2, 0]
     assert bounds[0] is None

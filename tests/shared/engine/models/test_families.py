@@ -73,7 +73,12 @@ def test_no_bit_depends_on_the_path(checkpoint: Checkpoint, family: str, dtype: 
             f"chunks of {chunk}"
         )
     own = blocks.line(PROMPT[80:])
-    cached = Line(PROMPT, first.block_table[:5] + own.block_table, num_computed=80)
+    others = {
+        group: first.table(group)[:5] + own.table(group)
+        for group in range(1, len(runner.kv_layout.groups))
+    }
+    tables = first.block_table[:5] + own.block_table
+    cached = Line(PROMPT, tables, num_computed=80, others=others)
     assert torch.equal(prefill(runner, cached, 33), one_step_logits[80:])
     decoding = blocks.line(PROMPT)
     advance(runner, [(decoding, 100)])

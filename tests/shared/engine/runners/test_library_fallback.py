@@ -25,9 +25,9 @@ def step(tokens, context_len):
     at = np.arange(context_len - count, context_len)
     one = lambda value, dtype: np.array([value], dtype=dtype)
     return StepInputs(
-        input_ids=np.array(tokens), positions=at, slot_mapping=at,
+        input_ids=np.array(tokens), positions=at, slot_mapping=at[None],
         query_lens=one(count, np.int64), context_lens=one(context_len, np.int64),
-        block_tables=np.arange(13)[None],
+        block_tables=np.arange(13)[None, None],
         sampling=SamplingInputs(
             logits_indices=one(count - 1, np.int64), temperature=one(0, np.float32),
             top_k=one(0, np.int64), top_p=one(1, np.float32), min_p=one(0, np.float32),

@@ -38,8 +38,8 @@ class Site:
         num_tokens = shared.num_tokens
         payload = bytearray(num_tokens * worker.runner.kv_layout.bytes_per_token)
         pushed = memoryview(payload)
-        await self.prefill.runner.read_kv(source.block_table, 0, num_tokens, pushed)
-        await worker.runner.write_kv(shared.block_table, 0, num_tokens, pushed)
+        await self.prefill.runner.read_kv(source.block_tables[0], 0, num_tokens, pushed)
+        await worker.runner.write_kv(shared.block_tables[0], 0, num_tokens, pushed)
         worker.engine.activate(shared, num_tokens)
         children = [
             new_sequence(PROMPT, sampling, output_ids=output, choice_index=index)

@@ -32,7 +32,7 @@ def sequence_with(output: list[int] = OUTPUT, **options: Any) -> Sequence:
 def inputs_of(*sequences: Sequence) -> SamplingInputs:
     """Inputs of a step in which each sequence computes its last token and samples."""
     for sequence in sequences:
-        sequence.block_table = array("q", [0, 1, 2])
+        sequence.block_tables = [array("q", [0, 1, 2])]
         sequence.num_computed_tokens = sequence.num_tokens - 1
     return build_inputs([row_of(each, 1) for each in sequences], 4).sampling
 
@@ -225,7 +225,7 @@ def test_explicit_zero_is_no_penalty() -> None:
 def test_penalties_of_a_long_sequence_are_sparse() -> None:
     params = SamplingParams(seed=0, max_tokens=999, temperature=0.0, frequency_penalty=0.5)
     sequence = new_sequence([5] * 500, params, output_ids=[6, 7] * 50)
-    sequence.block_table = array("q", range(200))
+    sequence.block_tables = [array("q", range(200))]
     sequence.num_computed_tokens = sequence.num_tokens - 1
     penalties = build_inputs([row_of(sequence, 1)], 4).sampling.penalties
     assert penalties is not None

@@ -10,14 +10,17 @@ from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.runners.model_runner import ModelRunner
+from shared.kv_layout import first_sent
 from shared.messages import TokenLogprobs
 
 
 def runner_with(model_dir: Path, dtype: str, num_blocks: int) -> ModelRunner:
-    config = read_config(model_dir)
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
-    block_bytes = config.num_layers * 16 * token_bytes
+    """`num_blocks`: for each group of layers, any of which may take them."""
+    layout = kv_layout_of(read_config(model_dir), dtype, 16)
+    num_blocks *= len(layout.groups)
+    block_bytes = layout.block_bytes
     runner = load_runner(
         model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
     )
@@ -38,12 +41,12 @@ class Worker:
         """`runner`, if given, has this model, dtype and `num_blocks`, and no other user."""
         self.runner = runner or runner_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
-            num_blocks=num_blocks,
+            num_blocks=self.runner.num_blocks,
             block_size=16,
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=budget,
             max_sequences=16,
-            attention_span=self.runner.attention_span,
+            reaches=self.runner.kv_layout.reaches,
         )
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
@@ -78,3 +81,16 @@ class Worker:
             self.prompt_logprobs[sequence_id] = progress.prompt_logprobs
         if progress.finish_reason is not None:
             self.endings[sequence_id] = progress
+
+
+async def push_kv(source: Worker, pushed: Sequence, target: Worker, reserved: Sequence) -> None:
+    """Copies the KV of a HELD prefill into a reserved sequence: of each group what it sends."""
+    num_tokens = pushed.num_tokens
+    layout = source.runner.kv_layout
+    for group, reach in enumerate(layout.reaches):
+        first = first_sent(reach, num_tokens, layout.hash_tokens)
+        count = num_tokens - first
+        payload = memoryview(bytearray(count * layout.group_bytes_per_token(group)))
+        tables = pushed.block_tables[group], reserved.block_tables[group]
+        await source.runner.read_kv(tables[0], first, count, payload, group)
+        await target.runner.write_kv(tables[1], first, count, payload, group)

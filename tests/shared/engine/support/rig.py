@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeVar
+
+import numpy as np
 
 from shared.block_hash import root_hash
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
-from shared.engine.runners.timing_runner import TimingRunner
+from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import StepFailed
+from shared.kv_layout import Reach, first_seen
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
@@ -97,7 +100,7 @@ class Rig:
         max_sequences: int = 8,
         max_context_tokens: int = 4096,
         vocab_size: int = VOCAB_SIZE,
-        attention_span: int | None = None,
+        reaches: tuple[Reach, ...] = (None,),
     ) -> None:
         self.runner = TimingRunner(
             InstantClock(),
@@ -105,6 +108,7 @@ class Rig:
             block_size=BLOCK_SIZE,
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
+            reaches=reaches,
         )
         self.engine = Engine(
             num_blocks=num_blocks,
@@ -112,7 +116,7 @@ class Rig:
             max_context_tokens=max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
-            attention_span=attention_span,
+            reaches=reaches,
         )
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
@@ -194,33 +198,43 @@ class Rig:
         return self.output(sequence)
 
     def read_kv(self, sequence: Sequence, first_token: int, num_tokens: int) -> bytearray:
-        payload = bytearray(self.runner.kv_layout.bytes_per_token * num_tokens)
-        table = sequence.block_table
+        """Of the first group."""
+        payload = bytearray(self.runner.kv_layout.group_bytes_per_token(0) * num_tokens)
+        table = sequence.block_tables[0]
         finish(self.runner.read_kv(table, first_token, num_tokens, memoryview(payload)))
         return payload
 
     def receive_kv(self, sequence: Sequence, payload: bytes | bytearray, num_computed: int) -> None:
         """Writes the KV of the tokens after the cached prefix and activates the sequence."""
         first = sequence.num_computed_tokens
-        view = memoryview(payload)
-        finish(self.runner.write_kv(sequence.block_table, first, num_computed - first, view))
+        planes = np.frombuffer(payload, np.uint8).reshape(2, -1, STATE_BYTES // 2)
+        for group, table in enumerate(sequence.block_tables):
+            begin = max(first, sequence.first_blocks[group] * BLOCK_SIZE)
+            if begin < num_computed:
+                part = memoryview(planes[:, begin - first :].tobytes())
+                finish(self.runner.write_kv(table, begin, num_computed - begin, part, group))
         self.engine.activate(sequence, num_computed)
 
     def check(self) -> None:
         engine, pool = self.engine, self.engine.pool
         pool.check()
         holders = holders_of(self.sequences)
-        referenced = Counter(row.block_copy[0] for row in self.rows if row.block_copy) + holders
+        referenced = Counter(copy[0] for row in self.rows for copy in row.block_copies) + holders
         assert pool.num_blocks - len(referenced) == pool.num_free_blocks
         assert all(pool.ref_count(block_id) == count for block_id, count in referenced.items())
         for sequence in self.sequences:
-            own = list(sequence.block_table[sequence.num_committed_blocks :])
+            own = [
+                block_id
+                for table, first in zip(sequence.block_tables, sequence.first_blocks, strict=True)
+                for block_id in table[max(first, sequence.num_committed_blocks) :]
+            ]
             shared = [block_id for block_id in own if holders[block_id] > 1]
             if shared:  # choices before their first write: they share the last, partial block
                 assert not sequence.is_in_step, "a row writes a shared block"
                 assert shared == own
                 assert sequence.num_computed_tokens % BLOCK_SIZE
             assert sequence.num_computed_tokens >= sequence.num_committed_blocks * BLOCK_SIZE
+            check_reaches(sequence, pool.reaches)
         assert len(engine.batcher.running) <= self.max_sequences
         self.sequences = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
         assert engine.is_idle == (not self.sequences)
@@ -247,14 +261,30 @@ def check_rows(rows: list[ScheduledSequence], max_batch_tokens: int) -> None:
         assert 1 <= row.num_scheduled_tokens <= sequence.num_uncomputed_tokens
         assert sequence.num_computed_tokens // BLOCK_SIZE >= sequence.num_committed_blocks
         end = sequence.num_computed_tokens + row.num_scheduled_tokens
-        assert end <= len(sequence.block_table) * BLOCK_SIZE
+        assert all(end <= len(table) * BLOCK_SIZE for table in sequence.block_tables)
+
+
+def check_reaches(sequence: Sequence, reaches: tuple[Reach, ...]) -> None:
+    """Every block that a later token sees is held, and few more in a bounded group."""
+    if not sequence.block_tables or sequence.state is SequenceState.RESERVED:
+        return
+    num_computed = sequence.num_computed_tokens
+    for reach, table, first in zip(
+        reaches, sequence.block_tables, sequence.first_blocks, strict=True
+    ):
+        first_needed = first_seen(reach, num_computed) // BLOCK_SIZE
+        assert first <= first_needed
+        assert len(table) * BLOCK_SIZE >= num_computed
+        if not sequence.is_prefill_only:
+            assert first >= first_needed - 1
 
 
 def holders_of(sequences: list[Sequence]) -> Counter[int]:
     holders: Counter[int] = Counter()
     for sequence in sequences:
-        assert len(set(sequence.held_blocks)) == len(sequence.held_blocks)
-        holders.update(sequence.held_blocks)
+        held = list(chain.from_iterable(sequence.held_blocks))
+        assert len(set(held)) == len(held)
+        holders.update(held)
     return holders
 
 
@@ -264,15 +294,16 @@ def check_writes(rows: list[ScheduledSequence], sequences: list[Sequence]) -> No
         return
     holders = holders_of(sequences)
     inputs = build_inputs(rows, BLOCK_SIZE)
-    assert all(holders[block_id] == 1 for block_id in inputs.slot_mapping // BLOCK_SIZE)
+    assert all(holders[block_id] == 1 for block_id in inputs.slot_mapping.ravel() // BLOCK_SIZE)
     sources = {source for source, _ in inputs.block_copies}
     destinations = [destination for _, destination in inputs.block_copies]
     assert len({*sources, *destinations}) == len(sources) + len(destinations)
     for row in rows:
-        if row.block_copy is not None:
+        if row.block_copies:
             block_index, offset = divmod(row.sequence.num_computed_tokens, BLOCK_SIZE)
             assert offset
-            assert row.block_copy[1] == row.sequence.block_table[block_index]
+            written = [table[block_index] for table in row.sequence.block_tables]
+            assert {destination for _, destination in row.block_copies} <= set(written)
 
 
 @cache

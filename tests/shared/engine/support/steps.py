@@ -18,8 +18,18 @@ class Line:
     """A sequence: its tokens, its blocks, and the number of tokens whose KV is computed."""
 
     token_ids: list[int]
-    block_table: list[int]
+    block_table: list[int]  # of the first group of layers
     num_computed: int = 0
+    blocks: Blocks | None = None
+    others: dict[int, list[int]] = field(default_factory=dict)  # tables of other groups
+
+    def table(self, group: int) -> list[int]:
+        if group == 0:
+            return self.block_table
+        if group not in self.others:
+            assert self.blocks is not None, "it has no blocks for other groups"
+            self.others[group] = self.blocks.take(len(self.block_table))
+        return self.others[group]
 
 
 @dataclass
@@ -36,7 +46,10 @@ class Blocks:
 
     def line(self, token_ids: Sequence[int], *, room: int = 0, block_size: int = 16) -> Line:
         num_blocks = -(-(len(token_ids) + room) // block_size)
-        return Line(list(token_ids), [self._free.pop() for _ in range(num_blocks)])
+        return Line(list(token_ids), self.take(num_blocks), blocks=self)
+
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
 
 
 def greedy(logits_indices: Sequence[int]) -> SamplingInputs:
@@ -53,20 +66,25 @@ def greedy(logits_indices: Sequence[int]) -> SamplingInputs:
     )
 
 
-def step_of(work: Sequence[tuple[Line, int]], block_size: int = 16) -> StepInputs:
+def step_of(
+    work: Sequence[tuple[Line, int]], block_size: int = 16, num_groups: int = 1
+) -> StepInputs:
     """One step over (line, number of new tokens). Every new token has a row of logits."""
     input_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    slots: list[list[int]] = [[] for _ in range(num_groups)]
     width = max(len(line.block_table) for line, _ in work)
-    tables = np.zeros((len(work), width), dtype=np.int64)
+    tables = np.zeros((num_groups, len(work), width), dtype=np.int64)
     for index, (line, num_new) in enumerate(work):
         start, end = line.num_computed, line.num_computed + num_new
-        table = line.block_table
-        tables[index, : len(table)] = table
         input_ids += line.token_ids[start:end]
         positions += range(start, end)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+        for group in range(num_groups):
+            table = line.table(group)
+            tables[group, index, : len(table)] = table
+            slots[group] += [
+                table[p // block_size] * block_size + p % block_size for p in range(start, end)
+            ]
     query_lens = np.array([num_new for _, num_new in work], dtype=np.int64)
     return StepInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
@@ -81,7 +99,9 @@ def step_of(work: Sequence[tuple[Line, int]], block_size: int = 16) -> StepInput
 
 def advance(runner: ModelRunner, work: Sequence[tuple[Line, int]]) -> torch.Tensor:
     """Computes one step. Returns the logits of all of its tokens, [T, vocab_size]."""
-    logits = runner.step_logits(step_of(work, runner.kv_layout.block_size))
+    logits = runner.step_logits(
+        step_of(work, runner.kv_layout.block_size, len(runner.kv_layout.groups))
+    )
     for line, num_new in work:
         line.num_computed += num_new
     return logits

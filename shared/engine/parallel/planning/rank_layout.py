@@ -1,0 +1,19 @@
+"""The layout of a rank's KV. It has the groups of the whole model, so that tables are the same."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from shared.engine.parallel.planning.rank_part import RankPart
+from shared.kv_layout import KvGroup, KvLayout, PagedKv
+
+
+def rank_layout(layout: KvLayout, part: RankPart) -> KvLayout:
+    """`layout` with the layers and key-value heads of `part`; groups of other stages are empty."""
+    groups = []
+    for group in layout.groups:
+        assert isinstance(group.state, PagedKv), "dense decoders have heads"
+        layers = (each - part.layers.start for each in group.layers if each in part.layers)
+        state = replace(group.state, num_kv_heads=len(part.kv_heads))
+        groups.append(KvGroup(tuple(layers), state))
+    return replace(layout, groups=tuple(groups))
