@@ -32,6 +32,7 @@ from shared.block_hash import root_hash
 from shared.clock import MonotonicClock
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.loop import EngineLoop
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
@@ -109,7 +110,7 @@ class Hearth:
             max_sequences=256,
             reaches=runner.kv_layout.reaches,
         )
-        self.loop = EngineLoop(self.engine, runner, MonotonicClock())
+        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), MonotonicClock())
         self.loop.listen(self._on_progress)
         self._num_left = 0
         self._done = asyncio.Event()

@@ -15,6 +15,8 @@ from services.prefill.service import PrefillService
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
+from shared.engine.executors.executor import Executor
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.features import features_of
 from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
@@ -24,6 +26,7 @@ from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError, DependencyUnavailable
 from shared.grammar.vocabulary import load_vocabulary
+from shared.kv_layout import KvLayout
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -31,6 +34,7 @@ from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
+from shared.numerics import Numerics
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 
@@ -39,11 +43,22 @@ log = structlog.get_logger(__name__)
 DEVICE_LOST_STATUS = 3  # of the process: a supervisor starts it again, with growing pauses
 
 
-class ModelledRunner(Runner, Protocol):
-    """A runner with a model: adds the revision and the EOS token ids that the worker serves."""
+class LoadedModel(Protocol):
+    """What a worker serves, loaded by a runner or an executor."""
 
-    revision: str
+    kv_layout: KvLayout
+    numerics: Numerics
+    num_blocks: int
+    max_context_tokens: int  # of the model
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
+    revision: str
+
+
+class ModelledRunner(LoadedModel, Runner, Protocol): ...
+
+
+class ModelledExecutor(LoadedModel, Executor, Protocol): ...
 
 
 class WorkerProcess:
@@ -73,7 +88,7 @@ class WorkerProcess:
         await self._bus.close()
 
 
-def load_model(config: WorkerConfig) -> ModelledRunner:
+def load_model(config: WorkerConfig) -> ModelledRunner | ModelledExecutor:
     """Raises CheckpointError, ConfigError."""
     # torch: other runners do not need it
     from shared.engine.runners.load import load_runner
@@ -127,14 +142,14 @@ def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
 
 
 def load_grammars(
-    config: WorkerConfig, runner: ModelledRunner, roles: tuple[Role, ...]
+    config: WorkerConfig, model: LoadedModel, roles: tuple[Role, ...]
 ) -> WorkerGrammars | None:
     """None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
     if "decode" not in roles:
         return None
     try:
         vocabulary = load_vocabulary(
-            config.model_dir, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
+            config.model_dir, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
     except CheckpointError as error:
         log.warning("grammars_unavailable", reason=error.message)
@@ -170,18 +185,18 @@ def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
-    load: Callable[[WorkerConfig], ModelledRunner] = load_model,
+    load: Callable[[WorkerConfig], ModelledRunner | ModelledExecutor] = load_model,
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
-    runner = await asyncio.to_thread(load, config)
-    codec = await asyncio.to_thread(load_codec, config, runner.kv_layout.dtype)
-    grammars = await asyncio.to_thread(load_grammars, config, runner, roles)
+    model = await asyncio.to_thread(load, config)
+    codec = await asyncio.to_thread(load_codec, config, model.kv_layout.dtype)
+    grammars = await asyncio.to_thread(load_grammars, config, model, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
-    engine = _engine(config, runner)
+    engine = _engine(config, model)
     security = data_plane_security(config)
     link_keys = None if security == "none" else LinkKeys(security, randomness)
     receiver = None
@@ -195,10 +210,10 @@ async def build_worker(
         bus=bus,
         clock=clock,
         randomness=randomness,
-        loop=EngineLoop(engine, runner, clock),
+        loop=EngineLoop(engine, _executor(model), clock),
         served=_served(
             config,
-            runner,
+            model,
             engine,
             features_of(has_vocabulary=grammars is not None or "decode" not in roles),
         ),
@@ -217,16 +232,20 @@ async def build_worker(
     return WorkerProcess(worker, handlers, bus)
 
 
-def _engine(config: WorkerConfig, runner: ModelledRunner) -> Engine:
+def _executor(model: ModelledRunner | ModelledExecutor) -> Executor:
+    return model if isinstance(model, Executor) else InProcessExecutor(model)
+
+
+def _engine(config: WorkerConfig, model: LoadedModel) -> Engine:
     assert config.max_batch_tokens is not None, "set by `on_device`"
     return Engine(
-        num_blocks=runner.num_blocks,
+        num_blocks=model.num_blocks,
         block_size=config.block_size,
-        max_context_tokens=runner.max_context_tokens,
+        max_context_tokens=model.max_context_tokens,
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
-        reaches=runner.kv_layout.reaches,
+        reaches=model.kv_layout.reaches,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
 
@@ -241,19 +260,19 @@ def _advertised_host(config: WorkerConfig) -> str | None:
 
 
 def _served(
-    config: WorkerConfig, runner: ModelledRunner, engine: Engine, features: tuple[str, ...]
+    config: WorkerConfig, model: LoadedModel, engine: Engine, features: tuple[str, ...]
 ) -> ServedModel:
     card = ModelCard(
         name=config.served_name,
-        revision=runner.revision,
-        kv_format=runner.kv_layout.key,
+        revision=model.revision,
+        kv_format=model.kv_layout.key,
         block_size=config.block_size,
         max_context_tokens=engine.max_context_tokens,
-        vocab_size=runner.vocab_size,
-        kv_bytes_per_token=runner.kv_layout.bytes_per_token,
-        kv_reaches=runner.kv_layout.reaches,
+        vocab_size=model.vocab_size,
+        kv_bytes_per_token=model.kv_layout.bytes_per_token,
+        kv_reaches=model.kv_layout.reaches,
         model_context_tokens=engine.model_context_tokens,
-        numerics=runner.numerics,
+        numerics=model.numerics,
         features=features,
     )
-    return ServedModel(card=card, eos_token_ids=frozenset(runner.eos_token_ids))
+    return ServedModel(card=card, eos_token_ids=frozenset(model.eos_token_ids))

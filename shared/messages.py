@@ -116,6 +116,11 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     grammar: GrammarSpec | None = None  # what the output must match; its `Request` needs grammar/1
 
+    @property
+    def is_penalized(self) -> bool:
+        """Whether sampling depends on the tokens so far."""
+        return self.repetition_penalty != 1 or bool(self.frequency_penalty or self.presence_penalty)
+
 
 class Choice(Message, frozen=True, kw_only=True):
     """One unfinished choice; `output_token_ids`: the tokens that the gateway has received."""

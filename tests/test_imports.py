@@ -67,6 +67,7 @@ RULES = {
     ),
     "services/cli/bundle_commands.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/compression_progress.py": rule("services.cli shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
     "services/local": rule("services.local shared", BASE, TERMINAL, HUB, excluded="shared.engine"),
@@ -136,8 +137,8 @@ LAYERS = {
     ),
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | ranks | inputs | engine | batching | runners | models"
-        " | weights | layers | sampling | parallel kv_cache codec"
+        "worker | pinned_prefixes | loop | ranks | executors | inputs | engine | batching |"
+        " runners | step_plan | models | weights | layers | sampling | parallel kv_cache codec"
     ),
 }
 MAX_FILES = 16

@@ -86,7 +86,7 @@ class ActiveHandoffs:
         return Handoff(
             placement.prompt,
             candidates,
-            runner=self._worker.loop.runner,
+            runner=self._worker.loop.executor.kv,
             receiver=self._receiver,
             randomness=self._worker.randomness,
             request_prefill=lambda worker_id, placement_id, first_token: self._request_prefill(

@@ -16,7 +16,7 @@ import structlog
 
 from services.decode.kv_writer import KvWriter
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import Runner
+from shared.engine.runner import KvPort
 from shared.errors import HearthError
 from shared.kv_wire.link import KvReceiver
 from shared.randomness import Randomness
@@ -42,7 +42,7 @@ class Handoff:
         sequence: Sequence,
         candidates: tuple[str, ...],
         *,
-        runner: Runner,
+        runner: KvPort,
         receiver: KvReceiver,
         randomness: Randomness,
         request_prefill: Callable[[str, bytes, int], Awaitable[object]],

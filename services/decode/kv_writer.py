@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import Runner
+from shared.engine.runner import KvPort
 from shared.errors import FrameRefused
 from shared.kv_layout import first_sent
 from shared.kv_wire.link import FrameHeader
@@ -18,7 +18,7 @@ class KvWriter:
     `ended` resolves to None once all KV is written, or to the reason of the failure.
     """
 
-    def __init__(self, sequence: Sequence, runner: Runner, *, num_held_tokens: int) -> None:
+    def __init__(self, sequence: Sequence, runner: KvPort, *, num_held_tokens: int) -> None:
         self.num_cached_tokens = 0
         self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._sequence = sequence

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shared.clock import Clock
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import Runner
+from shared.engine.runner import KvPort
 from shared.kv_layout import first_sent
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
 
@@ -50,7 +50,7 @@ class KvSender:
         sequence: Sequence,
         *,
         first_token: int,
-        runner: Runner,
+        runner: KvPort,
         dial: Callable[[], Awaitable[PushLink]],
         clock: Clock,
         counts: PushCounts,

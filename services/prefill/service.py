@@ -90,7 +90,7 @@ class PrefillService:
             request.placement_id,
             sequence,
             first_token=request.first_token,
-            runner=self._worker.loop.runner,
+            runner=self._worker.loop.executor.kv,
             dial=lambda: self._dialer.link(request.target, request.link_key),
             clock=self._worker.clock,
             counts=self._counts,
@@ -171,7 +171,7 @@ class PrefillService:
         self._worker.outbox.post(control("decode", decode_worker_id), message)
 
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
-        counts, layout = self._counts, self._worker.loop.runner.kv_layout
+        counts, layout = self._counts, self._worker.loop.executor.kv.kv_layout
         return msgspec.structs.replace(
             load,
             num_pushed_tokens=counts.num_bytes // layout.bytes_per_token,

@@ -1,12 +1,14 @@
 """The engine core: sequences, blocks and batches, synchronous and torch-free.
 
 The owner calls `schedule`, has a runner compute the step, and calls `apply` with the step's output.
-All other methods may be called between the two, while the step computes: blocks that they free
-become free only once no running step uses them.
+All other methods may be called between the two, while the step computes, and so may `schedule` for
+steps after it: all apply in order. Blocks become free only once no step in flight uses them, so a
+sequence that ends, or is aborted, may keep them longer than its state says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import repeat
 
 import msgspec
@@ -69,6 +71,7 @@ class Engine:
         self._max_reserved_blocks = int(num_blocks * max_reserved_share)
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
+        self._ending: set[Sequence] = set()  # finished; steps in flight still use their blocks
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -89,7 +92,8 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         batcher = self.batcher
-        return not (batcher.waiting or batcher.running or self._reserved or self._held)
+        is_empty = not (batcher.waiting or batcher.running or self._reserved or self._held)
+        return is_empty and not self._ending
 
     def accept(self, sequence: Sequence) -> None:
         """Adds missing block hashes. Raises InvalidRequest for a sequence that no engine of this
@@ -199,7 +203,7 @@ class Engine:
         self.abort(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Idempotent. The blocks become free now, or when the current step ends."""
+        """Idempotent. The blocks become free now, or when its last step in flight ends."""
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence.is_in_step:
@@ -207,19 +211,33 @@ class Engine:
             return
         self._finish(sequence)
 
-    def schedule(self) -> tuple[list[ScheduledSequence], list[StepProgress]]:
+    def schedule(
+        self, *, draws_ahead: bool = False, num_stages: int = 1
+    ) -> tuple[list[ScheduledSequence], list[StepProgress]]:
         """Returns the rows of the next step (empty: no work), prefills that need no step, and
         sequences that failed between two steps.
+
+        `draws_ahead`: a row may compute the token that a step in flight draws for it, because the
+        device holds that token before the host. `num_stages`: see Batcher.schedule.
         """
         failed = self._end_failed()
-        rows, found = self.batcher.schedule()
+        if draws_ahead:
+            rows, found = self.batcher.schedule(self._may_draw_ahead)
+        else:
+            rows, found = self.batcher.schedule(num_stages=num_stages)
         for row in rows:
-            row.sequence.is_in_step = True
+            row.sequence.in_flight.append(row)
         self._held.update(found)
         return rows, failed + [StepProgress(sequence) for sequence in found]
 
-    def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[StepProgress]:
-        """Applies a computed step, which sampled one token for each sampling row, in order.
+    def apply(
+        self,
+        rows: list[ScheduledSequence],
+        output: StepOutput,
+        void: Collection[Sequence] = (),
+    ) -> list[StepProgress]:
+        """Applies a computed step, which sampled one token for each sampling row, in order. Rows of
+        `void` sequences only leave the step: an earlier step of theirs has failed.
 
         A late row advances by all its tokens but the last, which is computed again: it writes the
         same KV, and samples with the same noise.
@@ -232,8 +250,10 @@ class Engine:
             sequence = row.sequence
             token_id, logprobs = next(sampled) if row.samples else (None, None)
             self._leave_step(row)
+            if void and sequence in void:
+                continue
             if sequence.is_aborted:
-                self._finish(sequence)
+                self._drop(sequence)
                 continue
             num_tokens = row.num_scheduled_tokens
             if row.samples and token_id is None:
@@ -255,6 +275,24 @@ class Engine:
                 progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
+    def take_back(
+        self, rows: list[ScheduledSequence], void: Collection[Sequence] = ()
+    ) -> list[ScheduledSequence]:
+        """The rows of a failed step that must be computed again. The others leave it: those of
+        finished sequences, and those of `void` ones, whose earlier step has failed.
+        """
+        kept = []
+        for row in rows:
+            sequence = row.sequence
+            is_finished = sequence.state is SequenceState.FINISHED
+            if not is_finished and sequence not in void:
+                kept.append(row)
+                continue
+            self._leave_step(row)
+            if is_finished:
+                self._drop(sequence)
+        return kept
+
     def fail(self, rows: list[ScheduledSequence], error: HearthError) -> list[StepProgress]:
         """These rows could not be computed: their sequences end, the others continue.
 
@@ -264,7 +302,9 @@ class Engine:
         for row in rows:
             sequence = row.sequence
             self._leave_step(row)
-            if sequence.is_aborted or not sequence.is_prefill_only:
+            if sequence.is_aborted:
+                self._drop(sequence)
+            elif not sequence.is_prefill_only:
                 self._finish(sequence)
             else:
                 self._hold(sequence)
@@ -328,7 +368,7 @@ class Engine:
         return StepProgress(sequence, finish_reason="stop", embedding=embedding)
 
     def _leave_step(self, row: ScheduledSequence) -> None:
-        row.sequence.is_in_step = False
+        row.sequence.in_flight.remove(row)
         if row.block_copies:
             self.pool.release([source for source, _ in row.block_copies])
 
@@ -355,8 +395,34 @@ class Engine:
         self.batcher.remove(sequence)
         self._reserved.discard(sequence)
         self._held.discard(sequence)
-        self.batcher.give_back(sequence)
         sequence.transition_to(SequenceState.FINISHED)
+        if sequence.in_flight:
+            sequence.is_aborted = True
+            self._ending.add(sequence)
+        else:
+            self.batcher.give_back(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """A step of an aborted or finished sequence has ended."""
+        if sequence.state is not SequenceState.FINISHED:
+            self._finish(sequence)
+        elif not sequence.in_flight:
+            self._ending.discard(sequence)
+            self.batcher.give_back(sequence)
+
+    def _may_draw_ahead(self, sequence: Sequence) -> bool:
+        """Its next inputs do not depend on the token being drawn, and it goes on after that token,
+        unless that is a stop token.
+        """
+        params = sequence.sampling
+        if params is None or sequence.grammar is not None:
+            return False
+        if params.bad_words or params.is_penalized:
+            return False
+        num_tokens = sequence.next_num_tokens
+        is_long = num_tokens - sequence.num_prompt_tokens >= params.max_tokens
+        limit = min(self.model_context_tokens - 1, self.max_context_tokens)
+        return not is_long and num_tokens <= limit
 
     def _commit_full_blocks(self, sequence: Sequence) -> None:
         first = sequence.num_committed_blocks

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,11 +20,34 @@ from shared.engine.runner import (
     TokenMask,
     TokenMasks,
 )
+from shared.engine.sampling.token_counts import TokenCounts
 from shared.messages import LogprobsMode, SamplingParams
 
-SampledRow = tuple[int, Sequence, SamplingParams]  # its row among those that sample
 
-_SAMPLING_ROW = np.dtype(
+class SampledSequence(Protocol):
+    """What sampling needs to know of a sequence beside its parameters."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    counts: TokenCounts
+
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> Iterable[int]: ...
+    @property
+    def grammar(self) -> SampledGrammar | None: ...
+
+
+class SampledGrammar(Protocol):
+    @property
+    def bans_stop(self) -> bool: ...
+    def mask(self) -> TokenMask | None: ...
+
+
+SampledRow = tuple[int, SampledSequence, SamplingParams]  # its row among those that sample
+
+SAMPLING_ROW = np.dtype(
     [
         ("temperature", np.float32),
         ("top_p", np.float32),
@@ -114,12 +138,12 @@ def _sampling_inputs(
     indices = [index for index, row in enumerate(rows) if row.samples]
     sampled = [rows[index].sequence for index in indices]
     prepared = [each.packed_sampling or _pack_sampling(each) for each in sampled]
-    packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=_SAMPLING_ROW)
+    packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=SAMPLING_ROW)
     # one call for both: for a few rows, creating an array costs more than filling it
     sampled_rows, num_prompt_tokens = np.array(
         (indices, [sequence.num_prompt_tokens for sequence in sampled]), dtype=np.int64
     )
-    requesting = [
+    requesting: list[SampledRow] = [
         (row, sequence, sequence.sampling)
         for row, sequence in enumerate(sampled)
         if prepared[row][1] and sequence.sampling is not None
@@ -133,7 +157,7 @@ def _sampling_inputs(
         seed=packed["seed"].copy(),
         choice_index=packed["choice_index"].copy(),
         output_position=context_lens[sampled_rows] - num_prompt_tokens,
-        **(_extras(requesting) if requesting else {}),
+        **(sampling_extras(requesting) if requesting else {}),
     )
 
 
@@ -141,32 +165,34 @@ def _pack_sampling(sequence: Sequence) -> tuple[bytes, bool]:
     """`Sequence.packed_sampling`, made once: sampling is the same at each step of a sequence."""
     params = sequence.sampling
     assert params is not None
-    row = (
+    packed = np.array([sampling_row(params, sequence.choice_index)], dtype=SAMPLING_ROW).tobytes()
+    sequence.packed_sampling = (packed, has_extras(params, sequence.grammar))
+    return sequence.packed_sampling
+
+
+def sampling_row(params: SamplingParams, choice_index: int) -> tuple[float | int, ...]:
+    """The fields of `SAMPLING_ROW`."""
+    return (
         params.temperature,
         params.top_p,
         params.min_p,
         params.top_k,
-        sequence.choice_index,
+        choice_index,
         params.seed,
     )
-    has_extras = (
+
+
+def has_extras(params: SamplingParams, grammar: object | None) -> bool:
+    """Whether `sampling_extras` needs its rows."""
+    return (
         bool(params.bad_words or params.min_tokens or params.logit_bias)
-        or _is_penalized(params)
+        or params.is_penalized
         or params.num_logprobs is not None
-        or sequence.grammar is not None
-    )
-    packed = np.array([row], dtype=_SAMPLING_ROW).tobytes()
-    sequence.packed_sampling = (packed, has_extras)
-    return sequence.packed_sampling
-
-
-def _is_penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or bool(
-        params.frequency_penalty or params.presence_penalty
+        or grammar is not None
     )
 
 
-def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
+def sampling_extras(requesting: list[SampledRow]) -> dict[str, Any]:
     """Returns the fields that are empty unless a row needs them."""
     masks = _masks(requesting)
     return {
@@ -183,7 +209,7 @@ def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
     }
 
 
-def _banned(sequence: Sequence, params: SamplingParams, *, is_masked: bool) -> list[int]:
+def _banned(sequence: SampledSequence, params: SamplingParams, *, is_masked: bool) -> list[int]:
     """Returns token ids, possibly with duplicates."""
     banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
     bans_stop = sequence.num_output_tokens < params.min_tokens
@@ -231,7 +257,7 @@ def _penalties(requesting: list[SampledRow]) -> Penalties | None:
     penalized = [
         _penalties_of(row, sequence, params)
         for row, sequence, params in requesting
-        if _is_penalized(params)
+        if params.is_penalized
     ]
     if not penalized:
         return None
@@ -245,7 +271,7 @@ def _penalties(requesting: list[SampledRow]) -> Penalties | None:
 
 
 def _penalties_of(
-    row: int, sequence: Sequence, params: SamplingParams
+    row: int, sequence: SampledSequence, params: SamplingParams
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """One row's part of each field of `Penalties`."""
     counts = sequence.counts
@@ -275,15 +301,22 @@ def _prompt_logprobs(rows: list[ScheduledSequence]) -> dict[int, PromptSuccessor
         sequence = row.sequence
         if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
             continue
-        first = sequence.num_computed_tokens + 1
-        end = first + row.num_scheduled_tokens
-        successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
-        if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
-            successors.append(sequence.next_token_id)
+        successors = successors_of(
+            sequence, sequence.num_computed_tokens + 1, row.num_scheduled_tokens
+        )
         if successors:
             token_ids = np.array(successors, dtype=np.int64)
             found[index] = PromptSuccessors(token_ids, sequence.num_prompt_logprobs)
     return found
+
+
+def successors_of(sequence: Sequence, first: int, num_tokens: int) -> list[int]:
+    """The prompt tokens in [first, first + num_tokens)."""
+    end = first + num_tokens
+    successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
+    if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
+        successors.append(sequence.next_token_id)
+    return successors
 
 
 def _pooling(rows: list[ScheduledSequence]) -> dict[int, PoolingInputs]:

@@ -1,12 +1,13 @@
-"""Drives an engine: schedule, compute on the runner's thread, apply, call the listeners.
+"""Drives an engine: schedule, submit to the executor, apply its results, call the listeners.
 
-All bookkeeping runs on the event loop's thread, so it needs no locks; only the computation runs on
-another thread. The step counter also increases while idle, so that a watcher can distinguish idle
-from hung.
+All bookkeeping runs on the event loop's thread, so it needs no locks; only the computation runs
+elsewhere. Up to `Executor.depth` steps are in flight; they are applied in order. The step counter
+also increases while idle, so that a watcher can distinguish idle from hung.
 
 A step that raises is computed again in parts: a row that raises alone fails, the other rows get
 the tokens that they would have had. Repeating a step changes nothing: it writes the same KV to the
-same slots and samples with the same noise.
+same slots and samples with the same noise. Steps after it that are in flight are awaited first:
+their rows that are also in a failed step are void, because they lack its KV and its token.
 
     step raises ──▶ check the device ──raises───────────────────────────▶ device lost
                          └──▶ halves ──▶ rows that raise alone: StepFailed
@@ -17,7 +18,9 @@ same slots and samples with the same noise.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -25,9 +28,9 @@ from shared.background import Background
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.executor import Executor
 from shared.engine.failed_steps import FailedSteps
-from shared.engine.inputs import build_inputs
-from shared.engine.runner import Runner, StepOutput
+from shared.engine.runner import StepOutput
 from shared.errors import DeviceFailed, StepFailed
 from shared.messages import WorkerLoad
 
@@ -39,15 +42,26 @@ ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter i
 Listener = Callable[[list[StepProgress]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class SubmittedStep:
+    rows: list[ScheduledSequence]
+    began_at: float
+    number: int
+    error: Exception | None = None  # it could not be submitted
+
+
 class EngineLoop:
-    def __init__(self, engine: Engine, runner: Runner, clock: Clock) -> None:
+    def __init__(self, engine: Engine, executor: Executor, clock: Clock) -> None:
         self.engine = engine
-        self.runner = runner
+        self.executor = executor
+        self._draws_ahead = executor.depth > 1 and executor.num_stages == 1
+        self._in_flight: deque[SubmittedStep] = deque()
+        self._answered_at = 0.0  # the last step
         self._clock = clock
         self._listeners: list[Listener] = []
         self._work = asyncio.Event()
         self._step = 0
-        self._step_budget_s = IDLE_TICK_S
+        self._is_idle = True
         self._num_busy_steps = 0
         self._busy_s = 0.0
         self._failed_steps = FailedSteps()
@@ -75,19 +89,19 @@ class EngineLoop:
         self._background.start(self._tick())
 
     async def stop(self) -> None:
-        """Waits for the current step, then closes the runner."""
+        """Waits for the steps in flight, then closes the executor."""
         self._is_stopping = True
         self.wake()
         if self._task is not None:
             await asyncio.wait((self._task,))
         await self._background.stop()
-        await self.runner.close()
+        await self.executor.close()
 
     async def zero_freed_blocks(self) -> None:
         """Returns when all blocks freed so far hold zeros, or immediately if the engine does not
         require it. Call this before writing KV into newly allocated blocks.
         """
-        pool, kv_layout = self.engine.pool, self.runner.kv_layout
+        pool, kv_layout = self.engine.pool, self.executor.kv.kv_layout
         if not pool.notes_freed:
             return
         num_at_once = max(1, ZEROED_BYTES // kv_layout.block_bytes)
@@ -95,7 +109,7 @@ class EngineLoop:
             freed = pool.take_freed()
             while freed:
                 try:
-                    await self.runner.zero_blocks(freed[:num_at_once])
+                    await self.executor.kv.zero_blocks(freed[:num_at_once])
                 except BaseException:
                     pool.record_freed(freed)
                     raise
@@ -105,9 +119,10 @@ class EngineLoop:
     def load(self) -> WorkerLoad:
         engine = self.engine
         longest = engine.batcher.needs.longest  # free blocks are free for tokens of all layers
+        budget_s = IDLE_TICK_S if self._is_idle else self.executor.step_budget_s
         return WorkerLoad(
             step=self._step,
-            step_budget_s=self._step_budget_s + self.runner.step_extension_s,
+            step_budget_s=budget_s + self.executor.step_extension_s,
             num_running=len(engine.batcher.running),
             num_waiting=len(engine.batcher.waiting),
             num_free_blocks=longest(engine.pool.num_free_blocks),
@@ -127,36 +142,74 @@ class EngineLoop:
 
     async def _run(self) -> None:
         while not self._is_stopping:
-            if self.runner.has_ended:
+            if self.executor.has_ended:
                 self._lose_device("a rank is lost")
                 break
-            rows, progress = self.engine.schedule()
+            rows, progress = self.engine.schedule(
+                draws_ahead=self._draws_ahead, num_stages=self.executor.num_stages
+            )
             if progress:
                 self._report(progress)
             if rows:
-                self._report(await self._compute(rows))
-            elif not progress:
+                self._in_flight.append(await self._submit(rows))
+            num_in_flight = len(self._in_flight)
+            if num_in_flight and (not rows or num_in_flight == self.executor.depth):
+                self._report(await self._apply_oldest())
+            elif not rows and not progress:
                 await self._zero_when_idle()
                 await self._idle()
             self._step += 1
+        while self._in_flight:
+            self._report(await self._apply_oldest())
 
-    async def _compute(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        began_at = self._clock.now()
+    async def _submit(self, rows: list[ScheduledSequence]) -> SubmittedStep:
+        began_at, number = self._clock.now(), -1
         try:
-            output = await self._attempt(rows)
+            await self.zero_freed_blocks()
+            number = self.executor.submit(rows)
+        except Exception as error:  # the step fails like one that raises while it computes
+            return SubmittedStep(rows, began_at, number, error)
+        finally:
+            self._is_idle = False
+        return SubmittedStep(rows, began_at, number)
+
+    async def _result(self, step: SubmittedStep) -> StepOutput:
+        if step.error is not None:
+            raise step.error
+        return await self.executor.result(step.number)
+
+    async def _apply_oldest(self) -> list[StepProgress]:
+        step = self._in_flight.popleft()
+        try:
+            output = await self._result(step)
         except Exception:  # the engine's boundary: some rows fail, the worker continues
-            log.exception("step_failed", num_sequences=len(rows))
-            return await self._compute_in_parts(rows)
-        self._failed_steps.succeeded(rows[0])
+            log.exception("step_failed", num_sequences=len(step.rows))
+            return await self._recover(step)
+        self._failed_steps.succeeded(step.rows[0])
         self._num_busy_steps += 1
-        self._busy_s += self._clock.now() - began_at
-        return self.engine.apply(rows, output)
+        now = self._clock.now()
+        self._busy_s += now - max(step.began_at, self._answered_at)
+        self._answered_at = now
+        return self.engine.apply(step.rows, output)
+
+    async def _recover(self, step: SubmittedStep) -> list[StepProgress]:
+        """Applies what is valid of the steps after a failed one, then computes its rows again."""
+        rows = self.engine.take_back(step.rows)
+        progress: list[StepProgress] = []
+        while self._in_flight:
+            later = self._in_flight.popleft()
+            void = {row.sequence for row in rows}
+            try:
+                output = await self._result(later)
+            except Exception:
+                log.exception("step_failed", num_sequences=len(later.rows))
+                rows += self.engine.take_back(later.rows, void)
+            else:
+                progress += self.engine.apply(later.rows, output, void)
+        return progress + await self._compute_in_parts(rows) if rows else progress
 
     async def _attempt(self, rows: list[ScheduledSequence]) -> StepOutput:
-        inputs = build_inputs(rows, self.engine.pool.block_size)
-        self._step_budget_s = self.runner.step_budget_s(inputs)
-        await self.zero_freed_blocks()
-        return await self.runner.run(inputs)
+        return await self._result(await self._submit(rows))
 
     async def _compute_in_parts(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         """For rows whose step raised. Does not count as a busy step: it says nothing about speed.
@@ -202,7 +255,7 @@ class EngineLoop:
     async def _device_works(self) -> bool:
         self._step += 1
         try:
-            await self.runner.check()
+            await self.executor.check()
         except Exception:
             log.exception("device_check_failed")
             return False
@@ -223,7 +276,7 @@ class EngineLoop:
                 self._lose_device("zeroing and its check raised")
 
     async def _idle(self) -> None:
-        self._step_budget_s = IDLE_TICK_S
+        self._is_idle = True
         self._work.clear()
         await self._work.wait()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -38,7 +38,6 @@ class Penalties:
     subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
 
 
-@runtime_checkable  # decoders of steps check instances
 class TokenMask(Protocol):
     """The tokens that a grammar allows one row to sample next; computed on another thread."""
 
@@ -134,34 +133,11 @@ class StepOutput(msgspec.Struct, frozen=True):
     late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
-class Runner(Protocol):
+class KvPort(Protocol):
+    """The KV cache, for all but steps."""
+
     kv_layout: KvLayout
     numerics: Numerics
-    num_blocks: int
-    max_context_tokens: int  # of the model
-    vocab_size: int
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it computes nothing more, as seen between steps: a rank has ended."""
-        ...
-
-    def step_budget_s(self, inputs: StepInputs) -> float:
-        """Upper bound of `run` in seconds, announced before it: above it the worker is suspect."""
-        ...
-
-    @property
-    def step_extension_s(self) -> float:
-        """What has been added to the current step's budget since: it compiles a kernel."""
-        ...
-
-    async def run(self, inputs: StepInputs) -> StepOutput:
-        """Computes one step on the engine's thread."""
-        ...
-
-    async def check(self) -> None:
-        """Computes a step without side effects, between two steps. Raises if the device fails."""
-        ...
 
     async def read_kv(
         self,
@@ -188,9 +164,37 @@ class Runner(Protocol):
         ...
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
-        or copy may use them.
+        """Zeroes the KV of full blocks on the engine's thread, between two steps. No step in flight
+        and no copy may use them.
         """
+        ...
+
+
+class Runner(KvPort, Protocol):
+    num_blocks: int
+    max_context_tokens: int  # of the model
+    vocab_size: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it computes nothing more, as seen between steps: a rank has ended."""
+        ...
+
+    def step_budget_s(self, inputs: StepInputs) -> float:
+        """Upper bound of `run` in seconds, announced before it: above it the worker is suspect."""
+        ...
+
+    @property
+    def step_extension_s(self) -> float:
+        """What has been added to the current step's budget since: it compiles a kernel."""
+        ...
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        """Computes one step on the engine's thread."""
+        ...
+
+    async def check(self) -> None:
+        """Computes a step without side effects, between two steps. Raises if the device fails."""
         ...
 
     async def close(self) -> None: ...

@@ -16,12 +16,18 @@ sample, and keeps its row and blocks unless it is preempted.
 The choices of one request start from the blocks of their shared prompt. A sequence that will write
 into a block with other holders gets a copy of it, made before the step's writes; the last holder
 writes in place.
+
+Steps may be in flight, submitted and not yet applied. A sequence in one of them joins the next step
+only with the next chunk of its prompt, or where `may_draw_ahead` allows it with the token that is
+being drawn. It is not preempted: its blocks are in use. If only that would make room, the step
+stays short, so that one of the next steps can preempt it.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from itertools import chain
 
 import msgspec
@@ -35,6 +41,7 @@ from shared.kv_layout import first_sent
 class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
+    start: int  # position of the first of them
     completes: bool  # this step computes the sequence's last token
     # (source, destination) blocks to copy first; the row holds the sources until the step ends
     block_copies: tuple[tuple[int, int], ...] = ()
@@ -43,6 +50,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     def samples(self) -> bool:
         """Whether this step samples a token for the sequence."""
         return self.completes and self.sequence.sampling is not None
+
+
+def _never(sequence: Sequence) -> bool:
+    return False
 
 
 class Batcher:
@@ -61,6 +72,7 @@ class Batcher:
         self._watermark_blocks = int(pool.num_blocks * watermark)
         # of the step being scheduled: (source, destination) blocks
         self._block_copies: dict[Sequence, list[tuple[int, int]]] = {}
+        self._awaited: Sequence | None = None  # its steps in flight keep the blocks that are needed
 
     def add(self, sequence: Sequence) -> None:
         """Queues a WAITING sequence. One that already holds blocks runs without admission."""
@@ -98,13 +110,20 @@ class Batcher:
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
 
-    def schedule(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
-        """Returns the step's rows, and prefills that were completely cached (HELD)."""
+    def schedule(
+        self, may_draw_ahead: Callable[[Sequence], bool] = _never, num_stages: int = 1
+    ) -> tuple[list[ScheduledSequence], list[Sequence]]:
+        """Returns the step's rows, and prefills that were completely cached (HELD).
+
+        `may_draw_ahead`: whether a sequence whose next token is being drawn may already compute it.
+        In a pipeline of `num_stages`, where none may, running rows are spread over as many steps.
+        """
         scheduled: dict[Sequence, ScheduledSequence] = {}
+        max_rows = -(-len(self.running) // num_stages)
         budget = self._max_batch_tokens
         num_preempted = 0
-        for sequence, num_computable in self._running_by_turns():
-            if budget == 0:
+        for sequence, num_computable in self._running_by_turns(may_draw_ahead):
+            if budget == 0 or len(scheduled) == max_rows:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for an older one in this step
@@ -115,15 +134,22 @@ class Batcher:
                         budget += scheduled.pop(victim).num_scheduled_tokens
                 if sequence.state is not SequenceState.RUNNING:
                     continue
+                if self._awaited is not None:
+                    scheduled.pop(self._awaited, None)
+                    break
             count = num_computable if num_computable < budget else budget
             scheduled[sequence] = _scheduled(sequence, count, self._block_copies.get(sequence))
             budget -= count
         rows = list(scheduled.values())
-        found = [] if num_preempted else self._admit(rows, budget)
+        is_short = num_preempted or self._awaited is not None
+        found = [] if is_short else self._admit(rows, budget)
         self._block_copies.clear()
+        self._awaited = None
         return rows, found
 
-    def _running_by_turns(self) -> list[tuple[Sequence, int]]:
+    def _running_by_turns(
+        self, may_draw_ahead: Callable[[Sequence], bool]
+    ) -> list[tuple[Sequence, int]]:
         """Running sequences with the number of tokens to compute: first those with one, then those
         with more; both oldest first. A sequence that lacks only the token that it is stalled at is
         left out.
@@ -131,7 +157,9 @@ class Batcher:
         computable = [
             (
                 each,
-                len(each.token_ids)
+                _num_ahead(each, may_draw_ahead)
+                if each.in_flight
+                else len(each.token_ids)
                 - each.num_computed_tokens
                 - (each.grammar is not None and each.grammar.is_stalled),
             )
@@ -146,7 +174,10 @@ class Batcher:
         """
         pool, tables = self.pool, sequence.block_tables
         size, ref_counts = pool.block_size, pool.ref_counts
-        num_tokens, index = len(sequence.token_ids), sequence.num_computed_tokens // size
+        position, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
+        if sequence.in_flight:
+            position, num_tokens = sequence.next_position, sequence.next_num_tokens
+        index = position // size
         if len(tables) == 1:  # without a loop: this runs for every row of every step
             (table,) = tables
             return len(table) * size >= num_tokens and ref_counts[table[index]] == 1
@@ -166,11 +197,12 @@ class Batcher:
 
     def _make_room(self, sequence: Sequence) -> list[Sequence]:
         """Gives `sequence` blocks for its next step in every group, unshared where it writes.
-        Returns the sequences preempted for that.
+        Returns the sequences preempted for that. If one in flight had to be, sets `_awaited`
+        instead.
         """
         victims: list[Sequence] = []
         missing = [
-            max(0, self._end(sequence, group, sequence.num_computed_tokens) - len(table))
+            max(0, self._end(sequence, group, sequence.next_position) - len(table))
             for group, table in enumerate(sequence.block_tables)
         ]
         num_missing = sum(missing)
@@ -178,6 +210,9 @@ class Batcher:
             return victims
         while self.pool.num_free_blocks < num_missing + len(self._shared_groups(sequence)):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
+            if victim.in_flight:
+                self._awaited = victim
+                return victims
             self.preempt(victim)
             victims.append(victim)
             if victim is sequence:
@@ -191,7 +226,7 @@ class Batcher:
 
     def _shared_groups(self, sequence: Sequence) -> list[int]:
         """The groups in which its next KV would be written to a block with another holder."""
-        index = sequence.num_computed_tokens // self.pool.block_size
+        index = sequence.next_position // self.pool.block_size
         return [
             group
             for group, table in enumerate(sequence.block_tables)
@@ -209,7 +244,7 @@ class Batcher:
         """Replaces the shared block by a new one. The row takes over the reference to the source,
         so that no other sequence can write to the source while the step may still read it.
         """
-        block_index = sequence.num_computed_tokens // self.pool.block_size
+        block_index = sequence.next_position // self.pool.block_size
         table = sequence.block_tables[group]
         (destination,) = self.pool.allocate(1)
         self._block_copies.setdefault(sequence, []).append((table[block_index], destination))
@@ -322,13 +357,25 @@ class Batcher:
             end = self.pool.blocks_for(sequence.num_tokens)
             if end * len(self.pool.reaches) <= self.pool.num_blocks:
                 return end
-        return self.needs.end(group, num_computed, sequence.num_tokens)
+        return self.needs.end(group, num_computed, sequence.next_num_tokens)
 
 
 def _scheduled(
     sequence: Sequence, count: int, block_copies: list[tuple[int, int]] | None = None
 ) -> ScheduledSequence:
-    completes = sequence.num_computed_tokens + count == len(sequence.token_ids)
+    start, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
+    if sequence.in_flight:
+        start, num_tokens = sequence.next_position, sequence.next_num_tokens
+    completes = start + count == num_tokens
     if block_copies is None:  # the common case
-        return ScheduledSequence(sequence, count, completes)
-    return ScheduledSequence(sequence, count, completes, tuple(block_copies))
+        return ScheduledSequence(sequence, count, start, completes)
+    return ScheduledSequence(sequence, count, start, completes, tuple(block_copies))
+
+
+def _num_ahead(sequence: Sequence, may_draw_ahead: Callable[[Sequence], bool]) -> int:
+    """The number of tokens that a sequence in flight can compute in the next step."""
+    if sequence.is_aborted:
+        return 0
+    if sequence.next_num_tokens > len(sequence.token_ids):  # one is being drawn
+        return int(may_draw_ahead(sequence))
+    return len(sequence.token_ids) - sequence.next_position - sequence.is_stalled

@@ -90,7 +90,14 @@ class SequenceGrammar(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+class RowInFlight(Protocol):
+    @property
+    def num_scheduled_tokens(self) -> int: ...
+    @property
+    def samples(self) -> bool: ...
+
+
+@dataclass(eq=False, slots=True, kw_only=True, weakref_slot=True)
 class Sequence:
     """Prompt and output of one choice. With `pooling` instead of `sampling` it is an embedding,
     with neither a prefill; both sample no tokens.
@@ -127,8 +134,8 @@ class Sequence:
     num_committed_blocks: int = 0  # leading blocks that are in the prefix cache
     num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
-    is_in_step: bool = False
-    is_aborted: bool = False
+    in_flight: list[RowInFlight] = field(default_factory=list)  # of steps not applied yet
+    is_aborted: bool = False  # or has ended: what its steps in flight compute is dropped
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # for penalties
     # of the second to the last computed prompt token; None: not requested, or already returned
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
@@ -195,6 +202,20 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_in_step(self) -> bool:
+        return bool(self.in_flight)
+
+    @property
+    def next_position(self) -> int:
+        """Of the first token that no step computes or has computed."""
+        return self.num_computed_tokens + sum(row.num_scheduled_tokens for row in self.in_flight)
+
+    @property
+    def next_num_tokens(self) -> int:
+        """`num_tokens` once the steps in flight have sampled."""
+        return len(self.token_ids) + sum(row.samples for row in self.in_flight)
 
     @property
     def is_stalled(self) -> bool:

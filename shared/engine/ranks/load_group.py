@@ -1,4 +1,4 @@
-"""Starts the ranks of a worker and returns their runner once all are ready."""
+"""Starts the ranks of a worker and returns their executor once all are ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.ranks.channel import channel_pair
 from shared.engine.ranks.fingerprint import model_on_meta
-from shared.engine.ranks.group_runner import GroupRunner
+from shared.engine.ranks.group_executor import GroupExecutor
+from shared.engine.ranks.group_kv import GroupKv
+from shared.engine.ranks.group_steps import GroupSteps
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
 from shared.engine.runners.device_numerics import device_numerics
@@ -42,7 +44,7 @@ CPU = torch.device("cpu")
 
 def load_group(
     model_dir: Path | str, device: str, shape: MeshShape, **given_options: Any
-) -> GroupRunner:
+) -> GroupExecutor:
     """`given_options` are the fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
     or one that ranks see differently, and ConfigError for a model that cannot be cut like this.
     """
@@ -78,23 +80,27 @@ def load_group(
         copies=tuple(theirs for _, theirs in copies),
         masks=rank_masks,
     )
-    step_thread = ThreadPoolExecutor(1, "group-step")  # its end would end the group
+    parent_thread = ThreadPoolExecutor(1, "group-parent")  # its end would end the group
     try:
-        group = step_thread.submit(RankGroup.start, _spec(setup, shape)).result()
+        group = parent_thread.submit(RankGroup.start, _spec(setup, shape)).result()
     except (GroupLost, ValueError) as error:
         raise CheckpointError(f"{model_dir}: {error}") from None
     finally:
         for each in (*setup.copies, setup.masks):
             os.close(each)
-    return GroupRunner(
-        group,
-        step_thread,
+    steps = GroupSteps(group, masks, parent_thread, options.clock)
+    kv = GroupKv(
+        steps,
         parts,
+        [ours for ours, _ in copies],
         shape=shape,
-        copies=[ours for ours, _ in copies],
-        masks=masks,
         kv_layout=kv_layout,
         numerics=device_numerics(CPU, dtype, mode),
+    )
+    return GroupExecutor(
+        steps,
+        kv,
+        shape,
         num_blocks=num_blocks,
         max_context_tokens=min(config.max_position_embeddings, num_blocks * options.block_size),
         vocab_size=config.vocab_size,

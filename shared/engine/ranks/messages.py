@@ -32,7 +32,9 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    inputs: bytes
+    """`plan`: see step_plan.py."""
+
+    plan: bytes
 
 
 class CheckDevice(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +48,7 @@ class ZeroBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class MasksWanted(msgspec.Struct, frozen=True, tag=True):
+    step: int
     timeout_s: float
 
 

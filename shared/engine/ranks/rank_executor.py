@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from shared.engine.runners.warm_up import idle_step
 from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
 
+log = structlog.get_logger(__name__)
+
 CPU = torch.device("cpu")
 
 
@@ -48,13 +51,27 @@ class RankExecutor(ModelExecutor):
         self._is_first = stage == 0
         self._is_last = stage + 1 == mesh.shape.pp
         self._answers = mesh.rank == mesh.shape.answering_rank
+        self.failure = ""  # of the last step
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
+        self.failure = ""
         if self._is_last:
             return super().run(inputs)
         self._mesh.send(self.hidden(inputs))
         return StepOutput([])
+
+    def run_idle(self, query_lens: list[int], *, temperature: float) -> None:
+        """A step without side effects."""
+        layout = self.kv_layout
+        self.run(
+            idle_step(
+                layout.block_size,
+                query_lens,
+                temperature=temperature,
+                num_groups=len(layout.groups),
+            )
+        )
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         if self._is_first:
@@ -70,6 +87,17 @@ class RankExecutor(ModelExecutor):
         if inputs.sampling.num_rows:
             self.model.logits(self._sampled(hidden, inputs))
         return [], [], frozenset()
+
+    def _sample_logits(
+        self, logits: Tensor, inputs: StepInputs, began_at: float
+    ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
+        """What raises here, after the last exchange with other ranks, fails this step alone."""
+        try:
+            return super()._sample_logits(logits, inputs, began_at)
+        except Exception as error:
+            log.exception("sampling_failed")
+            self.failure = f"{type(error).__name__}: {error}"
+            return [], [], frozenset()
 
 
 def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]:
@@ -113,7 +141,7 @@ def _warm_up(executor: RankExecutor) -> None:
     """
     rows = [cpu_host().few_rows + 1, 1]
     for temperature in (0.0, 1.0):
-        executor.run(idle_step(executor.kv_layout.block_size, rows, temperature=temperature))
+        executor.run_idle(rows, temperature=temperature)
 
 
 def _fill(

@@ -7,6 +7,7 @@ from threading import Thread
 import msgspec
 import torch
 
+from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_process import RankContext
 from shared.engine.ranks.channel import Channel, ChannelClosed
@@ -25,8 +26,7 @@ from shared.engine.ranks.messages import (
 )
 from shared.engine.ranks.rank_executor import RankExecutor, load_rank
 from shared.engine.ranks.remote_masks import RemoteMasks
-from shared.engine.ranks.step_codec import decode_step, encode_output
-from shared.engine.runners.warm_up import idle_step
+from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
 from shared.log import configure_logging
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -42,22 +42,28 @@ class ModelWork:
         torch.set_num_threads(setup.num_threads)
         self._mesh = context.mesh()
         self._executor, self.identity = load_rank(setup, self._mesh)
+        layout = self._executor.kv_layout
+        self._state = RankState(layout.block_size, len(layout.groups))
         self._masks = RemoteMasks(Channel.of(setup.masks))
         copies = Channel.of(setup.copies[context.rank])
         Thread(target=_serve_copies, args=(self._executor, copies), daemon=True).start()
 
-    def run(self, step: int, plan: bytes) -> bytes:
-        match _decoder.decode(plan):
-            case RunStep(inputs=data):
-                self._masks.begin_step()
-                return encode_output(self._executor.run(decode_step(data, self._masks.mask)))
+    def run(self, step: int, data: bytes) -> bytes:
+        match _decoder.decode(data):
+            case RunStep(plan=plan):
+                return encode(self._computed(step, decode_plan(plan)))
             case CheckDevice():
-                block_size = self._executor.kv_layout.block_size
-                self._executor.run(idle_step(block_size, [2, 1], temperature=1.0))
+                self._executor.run_idle([2, 1], temperature=1.0)
             case ZeroBlocks(block_ids=block_ids):
                 self._executor.zero_blocks(block_ids)
                 _wait_for_all(self._mesh)
         return b""
+
+    def _computed(self, step: int, plan: StepPlan) -> StepResult:
+        masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)
+        output = self._executor.run(self._state.apply(plan, masks))
+        self._state.record(output)
+        return StepResult(plan.step, output, self._executor.failure)
 
 
 def _wait_for_all(mesh: Mesh) -> None:

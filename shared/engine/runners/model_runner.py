@@ -23,7 +23,7 @@ from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.device_numerics import device_numerics
-from shared.engine.runners.step_deadline import StepBudget
+from shared.engine.runners.step_deadline import StepBudget, step_units
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
 from shared.engine.sampling.mask_words import join_masks
@@ -168,6 +168,11 @@ class ModelExecutor:
         if inputs.sampling.is_plain_greedy:
             return self.model.argmax_tokens(sampled).tolist(), [], frozenset()
         logits = self.model.logits(sampled)
+        return self._sample_logits(logits, inputs, began_at)
+
+    def _sample_logits(
+        self, logits: Tensor, inputs: StepInputs, began_at: float
+    ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
         masks = join_masks(
             inputs.sampling.masks, self._clock, lambda: self._forward_time_s(began_at)
         )
@@ -251,7 +256,7 @@ class ModelRunner:
         return weights_report(self.executor.model)
 
     def step_budget_s(self, inputs: StepInputs) -> float:
-        return self._budget.seconds(inputs)
+        return self._budget.seconds(step_units(inputs))
 
     @property
     def step_extension_s(self) -> float:
@@ -310,7 +315,7 @@ class ModelRunner:
         """Runs on the step thread."""
         started = self._clock.now()
         output = self.executor.run(inputs)
-        self._budget.observe(inputs, self._clock.now() - started)
+        self._budget.observe(step_units(inputs), self._clock.now() - started)
         return output
 
 

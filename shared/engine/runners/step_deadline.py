@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.runner import StepInputs
 
 FLOOR_S = 1.0
@@ -17,11 +18,24 @@ CONTEXT_TOKENS_PER_UNIT = 256
 def step_units(inputs: StepInputs) -> float:
     pairs = int(np.dot(inputs.query_lens, inputs.context_lens))
     num_ranked = sum(len(each.token_ids) for each in inputs.prompt_logprobs.values())
-    return STEP_UNITS + len(inputs.input_ids) + num_ranked + pairs / CONTEXT_TOKENS_PER_UNIT
+    return _units(len(inputs.input_ids), num_ranked, pairs)
+
+
+def row_units(rows: list[ScheduledSequence]) -> float:
+    """`step_units` of the inputs that these rows make, but for the last token of a prompt."""
+    counts = [row.num_scheduled_tokens for row in rows]
+    pairs = sum(count * (row.start + count) for row, count in zip(rows, counts, strict=True))
+    ranked = [n for row, n in zip(rows, counts, strict=True) if row.sequence.prompt_logprobs]
+    return _units(sum(counts), sum(ranked), pairs)
+
+
+def _units(num_tokens: int, num_ranked: int, num_pairs: int) -> float:
+    return STEP_UNITS + num_tokens + num_ranked + num_pairs / CONTEXT_TOKENS_PER_UNIT
 
 
 class StepBudget:
-    """Tracks the slowest recent pace: a slower step sets it, a faster one lowers it by 1 %.
+    """Of steps measured in `step_units`. Tracks the slowest recent pace: a slower step sets it, a
+    faster one lowers it by 1 %.
 
     A kernel that is compiled during a step extends this step's budget, and the step says nothing
     about the pace.
@@ -31,10 +45,10 @@ class StepBudget:
         self._seconds_per_unit = seconds_per_unit
         self._num_compiled = 0  # in the current step
 
-    def seconds(self, inputs: StepInputs) -> float:
+    def seconds(self, units: float) -> float:
         """Call before each step."""
         self._num_compiled = 0
-        return FLOOR_S + SLACK * self._seconds_per_unit * step_units(inputs)
+        return FLOOR_S + SLACK * self._seconds_per_unit * units
 
     @property
     def extension_s(self) -> float:
@@ -45,8 +59,8 @@ class StepBudget:
         """Call before a kernel is compiled, on any thread."""
         self._num_compiled += 1
 
-    def observe(self, inputs: StepInputs, elapsed_s: float) -> None:
+    def observe(self, units: float, elapsed_s: float) -> None:
         if self._num_compiled:
             return
-        pace = elapsed_s / step_units(inputs)
+        pace = elapsed_s / units
         self._seconds_per_unit = max(pace, 0.99 * self._seconds_per_unit)

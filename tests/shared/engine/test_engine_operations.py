@@ -7,6 +7,9 @@ referenced.
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,11 +46,30 @@ PROMPTS = st.builds(
     st.integers(1, 6),
     st.sampled_from([300, 400]),
 )
-SAMPLINGS = st.builds(
-    lambda num_tokens, is_greedy: greedy(num_tokens) if is_greedy else seeded(num_tokens),
-    st.sampled_from([1, 3, 12, 24]),
-    st.booleans(),
-)
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"min_tokens": 2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.25},
+    {"bad_words": ((17,), (16, 18), (500, 19))},
+    {"logit_bias": ((18, 2.0),), "num_logprobs": 1},
+    {"num_logprobs": 2, "logprobs_mode": "processed", "presence_penalty": 0.5},
+]
+
+
+def samplings(extras: list[dict[str, Any]]) -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        lambda num_tokens, is_greedy, extra: msgspec.structs.replace(
+            greedy(num_tokens) if is_greedy else seeded(num_tokens), **extra
+        ),
+        st.sampled_from([1, 3, 12, 24]),
+        st.booleans(),
+        st.sampled_from(extras),
+    )
+
+
+SAMPLINGS = samplings(EXTRAS)  # of choices that continue a prefill, too
+SUBMITTED_SAMPLINGS = samplings([*EXTRAS, {"num_prompt_logprobs": 1}])
 STOPS = st.sampled_from([(), (17,), (16, 20)])
 LATE_AT = st.none() | st.sets(st.integers(0, 23), max_size=6)
 REACHES = [
@@ -75,13 +97,15 @@ def states(*wanted: SequenceState):  # type: ignore[no-untyped-def]
 
 
 class EngineMachine(RuleBasedStateMachine):
+    rig_type = Rig
+
     @initialize(
         budget=st.sampled_from([1, 5, 64]),
         num_sequences=st.sampled_from([1, 2, 5]),
         reaches=st.sampled_from(REACHES),
     )
     def start(self, budget: int, num_sequences: int, reaches: tuple[Reach, ...]) -> None:
-        self.rig = Rig(
+        self.rig = self.rig_type(
             num_blocks=NUM_BLOCKS * len(reaches),
             max_batch_tokens=budget,
             max_sequences=num_sequences,
@@ -95,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         ids=PROMPTS,
-        sampling=SAMPLINGS,
+        sampling=SUBMITTED_SAMPLINGS,
         stop=STOPS,
         tenant_id=TENANTS,
         is_reserved=st.booleans(),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.failed_steps import MAX_IN_A_ROW
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
@@ -84,7 +85,7 @@ class Worker:
             max_sequences=64,
             zeroes_freed_blocks=zeroes_freed_blocks,
         )
-        self.loop = EngineLoop(self.engine, runner, VirtualClock())
+        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), VirtualClock())
         self.loop.listen(self._record)
         self.loop.on_device_lost(self._record_loss)
         self.tokens: dict[bytes, list[int]] = {}

@@ -10,6 +10,7 @@ import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
@@ -62,7 +63,7 @@ class Bench:
             max_batch_tokens=64,
             max_sequences=max_sequences,
         )
-        self.loop = EngineLoop(self.engine, runner, VirtualClock())
+        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), VirtualClock())
         self.loop.listen(self._record)
         self.received: list[StepProgress] = []
         self.changed = asyncio.Event()

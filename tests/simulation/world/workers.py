@@ -12,6 +12,7 @@ from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
@@ -176,7 +177,7 @@ class SimulatedWorker:
             bus=self.bus,
             clock=clock,
             randomness=randomness,
-            loop=EngineLoop(self.engine, self.runner, clock),
+            loop=EngineLoop(self.engine, InProcessExecutor(self.runner), clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
             roles=roles,
             data_plane=self.receiver.address,

@@ -13,6 +13,7 @@ from shared.clock import MonotonicClock
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.load import load_runner
@@ -48,7 +49,7 @@ class Bench:
             max_sequences=8,
             zeroes_freed_blocks=zeroes_freed_blocks,
         )
-        self.loop = EngineLoop(self.engine, runner, MonotonicClock())
+        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), MonotonicClock())
         self.loop.listen(self._record)
         self.changed = asyncio.Event()
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.loop import EngineLoop
-from shared.engine.runners.step_deadline import COMPILE_S, StepBudget
+from shared.engine.runners.step_deadline import COMPILE_S, StepBudget, step_units
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.engine.runners.warm_up import idle_step
 from tests.shared.engine.support.rig import InstantClock, Rig
 
-STEP = idle_step(16, [1])
+STEP = step_units(idle_step(16, [1]))
 
 
 def test_compiled_kernel_extends_the_budget_of_its_step_alone() -> None:
@@ -29,7 +30,9 @@ class CompilingRunner(TimingRunner):
 
 def test_heartbeats_announce_the_extended_budget() -> None:
     rig = Rig()
-    plain = EngineLoop(rig.engine, rig.runner, InstantClock()).load().step_budget_s
+    plain = (
+        EngineLoop(rig.engine, InProcessExecutor(rig.runner), InstantClock()).load().step_budget_s
+    )
     compiling = CompilingRunner(InstantClock(), num_blocks=1)
-    load = EngineLoop(rig.engine, compiling, InstantClock()).load()
+    load = EngineLoop(rig.engine, InProcessExecutor(compiling), InstantClock()).load()
     assert load.step_budget_s == plain + COMPILE_S

@@ -43,7 +43,8 @@ class InstantClock:
 
 def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     """A row of the sequence in its current state."""
-    return ScheduledSequence(sequence, num_tokens, sequence.num_uncomputed_tokens == num_tokens)
+    completes = sequence.num_uncomputed_tokens == num_tokens
+    return ScheduledSequence(sequence, num_tokens, sequence.num_computed_tokens, completes)
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:

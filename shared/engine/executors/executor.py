@@ -1,0 +1,55 @@
+"""The seam between the engine's loop and whatever computes its steps: one device, or several ranks.
+
+The loop submits steps in order, at most `depth` before the oldest one is answered.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.runner import KvPort, StepOutput
+
+
+@runtime_checkable
+class Executor(Protocol):
+    depth: int  # steps in flight
+    num_stages: int  # of a pipeline; only with one are drawn tokens where the next step needs them
+    kv: KvPort
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it computes nothing more, as seen between steps: a rank has ended."""
+        ...
+
+    @property
+    def step_budget_s(self) -> float:
+        """Upper bound in seconds of the step being computed: above it the worker is suspect."""
+        ...
+
+    @property
+    def step_extension_s(self) -> float:
+        """What has been added to that budget since: the step compiles a kernel."""
+        ...
+
+    def submit(self, rows: list[ScheduledSequence]) -> int:
+        """Queues a step; does not block. Returns its number. What the step needs to know of the
+        sequences is taken now. If it raises, the step has failed and has no result.
+        """
+        ...
+
+    async def result(self, step: int) -> StepOutput:
+        """The output of a submitted step, in order of submission. Raises if the step failed; later
+        steps in flight are computed nevertheless.
+        """
+        ...
+
+    async def check(self) -> None:
+        """Computes a step without side effects, when none is in flight. Raises if the device
+        fails.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Waits for steps in flight."""
+        ...

@@ -1,0 +1,193 @@
+"""Turns the rows of each step into a plan: what has changed since the plan before. No I/O.
+
+It remembers of each row what the ranks know: its blocks, and where the token lies that it drew
+last. A sequence that is preempted loses its row; computed again, it is a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from heapq import heappop, heappush
+from itertools import chain
+from weakref import ref
+
+import msgspec
+
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.inputs import successors_of
+from shared.engine.runner import TokenMask
+from shared.engine.step_plan import Fed, Grown, NewRow, StepPlan, Successors, pack
+
+NOT_DRAWN = -1
+
+
+class _Row:
+    """It does not keep its sequence: between two steps one may end."""
+
+    __slots__ = ("drawn_at", "num_blocks", "num_preemptions", "number", "sequence")
+
+    def __init__(self, number: int, sequence: Sequence) -> None:
+        self.number = number
+        self.sequence = ref(sequence)
+        self.num_preemptions = sequence.num_preemptions
+        self.num_blocks = list(map(len, sequence.block_tables))
+        self.drawn_at = NOT_DRAWN  # position of the token that the device holds, not yet computed
+
+    @property
+    def has_ended(self) -> bool:
+        sequence = self.sequence()
+        return (
+            sequence is None
+            or sequence.state is not SequenceState.RUNNING
+            or sequence.num_preemptions != self.num_preemptions
+        )
+
+
+class PlanBuilder:
+    def __init__(self, *, feeds_drawn: bool = False) -> None:
+        """`feeds_drawn`: plans carry every token, also those that a rank has drawn: the first stage
+        of a pipeline draws none.
+        """
+        self._feeds_drawn = feeds_drawn
+        self._rows: dict[int, _Row] = {}  # by identity of the sequence
+        self._free: list[int] = []
+        self._num_rows = 0  # taken or free
+        self._step = 0
+
+    def build(self, scheduled: list[ScheduledSequence]) -> tuple[StepPlan, tuple[TokenMask, ...]]:
+        """The next plan, and the masks of its rows, which are being computed."""
+        ended = self._end_rows()
+        rows: list[int] = []
+        starts: list[int] = []
+        new: list[NewRow] = []
+        grown: list[Grown] = []
+        fed: list[Fed] = []
+        for each in scheduled:
+            sequence, count = each.sequence, each.num_scheduled_tokens
+            start = each.start
+            row = self._rows.get(id(sequence))
+            if row is None:
+                row = self._take_row(sequence)
+                new.append(_new_row(row.number, sequence))
+            else:
+                grown += _grown(row, each)
+            if count != 1 or row.drawn_at != start:
+                token_ids = sequence.token_ids[start : start + count]
+                fed.append(Fed(row.number, pack(token_ids)))
+            row.drawn_at = NOT_DRAWN
+            if each.completes and not self._feeds_drawn:
+                row.drawn_at = start + count
+            rows.append(row.number)
+            starts.append(start)
+        masked, bans_stop, masks = self._grammars(scheduled)
+        plan = StepPlan(
+            step=self._step,
+            rows=pack(rows),
+            starts=pack(starts),
+            num_tokens=pack([each.num_scheduled_tokens for each in scheduled]),
+            completes=bytes([each.completes for each in scheduled]),
+            ended=ended,
+            new=tuple(new),
+            grown=tuple(grown),
+            fed=tuple(fed),
+            copies=tuple(chain.from_iterable(each.block_copies for each in scheduled)),
+            successors=self._successors(scheduled),
+            masked=masked,
+            bans_stop=bans_stop,
+        )
+        self._step += 1
+        return plan, masks
+
+    def _end_rows(self) -> bytes:
+        """Frees the rows of sequences that have left the batch since their last step."""
+        gone = [(key, row) for key, row in self._rows.items() if row.has_ended]
+        for key, row in gone:
+            del self._rows[key]
+            heappush(self._free, row.number)
+        return pack([row.number for _, row in gone])
+
+    def _take_row(self, sequence: Sequence) -> _Row:
+        """The lowest free row: the ranks' arrays stay as short as the batch."""
+        if self._free:
+            number = heappop(self._free)
+        else:
+            number = self._num_rows
+            self._num_rows += 1
+        row = self._rows[id(sequence)] = _Row(number, sequence)
+        return row
+
+    def _grammars(
+        self, scheduled: list[ScheduledSequence]
+    ) -> tuple[bytes, bytes, tuple[TokenMask, ...]]:
+        """Rows with a mask, rows that may not stop, and the masks."""
+        masks: dict[int, TokenMask] = {}
+        bans_stop: list[int] = []
+        for each in scheduled:
+            grammar = each.sequence.grammar
+            if grammar is None or not each.samples:
+                continue
+            number = self._rows[id(each.sequence)].number
+            mask = grammar.mask()
+            if mask is not None:
+                masks[number] = mask
+            elif grammar.bans_stop:
+                bans_stop.append(number)
+        return pack(masks), pack(bans_stop), tuple(masks.values())
+
+    def _successors(self, scheduled: list[ScheduledSequence]) -> tuple[Successors, ...]:
+        found = []
+        for each in scheduled:
+            sequence = each.sequence
+            if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
+                continue
+            token_ids = successors_of(sequence, each.start + 1, each.num_scheduled_tokens)
+            if token_ids:
+                number = self._rows[id(sequence)].number
+                found.append(Successors(number, pack(token_ids), sequence.num_prompt_logprobs))
+        return tuple(found)
+
+
+def _grown(row: _Row, scheduled: ScheduledSequence) -> list[Grown]:
+    """For each group with new blocks; also blocks that have been replaced by copies, in which the
+    row writes first.
+    """
+    tables = scheduled.sequence.block_tables
+    if not scheduled.block_copies and row.num_blocks == list(map(len, tables)):
+        return []
+    copied = {destination for _, destination in scheduled.block_copies}
+    grown = []
+    for group, (table, num_known) in enumerate(zip(tables, row.num_blocks, strict=True)):
+        first = _first_copied(table, copied, num_known)
+        if first < len(table):
+            grown.append(Grown(row.number, group, first, pack(table[first:])))
+        row.num_blocks[group] = len(table)
+    return grown
+
+
+def _first_copied(table: Ordered[int], copied: set[int], num_known: int) -> int:
+    """Index of the first block that a row does not know."""
+    return (
+        next((i for i in range(num_known) if table[i] in copied), num_known)
+        if copied
+        else (num_known)
+    )
+
+
+def _new_row(number: int, sequence: Sequence) -> NewRow:
+    params = sequence.sampling
+    if params is not None and params.grammar is not None:
+        params = msgspec.structs.replace(params, grammar=None)
+    needs_history = params is not None and (params.is_penalized or bool(params.bad_words))
+    return NewRow(
+        row=number,
+        sequence_id=sequence.sequence_id,
+        tables=tuple(map(pack, sequence.block_tables)),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        choice_index=sequence.choice_index,
+        sampling=params,
+        pooling=sequence.pooling,
+        stop_token_ids=tuple(sequence.stop_token_ids),
+        has_grammar=sequence.grammar is not None,
+        history=pack(sequence.token_ids) if needs_history else b"",
+    )

@@ -1,0 +1,297 @@
+"""What a rank knows of its rows. Applies plans, and builds the inputs of each step from them.
+
+Pure: no device, no clock. Every rank that applies the same plans, and records the same tokens,
+builds the same inputs; they equal those of `inputs.build_inputs` from the sequences themselves.
+
+A row's arrays stay in place, so a decode step gathers them instead of building them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.inputs import (
+    SAMPLING_ROW,
+    SampledRow,
+    has_extras,
+    sampling_extras,
+    sampling_row,
+)
+from shared.engine.runner import (
+    PoolingInputs,
+    PromptSuccessors,
+    SamplingInputs,
+    StepInputs,
+    StepOutput,
+    TokenMask,
+)
+from shared.engine.sampling.token_counts import TokenCounts
+from shared.engine.step_plan import Fed, NewRow, StepPlan, unpack
+from shared.errors import StepFailed
+from shared.messages import Pooling, SamplingParams
+
+_ROW = np.dtype(
+    [
+        ("last_id", np.int64),  # drawn last
+        ("num_prompt_tokens", np.int64),
+        ("samples", np.bool_),
+        ("has_extras", np.bool_),
+        ("sampling", SAMPLING_ROW),
+    ]
+)
+_FEWEST_ROWS, _FEWEST_BLOCKS = 16, 16
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepGrammar:
+    """A row's grammar at one step."""
+
+    token_mask: TokenMask | None
+    bans_stop: bool
+
+    def mask(self) -> TokenMask | None:
+        return self.token_mask
+
+
+@dataclass(slots=True)
+class _SpecialRow:
+    """A row that needs more than its arrays: a `SampledSequence`, or an embedding."""
+
+    sampling: SamplingParams | None
+    pooling: Pooling | None
+    num_prompt_tokens: int
+    stop_token_ids: tuple[int, ...]
+    has_grammar: bool
+    token_ids: list[int]  # all so far if they are needed, else none
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    num_output_tokens: int = 0
+    grammar: _StepGrammar | None = None
+    pooled: NDArray[np.float64] | None = None
+
+
+class RankState:
+    def __init__(self, block_size: int, num_groups: int) -> None:
+        self._block_size = block_size
+        self._rows = np.zeros(_FEWEST_ROWS, dtype=_ROW)
+        shape = (num_groups, _FEWEST_ROWS, _FEWEST_BLOCKS)
+        self._tables = np.zeros(shape, dtype=np.int64)
+        self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
+        self._special: dict[int, _SpecialRow] = {}
+        self._drawn = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
+        self._pooled: dict[int, int] = {}  # index in the last plan -> row
+        self._next_step = 0
+
+    def apply(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> StepInputs:
+        """`masks` of the plan's masked rows. The tokens of earlier steps that the plan does not
+        feed must have been recorded.
+
+        Raises StepFailed for a plan that does not follow the last one: this rank has lost one, or
+        is another worker's.
+        """
+        if plan.step != self._next_step:
+            raise StepFailed(f"plan {plan.step} came, expected plan {self._next_step}")
+        self._next_step += 1
+        self._update(plan)
+        rows, starts, query_lens = map(unpack, (plan.rows, plan.starts, plan.num_tokens))
+        return self._inputs(plan, masks, rows, starts, query_lens)
+
+    def record(self, output: StepOutput) -> None:
+        """What the last plan's step drew and pooled, before the next plan."""
+        if output.token_ids:  # else another rank samples
+            self._rows["last_id"][self._drawn] = output.token_ids
+        for index, row in self._pooled.items():
+            self._special[row].pooled = output.pooled.get(index)
+
+    def _update(self, plan: StepPlan) -> None:
+        for row in unpack(plan.ended).tolist():
+            self._special.pop(row, None)
+        for new in plan.new:
+            self._add(new)
+        for grown in plan.grown:
+            self._write_table(grown.group, grown.row, grown.first_index, unpack(grown.block_ids))
+
+    def _add(self, new: NewRow) -> None:
+        self._rows = _with_length(self._rows, new.row + 1)
+        self._num_blocks = _with_length(self._num_blocks, new.row + 1, axis=1)
+        params = new.sampling
+        row = self._rows[new.row]
+        row["num_prompt_tokens"] = new.num_prompt_tokens
+        row["samples"] = params is not None
+        row["has_extras"] = False
+        if params is not None:
+            row["sampling"] = sampling_row(params, new.choice_index)
+            row["has_extras"] = has_extras(params, new.has_grammar or None)
+        if row["has_extras"] or new.pooling is not None:
+            self._special[new.row] = _SpecialRow(
+                params,
+                new.pooling,
+                new.num_prompt_tokens,
+                new.stop_token_ids,
+                new.has_grammar,
+                unpack(new.history).tolist(),
+            )
+        for group, table in enumerate(new.tables):
+            self._write_table(group, new.row, 0, unpack(table))
+
+    def _write_table(self, group: int, row: int, first: int, block_ids: Integers) -> None:
+        end = first + len(block_ids)
+        self._tables = _with_length(_with_length(self._tables, row + 1, axis=1), end, axis=2)
+        table = self._tables[group, row]
+        table[first:end] = block_ids
+        table[end:] = 0
+        self._num_blocks[group, row] = end
+
+    def _inputs(
+        self,
+        plan: StepPlan,
+        masks: Sequence[TokenMask],
+        rows: Integers,
+        starts: Integers,
+        query_lens: Integers,
+    ) -> StepInputs:
+        ends = query_lens.cumsum()
+        context_lens = starts + query_lens
+        num_tokens = int(ends[-1])
+        index = np.arange(len(rows))
+        row_of_token, positions = index, starts
+        if num_tokens > len(rows):
+            row_of_token = index.repeat(query_lens)
+            positions = np.arange(num_tokens) + (context_lens - ends)[row_of_token]
+        input_ids = self._input_ids(plan.fed, rows, ends)
+        self._extend_histories(rows, ends, context_lens, input_ids)
+        tables = self._tables_of(rows)
+        block_indices, offsets = np.divmod(positions, self._block_size)
+        slots = tables[:, row_of_token, block_indices] * self._block_size + offsets
+        return StepInputs(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=tables,
+            sampling=self._sampling(plan, masks, rows, ends - 1, context_lens),
+            block_copies=plan.copies,
+            prompt_logprobs=_prompt_logprobs(plan, rows),
+            pooling=self._pooling(plan, rows, starts),
+        )
+
+    def _tables_of(self, rows: Integers) -> Integers:
+        """[G, S, max_blocks] padded with 0."""
+        width = int(self._num_blocks[:, rows].max())
+        tables: Integers = self._tables[:, rows, :width]
+        return tables
+
+    def _input_ids(self, fed: tuple[Fed, ...], rows: Integers, ends: Integers) -> Integers:
+        """[T] fed, or drawn last."""
+        input_ids = np.zeros(int(ends[-1]), dtype=np.int64)
+        input_ids[ends - 1] = self._rows["last_id"][rows]
+        if fed:
+            end_of = dict(zip(rows.tolist(), ends.tolist(), strict=True))
+            for each in fed:
+                token_ids = unpack(each.token_ids)
+                end = end_of[each.row]
+                input_ids[end - len(token_ids) : end] = token_ids
+        return input_ids
+
+    def _extend_histories(
+        self, rows: Integers, ends: Integers, context_lens: Integers, input_ids: Integers
+    ) -> None:
+        if not self._special:
+            return
+        for row, end, length in zip(
+            rows.tolist(), ends.tolist(), context_lens.tolist(), strict=True
+        ):
+            special = self._special.get(row)
+            if special is None:
+                continue
+            special.num_output_tokens = length - special.num_prompt_tokens
+            num_new = length - len(special.token_ids)
+            if special.token_ids and num_new > 0:
+                special.token_ids += input_ids[end - num_new : end].tolist()
+
+    def _sampling(
+        self,
+        plan: StepPlan,
+        masks: Sequence[TokenMask],
+        rows: Integers,
+        last: Integers,
+        context_lens: Integers,
+    ) -> SamplingInputs:
+        """`last`: [S] index of each row's last token."""
+        samples = np.frombuffer(plan.completes, dtype=np.bool_) & self._rows["samples"][rows]
+        drawn = self._drawn = rows[samples]
+        kept = self._rows[drawn]
+        packed = kept["sampling"]
+        requesting = self._requesting(plan, masks, kept["has_extras"])
+        return SamplingInputs(
+            logits_indices=last[samples],
+            temperature=packed["temperature"].copy(),
+            top_k=packed["top_k"].copy(),
+            top_p=packed["top_p"].copy(),
+            min_p=packed["min_p"].copy(),
+            seed=packed["seed"].copy(),
+            choice_index=packed["choice_index"].copy(),
+            output_position=context_lens[samples] - kept["num_prompt_tokens"],
+            **(sampling_extras(requesting) if requesting else {}),
+        )
+
+    def _requesting(
+        self, plan: StepPlan, masks: Sequence[TokenMask], has_extras: NDArray[np.bool_]
+    ) -> list[SampledRow]:
+        if not has_extras.any():
+            return []
+        mask_of = dict(zip(unpack(plan.masked).tolist(), masks, strict=True))
+        bans_stop = set(unpack(plan.bans_stop).tolist())
+        requesting: list[SampledRow] = []
+        for index in np.flatnonzero(has_extras).tolist():
+            row = int(self._drawn[index])
+            special = self._special[row]
+            assert special.sampling is not None
+            if special.has_grammar:
+                special.grammar = _StepGrammar(mask_of.get(row), row in bans_stop)
+            requesting.append((index, special, special.sampling))
+        return requesting
+
+    def _pooling(
+        self, plan: StepPlan, rows: Integers, starts: Integers
+    ) -> dict[int, PoolingInputs]:
+        """A mean needs every chunk; the last token is in the last chunk."""
+        self._pooled = {}
+        found: dict[int, PoolingInputs] = {}
+        if not self._special:
+            return found
+        for index, row in enumerate(rows.tolist()):
+            special = self._special.get(row)
+            if special is None or special.pooling is None:
+                continue
+            if special.pooling == "mean" or plan.completes[index]:
+                before = special.pooled if starts[index] else None
+                found[index] = PoolingInputs(special.pooling, before)
+                self._pooled[index] = row
+        return found
+
+
+def _prompt_logprobs(plan: StepPlan, rows: Integers) -> dict[int, PromptSuccessors]:
+    if not plan.successors:
+        return {}
+    index_of = {row: index for index, row in enumerate(rows.tolist())}
+    return {
+        index_of[each.row]: PromptSuccessors(unpack(each.token_ids), each.num_top_logprobs)
+        for each in plan.successors
+    }
+
+
+def _with_length(values: np.ndarray, length: int, *, axis: int = 0) -> np.ndarray:
+    """`values`, or a copy at least twice as long with zeros at its end."""
+    missing = length - values.shape[axis]
+    if missing <= 0:
+        return values
+    pads = [(0, 0)] * values.ndim
+    pads[axis] = (0, max(missing, values.shape[axis]))
+    return np.pad(values, pads)

@@ -1,0 +1,115 @@
+"""An `Executor` whose steps are computed by a group of rank processes; the leader has no weights.
+
+One worker of the fleet is one group: the leader has the bus, the batcher and the block pool, the
+ranks have weights and KV. All ranks get the same plans, and the last stage's first rank samples.
+A pipeline of S stages has S steps in flight.
+
+A rank that dies, freezes or fails ends the group: its steps raise, `has_ended` says so, and the
+worker leaves the fleet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.clock import Clock
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.executors.plan_builder import PlanBuilder
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.ranks.group_kv import GroupKv
+from shared.engine.ranks.group_steps import GroupSteps
+from shared.engine.ranks.messages import CheckDevice, RunStep
+from shared.engine.runner import KvPort, StepOutput
+from shared.engine.runners.step_deadline import StepBudget, row_units
+from shared.engine.step_plan import decode_result, encode
+from shared.errors import StepFailed
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    units: float
+    budget_s: float
+    began_at: float
+
+
+class GroupExecutor:
+    """`revision`, and the layout and numerics of `kv`, are those of the whole model."""
+
+    step_extension_s = 0.0
+
+    def __init__(
+        self,
+        steps: GroupSteps,
+        kv: GroupKv,
+        shape: MeshShape,
+        *,
+        num_blocks: int,
+        max_context_tokens: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        revision: str,
+        clock: Clock,
+    ) -> None:
+        self.kv: KvPort = kv
+        self.kv_layout = kv.kv_layout
+        self.numerics = kv.numerics
+        self.depth = self.num_stages = shape.pp
+        self.num_blocks = num_blocks
+        self.max_context_tokens = max_context_tokens
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.revision = revision
+        self._kv = kv
+        self._steps = steps
+        # only the answering rank has the tokens that it draws
+        self._plans = PlanBuilder(feeds_drawn=True)
+        self._clock = clock
+        self._budget = StepBudget()
+        self._in_flight: dict[int, _StepInFlight] = {}
+        self._answered_at = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._steps.group.loss is not None
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the rank processes."""
+        return self._steps.group.pids
+
+    @property
+    def step_budget_s(self) -> float:
+        return max((step.budget_s for step in self._in_flight.values()), default=0.0)
+
+    def submit(self, rows: list[ScheduledSequence]) -> int:
+        """Raises DeviceFailed if the group is lost."""
+        if len(self._in_flight) >= self.depth:
+            raise ValueError(f"{self.depth} steps are in flight, no more may be")
+        plan, masks = self._plans.build(rows)
+        units = row_units(rows)
+        budget_s = self._budget.seconds(units)
+        step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
+        self._in_flight[step] = _StepInFlight(units, budget_s, self._clock.now())
+        return step
+
+    async def result(self, step: int) -> StepOutput:
+        """Raises DeviceFailed if the group is lost, StepFailed if sampling raised."""
+        under_way = self._in_flight[step]
+        try:
+            answer = decode_result(await self._steps.answer(step))
+        finally:
+            del self._in_flight[step]
+        now = self._clock.now()
+        self._budget.observe(under_way.units, now - max(under_way.began_at, self._answered_at))
+        self._answered_at = now
+        if answer.failure:
+            raise StepFailed(answer.failure)
+        return answer.output
+
+    async def check(self) -> None:
+        await self._steps.command(CheckDevice())
+
+    async def close(self) -> None:
+        """Waits for nothing: ranks end at once."""
+        await self._kv.close()
+        await self._steps.close()

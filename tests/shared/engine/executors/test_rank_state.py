@@ -1,0 +1,70 @@
+"""A rank that applies encoded plans computes with the inputs that the sequences themselves give."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from shared.engine.executors.plan_builder import PlanBuilder
+from shared.engine.executors.rank_state import RankState
+from shared.engine.step_plan import decode_plan, encode
+from shared.errors import StepFailed
+from tests.shared.engine.support.planned_rig import PlannedRig
+from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
+from tests.shared.engine.test_engine_operations import PROMPTS, EngineMachine
+
+
+class PlannedMachine(EngineMachine):
+    """Random operations with forks, preemptions, aborts, chunks, masks and failed steps."""
+
+    rig_type = PlannedRig
+
+    @rule(ids=PROMPTS, pooling=st.sampled_from(["mean", "last"]))
+    def embed(self, ids: list[int], pooling: str) -> None:
+        self.rig.add(new_sequence(ids, None, pooling=pooling))
+
+
+TestPlannedMachine = PlannedMachine.TestCase
+TestPlannedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_arrays_grow_with_rows_and_tables() -> None:
+    rig = PlannedRig(num_blocks=512, max_batch_tokens=4096, max_sequences=40)
+    lengths = [3, 200, *range(2, 40)]
+    sequences = [rig.add(new_sequence(prompt(n, start=40 * n), greedy())) for n in lengths]
+    rig.run()
+    for num_tokens, sequence in zip(lengths, sequences, strict=True):
+        ids = tuple(prompt(num_tokens, start=40 * num_tokens))
+        assert rig.output(sequence) == solo(ids, greedy())
+
+
+def test_decode_plans_do_not_grow_with_the_context() -> None:
+    sizes = []
+    for num_tokens in (9, 3001):
+        rig = PlannedRig(num_blocks=4096, max_batch_tokens=16384)
+        for n in range(4):
+            rig.add(new_sequence(prompt(num_tokens, start=n), greedy(4)))
+        rig.run()
+        sizes.append(rig.num_plan_bytes[2])  # of the second step, which feeds no token
+    assert sizes[0] == sizes[1] < 80
+
+
+def test_rank_rejects_a_gap() -> None:
+    rig, builder, rank = Rig(), PlanBuilder(), RankState(BLOCK_SIZE, 1)
+    rig.add(new_sequence(prompt(5), greedy()))
+    rows = rig.begin()
+    rank.apply(builder.build(rows)[0])
+    builder.build(rows)
+    with pytest.raises(StepFailed, match="plan 2 came, expected plan 1"):
+        rank.apply(builder.build(rows)[0])
+
+
+def test_garbled_plan_raises() -> None:
+    rig, builder = Rig(), PlanBuilder()
+    rig.add(new_sequence(prompt(5), greedy()))
+    payload = encode(builder.build(rig.begin())[0])
+    with pytest.raises(msgspec.DecodeError):
+        decode_plan(payload[:-1])

@@ -1,0 +1,371 @@
+"""Several steps in flight give each sequence the tokens that it has alone, one step at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.timing_executor import TimingExecutor
+from shared.engine.loop import EngineLoop
+from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from shared.kv_layout import Reach, Window, first_seen
+from shared.messages import SamplingParams
+from tests.shared.engine.support.rig import BLOCK_SIZE, greedy, new_sequence, prompt, seeded, solo
+from tests.shared.engine.test_engine_operations import (
+    LATE_AT,
+    PROMPTS,
+    STOPS,
+    SUBMITTED_SAMPLINGS,
+    VOCAB_SIZE,
+    late_grammar,
+)
+from tests.simulation.world.clock import VirtualClock, run
+
+STEP_S = 0.01
+POISON = 777
+SHAPES = [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3)]  # depth, stages
+
+
+class CheckedRunner(TimingRunner):
+    """Raises in the steps `fail_at`, and with a poisonous token. Blocks of a step stay held."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        fail_at: frozenset[int] = frozenset(),
+        reaches: tuple[Reach, ...] = (None,),
+    ) -> None:
+        super().__init__(
+            VirtualClock(),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            cost=StepCost(STEP_S, 0.0, 0.0),
+            reaches=reaches,
+        )
+        self.fail_at = fail_at
+        self.num_runs = 0
+        self.wrongs: list[str] = []
+        self.engine: Engine | None = None
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        self.num_runs += 1
+        number = self.num_runs
+        output = await super().run(inputs)
+        self.check_held(inputs)
+        if number in self.fail_at or POISON in inputs.input_ids:
+            raise RuntimeError("the device says no")
+        return output
+
+    def check_held(self, inputs: StepInputs) -> None:
+        """Every block that the step reads or writes is held, and what it writes by one sequence."""
+        assert self.engine is not None
+        pool = self.engine.pool
+        starts = (inputs.context_lens - inputs.query_lens).tolist()
+        lengths = inputs.context_lens.tolist()
+        for tables, reach in zip(inputs.block_tables, pool.reaches, strict=True):
+            for table, start, length in zip(tables, starts, lengths, strict=True):
+                first = first_seen(reach, start) // BLOCK_SIZE
+                read = table[first : -(-length // BLOCK_SIZE)].tolist()
+                if not all(pool.ref_count(each) > 0 for each in read):
+                    self.wrongs.append("a step uses a free block")
+        written = (inputs.slot_mapping // BLOCK_SIZE).ravel().tolist()
+        sources = [source for source, _ in inputs.block_copies]  # their rows hold them, too
+        if not all(pool.ref_count(each) - sources.count(each) == 1 for each in written):
+            self.wrongs.append("a written block is shared")
+
+
+class RecordingExecutor(TimingExecutor):
+    """Records how many steps were in flight, and in how many of them each row was."""
+
+    def __init__(self, runner: TimingRunner, depth: int, num_stages: int) -> None:
+        super().__init__(runner, depth=depth, num_stages=num_stages)
+        self.most_in_flight = 0
+        self.rows: dict[int, list[ScheduledSequence]] = {}
+
+    def submit(self, rows: list[ScheduledSequence]) -> int:
+        step = super().submit(rows)
+        self.most_in_flight = max(self.most_in_flight, len(self._steps))
+        self.rows[step] = rows
+        if self.num_stages > 1:
+            self.check_draws_alone()
+        return step
+
+    def check_draws_alone(self) -> None:
+        """A row that draws in one step in flight is in no later one."""
+        drawing: set[Sequence] = set()
+        for step in sorted(self._steps):
+            assert drawing.isdisjoint(row.sequence for row in self.rows[step])
+            drawing.update(row.sequence for row in self.rows[step] if row.completes)
+
+
+class Worker:
+    def __init__(self, shape: tuple[int, int], runner: CheckedRunner, **options: Any) -> None:
+        self.runner = runner
+        self.executor = RecordingExecutor(runner, *shape)
+        limits = {"max_batch_tokens": 64, "max_sequences": 8, **options}
+        self.engine = runner.engine = Engine(
+            num_blocks=runner.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=runner.max_context_tokens,
+            reaches=runner.kv_layout.reaches,
+            **limits,
+        )
+        self.loop = EngineLoop(self.engine, self.executor, VirtualClock())
+        self.loop.listen(self.record)
+        self.tokens: dict[Sequence, list[int]] = {}
+        self.endings: dict[Sequence, StepProgress] = {}
+        self.children: dict[Sequence, list[Sequence]] = {}
+        self.changed = asyncio.Event()
+
+    def record(self, progress: list[StepProgress]) -> None:
+        self.engine.pool.check()
+        for each in progress:
+            sequence = each.sequence
+            assert sequence not in self.endings, "progress after the ending"
+            self.tokens.setdefault(sequence, []).extend(each.token_ids)
+            if each.finish_reason is not None:
+                self.endings[sequence] = each
+            if sequence.state is SequenceState.HELD:
+                self.fork_or_release(sequence)
+        self.changed.set()
+
+    def fork_or_release(self, parent: Sequence) -> None:
+        children = self.children.pop(parent, [])
+        if parent.num_uncomputed_tokens or not children:  # its step failed
+            self.engine.release(parent)
+        else:
+            self.engine.fork(parent, children)
+        self.loop.wake()
+
+    def add(self, sequence: Sequence, children: list[Sequence] | None = None) -> None:
+        for child in children or []:
+            self.engine.accept(child)
+        self.children[sequence] = children or []
+        self.engine.add(sequence)
+        self.loop.wake()
+
+    async def idle(self) -> None:
+        async with asyncio.timeout(1000):
+            while not self.engine.is_idle:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@dataclass
+class Submission:
+    ids: list[int]
+    sampling: SamplingParams
+    stop: tuple[int, ...]
+    late_at: set[int] | None
+    num_choices: int  # more than one: forked from a prefill
+    after_s: float
+    abort_after_s: float | None
+    is_poisonous: bool = False
+    choices: list[Sequence] = field(default_factory=list)
+
+    def start(self, worker: Worker) -> None:
+        ids = [*self.ids, POISON] if self.is_poisonous else self.ids
+        for index in range(self.num_choices):
+            choice = new_sequence(ids, self.sampling, stop=self.stop, choice_index=index)
+            choice.grammar = late_grammar(self.late_at, [])
+            self.choices.append(choice)
+        if self.num_choices == 1:
+            worker.add(self.choices[0])
+        else:
+            worker.add(new_sequence(ids[:-1], None), self.choices)
+
+    async def play(self, worker: Worker) -> None:
+        await asyncio.sleep(self.after_s)
+        self.start(worker)
+        if self.abort_after_s is not None:
+            await asyncio.sleep(self.abort_after_s)
+            worker.engine.abort(self.choices[0])
+
+    def check(self, worker: Worker) -> None:
+        for index, choice in enumerate(self.choices):
+            tokens = worker.tokens.get(choice, [])
+            if self.is_poisonous:
+                assert tokens == []
+                continue
+            expected = solo(tuple(self.ids), self.sampling, self.stop, index, VOCAB_SIZE)
+            if self.abort_after_s is None or index > 0:
+                assert tokens == expected
+                assert worker.endings[choice].finish_reason in ("stop", "length")
+            else:
+                assert tokens == expected[: len(tokens)]
+
+
+TIMES = st.integers(0, 30).map(lambda n: n * STEP_S * 0.7)
+SUBMISSIONS = st.builds(
+    Submission,
+    ids=PROMPTS.filter(lambda ids: len(ids) > 1),
+    sampling=SUBMITTED_SAMPLINGS,
+    stop=STOPS,
+    late_at=LATE_AT,
+    num_choices=st.just(1),
+    after_s=TIMES,
+    abort_after_s=st.none() | TIMES,
+    is_poisonous=st.just(False),
+    choices=st.builds(list),
+)
+
+
+def forked(submission: Submission, num_choices: int) -> Submission:
+    """A prefill whose choices start together, so that they share its blocks."""
+    submission.num_choices = num_choices
+    submission.abort_after_s = submission.late_at = None
+    if submission.sampling.num_prompt_logprobs is not None:
+        submission.sampling = seeded(12)
+    return submission
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    submissions=st.lists(SUBMISSIONS, min_size=1, max_size=5),
+    forks=st.lists(st.builds(forked, SUBMISSIONS, st.integers(2, 3)), max_size=1),
+    num_blocks=st.sampled_from([12, 14, 40]),
+    budget=st.sampled_from([3, 5, 64]),
+    num_sequences=st.sampled_from([2, 5]),
+    reaches=st.sampled_from([(None,), (None,), (Window(9),), (None, Window(5))]),
+    fail_at=st.frozensets(st.sampled_from([2, 9, 30])),
+    poisons=st.booleans(),
+)
+def test_tokens_do_not_depend_on_the_steps_in_flight(
+    shape: tuple[int, int],
+    submissions: list[Submission],
+    forks: list[Submission],
+    num_blocks: int,
+    budget: int,
+    num_sequences: int,
+    reaches: tuple[Reach, ...],
+    fail_at: frozenset[int],
+    poisons: bool,
+) -> None:
+    if poisons:  # no passing error besides: it could hit a row that is computed alone
+        submissions[-1].is_poisonous = True
+        fail_at = frozenset()
+
+    async def scenario() -> None:
+        worker = Worker(
+            shape,
+            CheckedRunner(num_blocks * len(reaches), fail_at, reaches),
+            max_batch_tokens=budget,
+            max_sequences=num_sequences,
+        )
+        worker.loop.start()
+        await asyncio.gather(*(each.play(worker) for each in [*submissions, *forks]))
+        await worker.idle()
+        assert worker.engine.pool.num_free_blocks == num_blocks * len(reaches)
+        assert worker.executor.most_in_flight <= shape[0]
+        await worker.loop.stop()
+        assert worker.runner.wrongs == []
+        for each in [*submissions, *forks]:
+            each.check(worker)
+
+    with capture_logs():  # rendering a traceback takes longer than the example
+        run(scenario())
+
+
+@pytest.mark.parametrize(("shape", "most"), [((2, 1), 2), ((3, 1), 3), ((2, 2), 1)])
+def test_decode_runs_ahead_where_the_device_holds_its_token(
+    shape: tuple[int, int], most: int
+) -> None:
+    async def scenario() -> None:
+        worker = Worker(shape, CheckedRunner(40))
+        sequence = new_sequence(prompt(3), greedy(12))
+        worker.add(sequence)
+        worker.loop.start()
+        await worker.idle()
+        await worker.loop.stop()
+        assert worker.executor.most_in_flight == most
+        assert worker.runner.num_runs == 12, "max_tokens is known ahead: no step is in vain"
+        assert worker.tokens[sequence] == solo(tuple(prompt(3)), greedy(12), vocab_size=VOCAB_SIZE)
+
+    run(scenario())
+
+
+def test_chunks_of_a_prompt_fill_a_pipeline() -> None:
+    async def scenario() -> None:
+        worker = Worker((3, 3), CheckedRunner(40), max_batch_tokens=4)
+        worker.add(new_sequence(prompt(20), greedy(1)))
+        worker.loop.start()
+        await worker.idle()
+        await worker.loop.stop()
+        assert (worker.executor.most_in_flight, worker.runner.num_runs) == (3, 5)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_rows_of_a_pipeline_are_spread_over_its_steps(num_stages: int) -> None:
+    """All in one step would leave all stages but one idle."""
+
+    async def scenario() -> None:
+        worker = Worker((num_stages, num_stages), CheckedRunner(80))
+        for n in range(7):
+            worker.add(new_sequence(prompt(3, start=100 + 9 * n), greedy(10)))
+        worker.loop.start()
+        await worker.idle()
+        await worker.loop.stop()
+        sizes = [len(rows) for rows in worker.executor.rows.values()]
+        assert sizes[0] == 7, "prompts are computed together"
+        usual = sizes[num_stages:-num_stages]
+        assert max(usual) == -(-7 // num_stages)
+        assert worker.executor.most_in_flight == num_stages
+
+    run(scenario())
+
+
+def test_a_stop_is_seen_one_step_late_and_its_blocks_stay_until_then() -> None:
+    async def scenario() -> None:
+        expected = solo(tuple(prompt(4)), greedy(30), vocab_size=VOCAB_SIZE)
+        stop = expected[4]
+        num_tokens = expected.index(stop)
+        worker = Worker((2, 1), CheckedRunner(40))
+        sequence = new_sequence(prompt(4), greedy(30), stop=(stop,))
+        worker.add(sequence)
+        worker.loop.start()
+        while sequence not in worker.endings:
+            worker.changed.clear()
+            await worker.changed.wait()
+        assert sequence.state is SequenceState.FINISHED
+        assert worker.tokens[sequence] == expected[:num_tokens]
+        assert worker.engine.pool.num_free_blocks < 40
+        assert not worker.engine.is_idle
+        await worker.idle()
+        assert worker.engine.pool.num_free_blocks == 40
+        assert worker.runner.num_runs == num_tokens + 2
+        await worker.loop.stop()
+
+    run(scenario())
+
+
+def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again() -> None:
+    async def scenario() -> None:
+        worker = Worker((2, 1), CheckedRunner(40, frozenset({4})))
+        sequences = [new_sequence(prompt(3, start=n), greedy(8)) for n in (100, 300)]
+        for each in sequences:
+            worker.add(each)
+        worker.loop.start()
+        await worker.idle()
+        for start, each in zip((100, 300), sequences, strict=True):
+            ids = tuple(prompt(3, start=start))
+            assert worker.tokens[each] == solo(ids, greedy(8), vocab_size=VOCAB_SIZE)
+        assert worker.loop.load().num_failed_steps == 1
+        # the failed step, the void one after it, and one for each half
+        assert worker.runner.num_runs == 8 + 3
+        await worker.loop.stop()
+
+    run(scenario())

@@ -1,0 +1,74 @@
+"""A rig whose steps reach the runner as encoded plans, through the states of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.engine import StepProgress
+from shared.engine.executors.plan_builder import PlanBuilder
+from shared.engine.executors.rank_state import RankState
+from shared.engine.inputs import build_inputs
+from shared.engine.runner import StepInputs
+from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
+from tests.shared.engine.support.masked import LateMask, ReadyMask
+from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish
+
+
+class PlannedRig(Rig):
+    """One rank's tokens are fed, as in a pipeline; the other one keeps those that it draws."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.builders = (PlanBuilder(), PlanBuilder(feeds_drawn=True))
+        num_groups = len(self.runner.kv_layout.groups)
+        self.ranks = (RankState(BLOCK_SIZE, num_groups), RankState(BLOCK_SIZE, num_groups))
+        self.num_plan_bytes: list[int] = []
+
+    def end(self, rows: list[ScheduledSequence]) -> None:
+        if rows:
+            self.rows = []
+            inputs = self.planned(rows)
+            output = finish(self.runner.run(inputs))
+            answer = decode_result(encode(StepResult(0, output))).output
+            for rank in self.ranks:
+                rank.record(answer)
+            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
+            self._record(self.engine.apply(rows, answer))
+            self.check()
+
+    def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
+        self.planned(rows)  # and it raises then: nothing is drawn
+        return super().fail(rows)
+
+    def planned(self, rows: list[ScheduledSequence]) -> StepInputs:
+        """The inputs of a rank, which equal those built from the sequences."""
+        expected = build_inputs(rows, BLOCK_SIZE)
+        for builder, rank in zip(self.builders, self.ranks, strict=True):
+            plan, masks = builder.build(rows)
+            payload = encode(plan)
+            self.num_plan_bytes.append(len(payload))
+            inputs = rank.apply(decode_plan(payload), masks)
+            assert comparable(inputs) == comparable(expected)
+        return inputs
+
+
+def comparable(value: Any) -> Any:
+    """With dtypes and shapes of arrays, and the values of masks."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tolist()
+    if isinstance(value, ReadyMask | LateMask):
+        return type(value), comparable(value.wait(0.0))
+    if isinstance(value, msgspec.Struct):
+        return {name: comparable(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, Mapping):
+        return {key: comparable(each) for key, each in value.items()}
+    if hasattr(value, "__slots__"):
+        return {name: comparable(getattr(value, name)) for name in value.__slots__}
+    if isinstance(value, tuple | list):
+        return [comparable(each) for each in value]
+    return value
