@@ -37,7 +37,6 @@ from benchmarks.engine_cpu import CONTEXT, MAX_BATCH_TOKENS, make_cases, sequenc
 from benchmarks.report import Row, at_most, write_result
 from shared.engine.engine import Engine
 from shared.engine.executors.in_process_executor import InProcessExecutor
-from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_runner import CpuRunner
 from shared.engine.runners.model_loading import LoadOptions
@@ -105,15 +104,14 @@ class ProfiledRunner(CpuRunner):
             return super()._run(inputs)
 
 
-async def step(engine: Engine, plans: PlanBuilder, executor: InProcessExecutor) -> Times:
+async def step(engine: Engine, executor: InProcessExecutor) -> Times:
     """One iteration of the engine's loop, timed by part."""
     laps = [time.perf_counter()]
     rows, _ = engine.schedule()
     laps.append(time.perf_counter())
-    plan, masks = plans.build(rows)
-    executor.submit(plan, masks)
+    number = executor.submit(rows)
     laps.append(time.perf_counter())
-    output = await executor.result(plan.step)
+    output = await executor.result(number)
     laps.append(time.perf_counter())
     engine.apply(rows, output)
     laps.append(time.perf_counter())
@@ -132,21 +130,21 @@ async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
         max_sequences=BATCH,
         reaches=runner.kv_layout.reaches,
     )
-    plans, executor = PlanBuilder(), InProcessExecutor(runner)
+    executor = InProcessExecutor(runner)
     case = next(c for c in make_cases(runner.vocab_size, 0) if c.name == f"batch {BATCH}")
     for sequence in sequences_of(
         msgspec.structs.replace(case, num_output_tokens=[CONTEXT] * BATCH)
     ):
         engine.add(sequence)
     while engine.num_uncomputed_tokens or len(engine.batcher.running) < BATCH:
-        await step(engine, plans, executor)
+        await step(engine, executor)
     plain: list[Times] = []
     timed: list[Times] = []
     for _ in range(num_steps // 2):
         runner.calls = None
-        plain.append(await step(engine, plans, executor))
+        plain.append(await step(engine, executor))
         runner.calls = Calls()
-        await step(engine, plans, executor)
+        await step(engine, executor)
         timed.append(runner.calls.times)
     await runner.close()
     return medians(plain), medians(timed)

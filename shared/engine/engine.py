@@ -23,7 +23,7 @@ from shared.engine.runner import StepOutput
 from shared.engine.sampling.checks import check_sampling
 from shared.errors import ContextFull, HearthError, InvalidRequest
 from shared.kv_layout import Reach, first_sent
-from shared.messages import FinishReason, TokenLogprobs
+from shared.messages import FinishReason, SamplingParams, TokenLogprobs
 
 
 class StepProgress(msgspec.Struct, frozen=True):
@@ -247,8 +247,8 @@ class Engine:
         block_size = self.pool.block_size
         progress = []
         for index, row in enumerate(rows):
-            sequence = row.sequence
-            token_id, logprobs = next(sampled) if row.samples else (None, None)
+            sequence, samples = row.sequence, row.samples
+            token_id, logprobs = next(sampled) if samples else (None, None)
             self._leave_step(row)
             if void and sequence in void:
                 continue
@@ -256,7 +256,7 @@ class Engine:
                 self._drop(sequence)
                 continue
             num_tokens = row.num_scheduled_tokens
-            if row.samples and token_id is None:
+            if samples and token_id is None:
                 num_tokens -= 1
                 _sit_out(sequence)
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
@@ -320,9 +320,7 @@ class Engine:
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.prompt_logprobs is not None:
             prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
-        # a grammar that allows only the end ends before min_tokens
-        is_end = sequence.grammar is not None or sequence.num_output_tokens >= params.min_tokens
-        if is_end and token_id in sequence.stop_token_ids:
+        if token_id in sequence.stop_token_ids and _may_stop(sequence, params):
             self._finish(sequence)
             return StepProgress(
                 sequence,
@@ -345,6 +343,8 @@ class Engine:
             self._finish(sequence)
         elif sequence.grammar is not None:
             sequence.grammar.accept(token_id)
+        if finish_reason is None and logprobs is None and not prompt_logprobs:
+            return StepProgress(sequence, (token_id,))  # the common case, in half the time
         return StepProgress(
             sequence,
             (token_id,),
@@ -471,6 +471,11 @@ class Engine:
         size = self.pool.block_size
         tokens = sequence.token_ids[known * size : num_blocks * size]
         sequence.block_hashes += extend_chain(sequence.parent_hash_of(known), tokens, size)
+
+
+def _may_stop(sequence: Sequence, params: SamplingParams) -> bool:
+    """A grammar that allows only the end ends before min_tokens."""
+    return sequence.grammar is not None or sequence.num_output_tokens >= params.min_tokens
 
 
 def _without_late(output: StepOutput) -> list[int | None]:

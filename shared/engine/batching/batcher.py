@@ -127,7 +127,9 @@ class Batcher:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for an older one in this step
-            if not self._has_room(sequence):
+            in_flight = sequence.in_flight
+            num_tokens = sequence.next_num_tokens if in_flight else len(sequence.token_ids)
+            if num_tokens > sequence.num_writable_tokens:
                 for victim in self._make_room(sequence):
                     num_preempted += 1
                     if victim in scheduled:
@@ -138,14 +140,24 @@ class Batcher:
                     scheduled.pop(self._awaited, None)
                     break
             count = num_computable if num_computable < budget else budget
-            scheduled[sequence] = _scheduled(sequence, count, self._block_copies.get(sequence))
+            start = sequence.next_position if in_flight else sequence.num_computed_tokens
+            completes = start + count == num_tokens
+            scheduled[sequence] = ScheduledSequence(sequence, count, start, completes)
             budget -= count
+        if self._block_copies:
+            self._add_copies(scheduled)
         rows = list(scheduled.values())
         is_short = num_preempted or self._awaited is not None
         found = [] if is_short else self._admit(rows, budget)
         self._block_copies.clear()
         self._awaited = None
         return rows, found
+
+    def _add_copies(self, scheduled: dict[Sequence, ScheduledSequence]) -> None:
+        for sequence, copies in self._block_copies.items():
+            if sequence in scheduled:
+                row = scheduled[sequence]
+                scheduled[sequence] = msgspec.structs.replace(row, block_copies=tuple(copies))
 
     def _running_by_turns(
         self, may_draw_ahead: Callable[[Sequence], bool]
@@ -168,24 +180,6 @@ class Batcher:
         ones = [each for each in computable if each[1] == 1]
         return ones if len(ones) == len(computable) else ones + [e for e in computable if e[1] > 1]
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether it has blocks for all its tokens and is the only holder of the first block of
-        each group that it writes, as in most steps of a running sequence.
-        """
-        pool, tables = self.pool, sequence.block_tables
-        size, ref_counts = pool.block_size, pool.ref_counts
-        position, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
-        if sequence.in_flight:
-            position, num_tokens = sequence.next_position, sequence.next_num_tokens
-        index = position // size
-        if len(tables) == 1:  # without a loop: this runs for every row of every step
-            (table,) = tables
-            return len(table) * size >= num_tokens and ref_counts[table[index]] == 1
-        for table in tables:
-            if len(table) * size < num_tokens or ref_counts[table[index]] != 1:
-                return False
-        return True
-
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         for held in parent.held_blocks:
             self.pool.hold(held)
@@ -206,8 +200,6 @@ class Batcher:
             for group, table in enumerate(sequence.block_tables)
         ]
         num_missing = sum(missing)
-        if not num_missing and not self._shared_groups(sequence):
-            return victims
         while self.pool.num_free_blocks < num_missing + len(self._shared_groups(sequence)):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
             if victim.in_flight:
@@ -222,6 +214,8 @@ class Batcher:
         for table, count in zip(sequence.block_tables, missing, strict=True):
             if count:
                 table.extend(self.pool.allocate(count))
+        num_blocks = min(map(len, sequence.block_tables))
+        sequence.num_writable_tokens = num_blocks * self.pool.block_size
         return victims
 
     def _shared_groups(self, sequence: Sequence) -> list[int]:
@@ -256,6 +250,7 @@ class Batcher:
             self.pool.release(held)
         sequence.block_tables = []
         sequence.first_blocks = []
+        sequence.num_writable_tokens = 0
 
     def preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -295,7 +290,9 @@ class Batcher:
             self.running.append(sequence)
             count = min(num_uncomputed - sequence.is_stalled, budget)
             if count:
-                rows.append(_scheduled(sequence, count))
+                start = sequence.num_computed_tokens
+                completes = start + count == len(sequence.token_ids)
+                rows.append(ScheduledSequence(sequence, count, start, completes))
                 budget -= count
         return found
 
@@ -358,18 +355,6 @@ class Batcher:
             if end * len(self.pool.reaches) <= self.pool.num_blocks:
                 return end
         return self.needs.end(group, num_computed, sequence.next_num_tokens)
-
-
-def _scheduled(
-    sequence: Sequence, count: int, block_copies: list[tuple[int, int]] | None = None
-) -> ScheduledSequence:
-    start, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
-    if sequence.in_flight:
-        start, num_tokens = sequence.next_position, sequence.next_num_tokens
-    completes = start + count == num_tokens
-    if block_copies is None:  # the common case
-        return ScheduledSequence(sequence, count, start, completes)
-    return ScheduledSequence(sequence, count, start, completes, tuple(block_copies))
 
 
 def _num_ahead(sequence: Sequence, may_draw_ahead: Callable[[Sequence], bool]) -> int:

@@ -132,6 +132,8 @@ class Sequence:
     first_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that are in the prefix cache
+    # its blocks can hold this many tokens, and no other sequence holds one that it writes
+    num_writable_tokens: int = 0
     num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
     in_flight: list[RowInFlight] = field(default_factory=list)  # of steps not applied yet
