@@ -6,22 +6,31 @@ import asyncio
 import os
 import signal
 import time
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
+from services.worker import LoadedModel
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.batching.sequence import Sequence
+from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.executor import Executor
+from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.ranks.group_runner import GroupRunner
+from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.ranks.load_group import load_group
-from shared.engine.runner import LogitBias, Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
-from shared.errors import CheckpointError, ConfigError, DeviceFailed
+from shared.errors import CheckpointError, ConfigError, DeviceFailed, StepFailed
+from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.steps import Blocks, Line, step_of
+from tests.shared.engine.support.masked import SumGrammar
+from tests.shared.engine.support.rig import new_sequence, row_of
 
 VOCAB_SIZE = 320
 SHAPE = {
@@ -52,100 +61,149 @@ def single(folder: Path) -> ModelRunner:
 @pytest.fixture(
     scope="module", params=[MeshShape(2, 1), MeshShape(2, 2)], ids=["tp 2", "tp 2 x pp 2"]
 )
-def group(request: pytest.FixtureRequest, folder: Path) -> Iterator[GroupRunner]:
-    runner = load_group(folder, "cpu", request.param, **OPTIONS)
-    yield runner
-    asyncio.run(runner.close())
+def group(request: pytest.FixtureRequest, folder: Path) -> Iterator[GroupExecutor]:
+    executor = load_group(folder, "cpu", request.param, **OPTIONS)
+    yield executor
+    asyncio.run(executor.close())
 
 
-class SomeTokens:
-    """A mask that allows tokens 5 to 9."""
+def sequences() -> list[Sequence]:
+    """Rows that draw greedily and with noise, under penalties, bans, bias and masks that come late,
+    with logprobs, of a prompt in chunks; an embedding. Between them they use every option.
+    """
+    drawn = {"temperature": 0.9, "top_p": 0.95}
+    options: list[dict[str, Any]] = [
+        {
+            "repetition_penalty": 1.5,
+            "frequency_penalty": 0.25,
+            "bad_words": ((7,), (3, 9)),
+            **drawn,
+        },
+        {"num_logprobs": 3, "num_prompt_logprobs": 2, **drawn},
+        {"logit_bias": ((18, 2.0),), "num_logprobs": 2, "logprobs_mode": "processed", **drawn},
+        {"temperature": 0.0, "min_tokens": 3},
+        {"min_p": 0.01, "top_k": 40, **drawn},
+        drawn,
+    ]
+    found = [
+        new_sequence(PROMPT[n:], SamplingParams(seed=n, max_tokens=9, **each), stop=(5,))
+        for n, each in enumerate(options)
+    ]
+    found[3].grammar = SumGrammar(VOCAB_SIZE, late_at=(2, 4), compiled_after=2)
+    found[4].grammar = SumGrammar(VOCAB_SIZE, modulus=2)
+    return [*found, *(new_sequence(PROMPT[:n], None, pooling="mean") for n in (33, 50))]
 
-    def wait(self, timeout_s: float) -> np.ndarray:
-        words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
-        words[0] = 0b1111100000
-        return words
 
-
-class LateTokens:
-    """A mask that is never ready."""
-
-    def wait(self, timeout_s: float) -> None:
-        return None
-
-
-def with_all_options(step: StepInputs) -> StepInputs:
-    """Row 0 gets a bias and penalties, row 1 a mask, row 2 a late one; all get logprobs."""
-    rows = np.zeros(1, np.int64)
-    value = np.full(1, 1.5, np.float32)
-    penalties = Penalties(rows, rows + 3, repetition=value, subtracted=value)
-    sampling = msgspec.structs.replace(
-        step.sampling,
-        temperature=np.full(step.sampling.num_rows, 0.9, np.float32),
-        top_p=np.full(step.sampling.num_rows, 0.95, np.float32),
-        masks=TokenMasks(np.array([1, 2]), (SomeTokens(), LateTokens())),
-        bias=LogitBias(rows, rows + 4, value),
-        penalties=penalties,
-        raw_logprobs={0: 3, 1: 2},
-        processed_logprobs={3: 4},
+async def progress_of(executor: Executor, model: LoadedModel) -> list[dict[str, Any]]:
+    """What each sequence gets, in an engine whose prompts are computed in chunks."""
+    engine = Engine(
+        num_blocks=model.num_blocks,
+        block_size=16,
+        max_context_tokens=model.max_context_tokens,
+        max_batch_tokens=48,
+        max_sequences=16,
     )
-    successors = {0: PromptSuccessors(np.array(PROMPT[1:20]), 2)}
-    return msgspec.structs.replace(step, sampling=sampling, prompt_logprobs=successors)
+    submitted, in_flight = sequences(), deque[tuple[list[ScheduledSequence], int]]()
+    for each in submitted:
+        engine.add(each)
+    progress: list[StepProgress] = []
+    most_in_flight = 0
+    while not engine.is_idle:
+        rows, found = engine.schedule(num_stages=executor.num_stages)
+        progress += found
+        if rows:
+            in_flight.append((rows, executor.submit(rows)))
+        most_in_flight = max(most_in_flight, len(in_flight))
+        if in_flight and (not rows or len(in_flight) == executor.depth):
+            rows, step = in_flight.popleft()
+            progress += engine.apply(rows, await executor.result(step))
+    assert most_in_flight == executor.depth
+    return [joined([p for p in progress if p.sequence is each]) for each in submitted]
 
 
-def steps_of(lines: list[Line]) -> list[StepInputs]:
-    """Chunks of a prompt beside another one, then decode steps of both; every token has logits."""
-    first, second = lines
-    steps = []
-    for work in ([(first, 20)], [(first, 33), (second, 7)], [(first, 1), (second, 1)]):
-        steps.append(step_of(work))
-        for line, num_new in work:
-            line.num_computed += num_new
-    return [with_all_options(steps[0]), *steps[1:]]
-
-
-def lines_of(num_blocks: int) -> list[Line]:
-    blocks = Blocks(num_blocks)
-    return [blocks.line(PROMPT), blocks.line(PROMPT[30:50])]
+def joined(progress: list[StepProgress]) -> dict[str, Any]:
+    *_, last = progress
+    return {
+        "tokens": [token_id for each in progress for token_id in each.token_ids],
+        "logprobs": [each.logprobs for each in progress if each.logprobs],
+        "prompt_logprobs": [each.prompt_logprobs for each in progress if each.prompt_logprobs],
+        "finish_reason": last.finish_reason,
+        "embedding": None if last.embedding is None else last.embedding.tolist(),
+    }
 
 
 async def test_steps_have_the_same_results_as_in_one_process(
-    single: ModelRunner, group: GroupRunner
+    single: ModelRunner, group: GroupExecutor
 ) -> None:
-    for ours, theirs in zip(
-        steps_of(lines_of(group.num_blocks)), steps_of(lines_of(group.num_blocks)), strict=True
-    ):
-        expected, found = await single.run(ours), await group.run(theirs)
-        assert found == expected
-        assert not ours.sampling.masks or expected.late_rows == {2}
+    expected = await progress_of(InProcessExecutor(single), single)
+    assert await progress_of(group, group) == expected
+    assert {each["finish_reason"] for each in expected} <= {"length", "stop"}
+    assert len(expected[1]["prompt_logprobs"][0]) == len(PROMPT) - 2
+
+
+async def test_sampling_that_raises_fails_its_step_alone(group: GroupExecutor) -> None:
+    """The rows of others are computed again, and the group goes on."""
+    engine = Engine(
+        num_blocks=group.num_blocks,
+        block_size=16,
+        max_context_tokens=group.max_context_tokens,
+        max_batch_tokens=64,
+        max_sequences=16,
+    )
+    sampling = SamplingParams(seed=1, max_tokens=2, temperature=1.0)
+    sequence = new_sequence(PROMPT[:9], sampling)
+    engine.add(sequence)
+    outside = ((VOCAB_SIZE + 9, 1.0),)  # which `add` would have refused
+    sequence.sampling = msgspec.structs.replace(sampling, logit_bias=outside)
+    rows, _ = engine.schedule()
+    with pytest.raises(StepFailed):
+        await group.result(group.submit(rows))
+    engine.fail(rows, StepFailed("its sampling raised"))
+    await group.check()
+    assert not group.has_ended
 
 
 async def test_keys_and_values_are_those_of_one_process(
-    single: ModelRunner, group: GroupRunner
+    single: ModelRunner, group: GroupExecutor
 ) -> None:
     """They are read and written in the layout of the whole model."""
-    line = lines_of(group.num_blocks)[0]
-    step, num_bytes = step_of([(line, 45)]), 45 * single.kv_layout.bytes_per_token
-    await single.run(step)
-    await group.run(step)
+    table, num_bytes = await prefilled(group, 45), 45 * single.kv_layout.bytes_per_token
+    assert await prefilled(InProcessExecutor(single), 45) == table
     expected, found = bytearray(num_bytes), bytearray(num_bytes)
-    await single.read_kv(line.block_table, 0, 45, memoryview(expected))
-    await group.read_kv(line.block_table, 0, 45, memoryview(found))
+    await single.read_kv(table, 0, 45, memoryview(expected))
+    await group.kv.read_kv(table, 0, 45, memoryview(found))
     assert found == expected and any(found)
-    table = line.block_table[::-1]
-    await group.write_kv(table, 3, 42, memoryview(found)[: 42 * single.kv_layout.bytes_per_token])
+    reverse = table[::-1]
+    part = memoryview(found)[: 42 * single.kv_layout.bytes_per_token]
+    await group.kv.write_kv(reverse, 3, 42, part)
     again = bytearray(42 * single.kv_layout.bytes_per_token)
-    await group.read_kv(table, 3, 42, memoryview(again))
+    await group.kv.read_kv(reverse, 3, 42, memoryview(again))
     assert again == found[: len(again)]
-    await group.zero_blocks(line.block_table)
-    await group.read_kv(line.block_table, 0, 45, memoryview(found))
+    await group.kv.zero_blocks(table)
+    await group.kv.read_kv(table, 0, 45, memoryview(found))
     assert not any(found)
     with pytest.raises(ValueError, match="lie outside"):
         outside = bytearray(4096 * single.kv_layout.bytes_per_token)
-        await group.read_kv(line.block_table, 0, 4096, memoryview(outside))
+        await group.kv.read_kv(table, 0, 4096, memoryview(outside))
 
 
-async def test_group_describes_the_whole_model(single: ModelRunner, group: GroupRunner) -> None:
+async def prefilled(executor: Executor, num_tokens: int) -> list[int]:
+    """The blocks that hold the KV of a prompt."""
+    engine = Engine(
+        num_blocks=64,
+        block_size=16,
+        max_context_tokens=256,
+        max_batch_tokens=64,
+        max_sequences=1,
+    )
+    prefill = new_sequence(PROMPT[:num_tokens], None)
+    engine.add(prefill)
+    rows, _ = engine.schedule()
+    engine.apply(rows, await executor.result(executor.submit(rows)))
+    return prefill.block_tables[0].tolist()
+
+
+async def test_group_describes_the_whole_model(single: ModelRunner, group: GroupExecutor) -> None:
     for name in ("revision", "kv_layout", "numerics", "vocab_size", "max_context_tokens"):
         assert getattr(group, name) == getattr(single, name)
     await group.check()
@@ -153,28 +211,37 @@ async def test_group_describes_the_whole_model(single: ModelRunner, group: Group
 
 async def test_killed_rank_ends_the_group(folder: Path) -> None:
     """It is noticed without a step."""
-    runner = load_group(folder, "cpu", MeshShape(1, 2), **OPTIONS)
-    await runner.check()
-    os.kill(runner.group.pids[0], signal.SIGKILL)
+    group = load_group(folder, "cpu", MeshShape(1, 2), **OPTIONS)
+    await group.check()
+    os.kill(group.pids[0], signal.SIGKILL)
     async with asyncio.timeout(5):
-        while not runner.has_ended:
+        while not group.has_ended:
             await asyncio.sleep(0.01)
     with pytest.raises(DeviceFailed, match="a rank of this worker is lost"):
-        await runner.check()
-    await runner.close()
+        await group.check()
+    await group.close()
 
 
 async def test_frozen_rank_ends_the_group_within_the_budget_of_a_step(folder: Path) -> None:
-    runner = load_group(folder, "cpu", MeshShape(1, 2), **OPTIONS)
-    step = step_of([(lines_of(runner.num_blocks)[0], 5)])
-    await runner.run(step)
-    os.kill(runner.group.pids[0], signal.SIGSTOP)
+    """All steps in flight raise."""
+    group = load_group(folder, "cpu", MeshShape(1, 2), **OPTIONS)
+    await prefilled(group, 5)
+    os.kill(group.pids[0], signal.SIGSTOP)
     began_at = time.monotonic()
-    with pytest.raises(DeviceFailed, match="a rank of this worker is lost"):
-        await runner.run(step)
-    assert time.monotonic() - began_at < 2 * runner.step_budget_s(step) + 1
-    assert runner.has_ended
-    await runner.close()
+    rows = [row_of(with_blocks(PROMPT[:n]), n) for n in (4, 5)]
+    steps = [group.submit([each]) for each in rows]
+    budget_s = group.step_budget_s
+    for step in steps:
+        with pytest.raises(DeviceFailed, match="a rank of this worker is lost"):
+            await group.result(step)
+    assert time.monotonic() - began_at < 2 * budget_s + 1
+    await group.close()
+
+
+def with_blocks(prompt_ids: list[int]) -> Sequence:
+    sequence = new_sequence(prompt_ids, None)
+    sequence.block_tables, sequence.first_blocks = [array("q", [0])], [0]
+    return sequence
 
 
 def test_checkpoint_that_cannot_be_cut_is_an_error(folder: Path) -> None:
