@@ -20,7 +20,7 @@ from shared.engine.ranks.group_kv import GroupKv
 from shared.engine.ranks.group_steps import GroupSteps
 from shared.engine.ranks.messages import CheckDevice, RunStep
 from shared.engine.runner import KvPort, StepOutput
-from shared.engine.runners.step_deadline import StepBudget, row_units
+from shared.engine.runners.step_deadline import StepBudget, units_of
 from shared.engine.step_plan import decode_result, encode
 from shared.errors import StepFailed
 
@@ -86,7 +86,7 @@ class GroupExecutor:
         if len(self._in_flight) >= self.depth:
             raise ValueError(f"{self.depth} steps are in flight, no more may be")
         plan, masks = self._plans.build(rows)
-        units = row_units(rows)
+        units = _units(rows)
         budget_s = self._budget.seconds(units)
         step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
         self._in_flight[step] = _StepInFlight(units, budget_s, self._clock.now())
@@ -113,3 +113,11 @@ class GroupExecutor:
         """Waits for nothing: ranks end at once."""
         await self._kv.close()
         await self._steps.close()
+
+
+def _units(rows: list[ScheduledSequence]) -> float:
+    """See `step_units`, which counts the same in the inputs of a step."""
+    counts = [row.num_scheduled_tokens for row in rows]
+    num_pairs = sum(count * (row.start + count) for row, count in zip(rows, counts, strict=True))
+    ranked = [row.num_scheduled_tokens for row in rows if row.sequence.prompt_logprobs is not None]
+    return units_of(sum(counts), sum(ranked), num_pairs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.runner import StepInputs
 
 FLOOR_S = 1.0
@@ -18,18 +17,11 @@ CONTEXT_TOKENS_PER_UNIT = 256
 def step_units(inputs: StepInputs) -> float:
     pairs = int(np.dot(inputs.query_lens, inputs.context_lens))
     num_ranked = sum(len(each.token_ids) for each in inputs.prompt_logprobs.values())
-    return _units(len(inputs.input_ids), num_ranked, pairs)
+    return units_of(len(inputs.input_ids), num_ranked, pairs)
 
 
-def row_units(rows: list[ScheduledSequence]) -> float:
-    """`step_units` of the inputs that these rows make, but for the last token of a prompt."""
-    counts = [row.num_scheduled_tokens for row in rows]
-    pairs = sum(count * (row.start + count) for row, count in zip(rows, counts, strict=True))
-    ranked = [n for row, n in zip(rows, counts, strict=True) if row.sequence.prompt_logprobs]
-    return _units(sum(counts), sum(ranked), pairs)
-
-
-def _units(num_tokens: int, num_ranked: int, num_pairs: int) -> float:
+def units_of(num_tokens: int, num_ranked: int, num_pairs: int) -> float:
+    """Of a step's tokens, those of them whose logprobs are ranked, and pairs of query and key."""
     return STEP_UNITS + num_tokens + num_ranked + num_pairs / CONTEXT_TOKENS_PER_UNIT
 
 

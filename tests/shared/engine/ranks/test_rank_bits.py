@@ -59,13 +59,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def steps() -> list[StepInputs]:
+def steps(num_groups: int) -> list[StepInputs]:
     """Chunks of two prompts in a batch, then the last token of each; all tokens have logits."""
     blocks = Blocks(NUM_BLOCKS)
     long, short = (blocks.line(each) for each in PROMPTS)
     found = []
     for work in ([(long, 30)], [(long, 19), (short, 8)], [(short, 1), (long, 1)]):
-        found.append(step_of(work))
+        found.append(step_of(work, num_groups=num_groups))
         for line, num_new in work:
             line.num_computed += num_new
     return found
@@ -74,7 +74,8 @@ def steps() -> list[StepInputs]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str) -> None:
     runner = load_runner(folder, dtype=dtype, kv_cache_bytes=8 << 20)
-    expected = [runner.step_logits(step) for step in steps()]
+    num_groups = len(runner.kv_layout.groups)
+    expected = [runner.step_logits(step) for step in steps(num_groups)]
     setup = RankSetup(
         model_dir=str(folder),
         dtype=dtype,
@@ -89,7 +90,7 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
 
     def logits(mesh: Mesh) -> list[Tensor]:
         executor, _ = load_rank(setup, mesh)
-        return [executor.step_logits(step) for step in steps()]
+        return [executor.step_logits(step) for step in steps(num_groups)]
 
     for tp in (2, 4, 8):
         for found in run_ranks(MeshShape(tp), logits):
