@@ -23,6 +23,7 @@ from shared.engine.codec.manifest import (
 from shared.engine.codec.shard import BundleShard
 from shared.engine.codec.threads import coding_threads
 from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.tensor_bytes import TensorBytes
 from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import one_line
@@ -38,12 +39,15 @@ class TensorFile(Protocol):
 
 
 class SafetensorsFile:
-    """A safetensors file, mapped into memory."""
+    """A safetensors file. Parts of tensors are read, not mapped: a process never holds what belongs
+    to another rank, and a file that is cut short meanwhile is an error.
+    """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
         try:
             self._handle = stack.enter_context(safe_open(path, framework="pt"))
+            self._bytes = TensorBytes(stack.enter_context(path.open("rb", buffering=0)))
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file") from None
         except (SafetensorError, OSError) as error:
@@ -59,14 +63,10 @@ class SafetensorsFile:
             return TensorInfo(described.get_dtype(), tuple(described.get_shape()))
 
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
-        check_part(name, self.info(name).shape, cut, out)
+        dtype, shape = self.info(name)
+        check_part(name, shape, cut, out)
         with self._named(name):
-            if cut.is_whole:
-                out.copy_(self._handle.get_tensor(name))
-                return
-            stored = self._handle.get_slice(name)
-            for part, rows in cut.slices(stored.get_shape()):
-                out[rows].copy_(stored[part])
+            self._bytes.read_into(name, DTYPES[dtype], shape, cut, out)
 
     def content(self, name: str) -> Content:
         with self._named(name):

@@ -71,24 +71,3 @@ def test_wrong_size_raises(kind: str, tmp_path: Path) -> None:
             source.read_into(NAME, Cut(rows=((0, 4),)), torch.empty(5, 40))
         with pytest.raises(ValueError, match="outside of dimension 0"):
             source.read_into(NAME, Cut(rows=((40, 49),)), torch.empty(9, 40))
-
-
-def test_only_the_bytes_of_rows_are_read(tmp_path: Path) -> None:
-    """The kernel maps pages around those that are read, so the bound is twice their bytes."""
-    num_rows, path = 4096, tmp_path / "model.safetensors"
-    save_file({"weight": torch.zeros(num_rows, 2048)}, path)  # 32 MiB
-    with open_checkpoint(tmp_path) as source:
-        before = resident_bytes(path)
-        out = torch.empty(num_rows // 8, 2048)
-        source.read_into("weight", Cut(rows=((1024, 1024 + num_rows // 8),)), out)
-        assert 0 < resident_bytes(path) - before <= 2 * out.nbytes
-
-
-def resident_bytes(path: Path) -> int:
-    total, is_here = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ")[0]:
-            is_here = line.endswith(str(path))
-        elif is_here and line.startswith("Rss:"):
-            total += int(line.split()[1]) << 10
-    return total

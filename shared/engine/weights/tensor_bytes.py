@@ -1,0 +1,97 @@
+"""Reads parts of the tensors of a safetensors file, and no other bytes of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from io import FileIO
+from math import prod
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.engine.parallel.cuts import Cut
+
+STAGED_BYTES = 1 << 20  # at once, so that they stay in the processor's cache until they are copied
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    data_offsets: tuple[int, int]
+
+
+class TensorBytes:
+    """`file` is a valid safetensors file: the length of a JSON header, the header, the data.
+
+    Format: https://github.com/huggingface/safetensors#format.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        length = int.from_bytes(self._read(0, 8), "little")
+        header = msgspec.json.decode(self._read(8, length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        self._starts = {
+            name: 8 + length + msgspec.json.decode(entry, type=_Entry).data_offsets[0]
+            for name, entry in header.items()
+        }
+
+    def read_into(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], cut: Cut, out: Tensor
+    ) -> None:
+        """Fills `out`, which has the shape of the cut. Raises KeyError, and OSError for a file that
+        ends before the tensor does.
+        """
+        if not shape:
+            staged = torch.empty((1, 1), dtype=dtype)
+            self._fill(staged, self._starts[name], staged.element_size())
+            out.copy_(staged[0, 0])
+            return
+        row_bytes = prod(shape[1:]) * dtype.itemsize
+        first, num_bytes = _span(shape, cut, row_bytes)
+        for rows, at in _row_blocks(shape, cut, num_bytes):
+            part = out[at : at + len(rows)]
+            staged = torch.empty(part.shape, dtype=dtype)
+            start = self._starts[name] + rows.start * row_bytes + first
+            self._fill(staged.view(len(rows), -1), start, row_bytes)
+            part.copy_(staged)
+
+    def _fill(self, staged: Tensor, start: int, stride: int) -> None:
+        """[R, ...] rows that begin `stride` bytes apart in the file."""
+        if not staged.numel():
+            return
+        rows = staged.view(torch.uint8).numpy()
+        if rows.shape[1] == stride:
+            self._read_exactly(rows, start)
+            return
+        for index, row in enumerate(rows):
+            self._read_exactly(row, start + index * stride)
+
+    def _read_exactly(self, out: NDArray[np.uint8], start: int) -> None:
+        if os.preadv(self._file.fileno(), [out], start) != out.nbytes:
+            raise OSError("the file ends before the tensor does")
+
+    def _read(self, start: int, count: int) -> bytes:
+        return os.pread(self._file.fileno(), count, start)
+
+
+def _span(shape: tuple[int, ...], cut: Cut, row_bytes: int) -> tuple[int, int]:
+    """The bytes of each row that belong to the cut: first, number."""
+    if cut.columns is None:
+        return 0, row_bytes
+    column_bytes = row_bytes // shape[1] if shape[1] else 0
+    first, end = cut.columns
+    return first * column_bytes, (end - first) * column_bytes
+
+
+def _row_blocks(shape: tuple[int, ...], cut: Cut, num_bytes: int) -> Iterator[tuple[range, int]]:
+    """Runs of rows of the tensor, and the row of the part at which each begins."""
+    at_once = max(1, STAGED_BYTES // max(1, num_bytes))
+    at = 0
+    for first, end in ((0, shape[0]),) if cut.rows is None else cut.rows:
+        for start in range(first, end, at_once):
+            rows = range(start, min(end, start + at_once))
+            yield rows, at
+            at += len(rows)
