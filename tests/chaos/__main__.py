@@ -26,7 +26,7 @@ from tests.chaos.checks.phases import PHASES, Phase
 from tests.chaos.frames import run_frames
 from tests.chaos.outcome import FAULTS, Outcome, bars_of
 from tests.chaos.restarts import restart_each
-from tests.chaos.rows import VICTIMS, can_befall, run_row
+from tests.chaos.rows import RANK_VICTIMS, VICTIMS, can_befall, run_row
 from tests.chaos.running import WORKERS, running_chaos, running_frames
 from tests.chaos.world.load import Steady, leave_early
 from tests.chaos.world.relay import TRANSPORTS
@@ -57,7 +57,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description="The matrix of faults.")
-    parser.add_argument("--victim", action="append", choices=VICTIMS)
+    parser.add_argument("--victim", action="append", choices=(*VICTIMS, *RANK_VICTIMS))
     parser.add_argument("--fault", action="append", choices=FAULTS)
     parser.add_argument("--phase", action="append", choices=PHASES)
     parser.add_argument("--demo-model", action="store_true", help="instead of the timing engine")
@@ -65,6 +65,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nats", action="store_true", help=about)
     about = "streams under grammars, and calls of tools: kill and freeze of decode workers"
     parser.add_argument("--constrained", action="store_true", help=about)
+    about = "ranks of workers of the demo model: kill and freeze"
+    parser.add_argument("--ranks", action="store_true", help=about)
     about = "only KV frames that are spoilt on their way"
     parser.add_argument("--frames", action="store_true", help=about)
     about = "no faults: a steady load, and whether anybody suspects anybody"
@@ -73,7 +75,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
     is_part = options.victim or options.fault or options.phase or options.frames
-    options.is_full_matrix = not (is_part or options.nats or options.constrained)
+    is_short = options.nats or options.constrained or options.ranks
+    options.is_full_matrix = not (is_part or is_short)
+    if options.ranks:
+        options.demo_model = True
+        options.victim = options.victim or list(RANK_VICTIMS)
     if options.constrained and options.victim is None:
         options.victim = ["decode-1"]
     return options
@@ -81,7 +87,7 @@ def _options() -> argparse.Namespace:
 
 async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
     phases: list[Phase] = options.phase or list(PHASES)
-    is_short = options.nats or options.constrained
+    is_short = options.nats or options.constrained or options.ranks
     for is_queued in (False, True):
         wanted = [phase for phase in phases if (phase == "queued") == is_queued]
         if not wanted:
@@ -166,6 +172,7 @@ async def chaos(options: argparse.Namespace, workers: dict[str, str]) -> AsyncIt
         is_model=options.demo_model,
         is_nats=options.nats,
         is_constrained=options.constrained,
+        has_ranks=options.ranks,
     ) as running:
         for worker in LEARNED_WITHOUT:
             await running.learn_without(worker)
@@ -175,7 +182,8 @@ async def chaos(options: argparse.Namespace, workers: dict[str, str]) -> AsyncIt
 def _save(
     name: str, options: argparse.Namespace, rows: list[dict[str, object]], bars: list[Bar]
 ) -> None:
-    model = "_demo_model" if options.demo_model else ""
+    model = "_demo_model" if options.demo_model and not options.ranks else ""
+    model += "_ranks" if options.ranks else ""
     model += "_nats" if options.nats else ""
     model += "_constrained" if options.constrained else ""
     write_result(name + model, rows, bars, ["-m", "tests.chaos", *sys.argv[1:]])

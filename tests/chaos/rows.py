@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,6 +35,9 @@ VICTIMS = (
     "nats-server",
     "redis-server",
 )
+
+# Of workers whose ranks are processes; their spares have one process each.
+RANK_VICTIMS = ("decode-1:0", "decode-1:1", "prefill-1:0", "prefill-1:1")
 
 FROZEN_S = 2.0  # longer than every detection; it ends while most streams still run elsewhere
 FROZEN_SERVER_S = 4.0  # long enough that connections are dropped
@@ -84,6 +89,7 @@ class Strike:
 
     fault: Fault
     victim: str
+    rank: int | None  # of the victim: only this process of it is hit
     phase: Phase
     sent: list[Call]
     is_nats: bool
@@ -94,7 +100,8 @@ class Strike:
     @property
     def repaired_at(self) -> float:
         """When a frozen victim thaws, and fences its placements; infinite for a dead one."""
-        return self.at + _frozen_s(self.victim) if self.fault == "freeze" else math.inf
+        is_thawed = self.fault == "freeze" and self.rank is None
+        return self.at + _frozen_s(self.victim) if is_thawed else math.inf
 
     @property
     def all_requests(self) -> list[tuple[int, Call]]:
@@ -123,22 +130,30 @@ class Strike:
         return len(cut | {id(a.last) for _, a in self.all_requests if not a.last.is_successful})
 
 
-async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
+async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row:
+    """`process`: a service, or `service:rank`."""
+    victim, _, number = process.partition(":")
+    rank = int(number) if number else None
     cluster = chaos.cluster
     chaos.monitor.forget()
     sent, tasks = chaos.send_all()
     await reach(phase, chaos.monitor, sent, victim)
-    strike = Strike(fault, victim, phase, sent, chaos.nats is not None)
-    _strike(cluster, fault, victim)
-    repair = asyncio.create_task(_repair(cluster, fault, victim))
+    strike = Strike(fault, victim, rank, phase, sent, chaos.nats is not None)
+    if rank is None:
+        _strike(cluster, fault, victim)
+        repair = asyncio.create_task(_repair(cluster, fault, victim))
+    else:  # its group ends by itself
+        number_of = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+        os.kill(cluster.rank_pid(victim, rank), number_of[fault])
+        repair = asyncio.create_task(_nothing())
     strike.late, late_tasks = await _send_late(chaos, victim)
     _, unfinished = await asyncio.wait([*tasks, *late_tasks], timeout=ROW_TIMEOUT_S)
     for task in unfinished:
         task.cancel()
     outage_s = await repair
-    if fault == "device":
+    if fault == "device" or rank is not None:
         assert await cluster.ended(victim, EXIT_TIMEOUT_S) == DEVICE_LOST_STATUS
-    if fault != "freeze" and victim not in SERVERS:
+    if (fault != "freeze" or rank is not None) and victim not in SERVERS:
         await cluster.restart(victim)
     await cluster.wait_until_ready()
     try:
@@ -148,8 +163,13 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     return _row(chaos, strike, outage_s, whole_after_s)
 
 
+async def _nothing() -> None:
+    return None
+
+
 def can_befall(fault: Fault, victim: str) -> bool:
-    return fault != "device" or victim.startswith(("prefill", "decode"))
+    """Ranks belong to a model, whose device does not fail on request."""
+    return fault != "device" or (victim.startswith(("prefill", "decode")) and ":" not in victim)
 
 
 def _strike(cluster: ChaosCluster, fault: Fault, victim: str) -> None:
@@ -193,7 +213,7 @@ def _row(chaos: Chaos, strike: Strike, outage_s: float | None, whole_after_s: fl
     all_requests, pauses = strike.all_requests, _pauses(chaos, strike)
     return Row(
         fault=strike.fault,
-        process=strike.victim,
+        process=strike.victim if strike.rank is None else f"{strike.victim}:{strike.rank}",
         phase=strike.phase,
         streams=len(all_requests),
         lost=strike.lost,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,6 +19,8 @@ NUM_BLOCKS = 2048
 BLOCK_BYTES = 256  # of the timing engine
 MODEL_BLOCK_BYTES = 49152  # of the demo model
 WORKERS = {"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES), "max-batch-tokens": "256"}
+# Two workers of two ranks each; a stream that loses one continues at a worker of one process.
+RANKS = {"prefill-1": {"tp": "2"}, "decode-1": {"tp": "2"}}
 SHORT_CHUNKS = {"max-batch-tokens": "96"}  # so that a prompt takes several frames
 
 
@@ -30,11 +32,15 @@ async def running_chaos(
     is_model: bool = False,
     is_nats: bool = False,
     is_constrained: bool = False,
+    has_ranks: bool = False,
 ) -> AsyncIterator[Chaos]:
-    """`is_nats`: clients send their requests over NATS. `is_constrained`: as of `Chaos`."""
+    """`is_nats`: clients send their requests over NATS. `is_constrained`: as of `Chaos`.
+    `has_ranks`: some workers of the demo model have several ranks.
+    """
     async with AsyncExitStack() as stack:
+        options_of = RANKS if has_ranks else {}
         cluster, monitor = await stack.enter_async_context(
-            _started(folder, workers, is_model=is_model)
+            _started(folder, workers, is_model=is_model, options_of=options_of)
         )
         nats = None
         if is_nats:
@@ -62,12 +68,16 @@ async def running_frames(
 
 @contextlib.asynccontextmanager
 async def _started(
-    folder: Path, workers: dict[str, str], *, is_model: bool
+    folder: Path,
+    workers: dict[str, str],
+    *,
+    is_model: bool,
+    options_of: Mapping[str, Mapping[str, str]] = {},
 ) -> AsyncIterator[tuple[ChaosCluster, Monitor]]:
     cluster, monitor = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=workers), Monitor()
     if is_model:
         options = {**workers, "kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)}
-        cluster = ChaosCluster(folder, step_s=None, worker_options=options)
+        cluster = ChaosCluster(folder, step_s=None, worker_options=options, options_of=options_of)
     try:
         await cluster.start()
         await monitor.start(cluster)

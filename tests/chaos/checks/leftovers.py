@@ -27,6 +27,8 @@ PER_REQUEST = frozenset(
 # A link from each prefill worker to each decode worker stays open after its first use, with its
 # staging memory and a task.
 MAX_LINKS = 2
+# A group of ranks has a ring each way, both as descriptor and mapping, and its mesh.
+GROUP, GROUP_MEMFDS = "shared.engine.ranks.group_executor.GroupExecutor", 5
 LINK_TASK = "task FrameDelivery._run"
 # For listening, polling and one connection to each peer, opened when first needed.
 MORE_DESCRIPTORS = 6
@@ -53,7 +55,7 @@ def left_behind(idle: dict[str, int], now: dict[str, int]) -> dict[str, int]:
             allowed = MAX_LINKS
         if name.startswith("task ") and count > allowed:
             found[name] = count
-    if now["memfds"] > MAX_LINKS:
+    if now["memfds"] > MAX_LINKS + (GROUP_MEMFDS if GROUP in now else 0):
         found["memfds"] = now["memfds"]
     if now["descriptors"] > idle["descriptors"] + MORE_DESCRIPTORS:
         found["descriptors"] = now["descriptors"]

@@ -49,7 +49,7 @@ CLIENT, TENANT = "client-1", "chaos"
 class ChaosCluster:
     """`step_s`: step time of the timing engine; None serves the demo model.
 
-    `environ_of`: additional variables of single services, by name.
+    `environ_of`, `options_of`: additional variables and options of single services, by name.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ChaosCluster:
         gateway_options: Mapping[str, str] = {},
         services: Iterable[str] = SERVICES,
         environ_of: Mapping[str, Mapping[str, str]] = {},
+        options_of: Mapping[str, Mapping[str, str]] = {},
     ) -> None:
         self.folder = folder
         self.services = {name: SERVICES[name] for name in services}
@@ -69,6 +70,7 @@ class ChaosCluster:
         self.urls = {n: f"http://127.0.0.1:{free_port()}" for n in self.named("gateway")}
         self._step_s = step_s
         self._environ_of = environ_of
+        self._options_of = options_of
         self._options: dict[str, Mapping[str, str]] = {
             "prefill": worker_options,
             "decode": worker_options,
@@ -134,6 +136,16 @@ class ChaosCluster:
 
     def pid(self, name: str) -> int:
         return self._servers[name].pid if name in SERVERS else self._processes[name].pid
+
+    def rank_pid(self, name: str, rank: int) -> int:
+        """The process of a worker's rank."""
+        children = [
+            int(pid)
+            for task in Path(f"/proc/{self.pid(name)}/task").iterdir()
+            for pid in (task / "children").read_text().split()
+        ]
+        ranks = [each for each in sorted(children) if b"rank_process" in command_line(each)]
+        return ranks[rank]  # started in order
 
     def kill(self, name: str) -> None:
         if name in SERVERS:
@@ -225,6 +237,7 @@ class ChaosCluster:
     def _command(self, name: str) -> list[str]:
         role = self.services[name]
         options = {"process-id": name, "instance": "-", **self._options.get(role, {})}
+        options |= self._options_of.get(name, {})
         if role in ("gateway", "prefill", "decode"):
             options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
         if role == "gateway":
@@ -248,6 +261,10 @@ class ChaosCluster:
         if self._step_s is not None:
             environ[STEP_VARIABLE] = str(self._step_s)
         return environ | self._environ_of.get(name, {})
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def descriptors(pid: int) -> dict[str, int]:
