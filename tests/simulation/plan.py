@@ -14,6 +14,7 @@ FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
     "nats_restart", "nats_hang", "redis_away", "redis_hang",
     "noise", "deaf", "link_drop", "link_noise", "runner_raises", "twin",
+    "rank_killed", "rank_frozen",
 ]  # fmt: skip
 
 BLOCK_SIZE = 16
@@ -40,6 +41,8 @@ class FleetPlan:
     pool_sizes: Mapping[str, int] | None = None  # in blocks, by worker; None: `num_blocks` each
     block_sizes: Mapping[str, int] | None = None  # in tokens, by worker; None: BLOCK_SIZE each
     reaches: tuple[Reach, ...] = (None,)  # of the model's groups of layers
+    # workers whose steps are computed by a group of ranks: steps in flight, stages
+    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unlike: tuple[str, ...] = ()  # workers whose device computes other bits
     capable: tuple[str, ...] = ()  # workers that start with the features DEMO
     changing: tuple[str, ...] = ()  # workers that gain or lose them with each restart

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
-from shared.kv_layout import Reach, Window
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import PATIENT_S, POISON, Fault
 from tests.simulation.planted import BUGS, Bug
 from tests.simulation.saved import Row, piece_of, rows_of
 from tests.simulation.simulation import run_plan, simulate
 from tests.simulation.tally import Tally
+from tests.simulation.variants import with_layer_groups, with_rank_groups
 
 ROOT = Path(__file__).parents[2]
 _SEEDS = """
@@ -101,16 +101,12 @@ def test_saved_pieces_of_a_sweep_add_up() -> None:
     assert (total["schedules"], total["failed"], total["cpu_s"]) == (40, 1, 2.0)
 
 
-GROUPS: tuple[tuple[Reach, ...], ...] = (
-    (None, Window(40)),
-    (Window(7), None, Window(33), Window(64)),
-)
+@pytest.mark.parametrize("seed", range(12))
+def test_models_with_groups_of_layers_keep_all_promises(seed: int) -> None:
+    assert run_plan(with_layer_groups(plan_of(seed))).wrongs == []
 
 
-@pytest.mark.parametrize("reaches", GROUPS, ids=len)
-@pytest.mark.parametrize("seed", range(6))
-def test_models_with_groups_of_layers_keep_all_promises(
-    reaches: tuple[Reach, ...], seed: int
-) -> None:
-    plan = plan_of(seed)
-    assert run_plan(replace(plan, fleet=replace(plan.fleet, reaches=reaches))).wrongs == []
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_of_ranks_are_members_like_others(seed: int) -> None:
+    """With several steps in flight, and when ranks die or freeze."""
+    assert run_plan(with_rank_groups(plan_of(seed))).wrongs == []

@@ -32,6 +32,7 @@ from tests.simulation.world.members import (
     SimulatedScheduler,
     health_monitor_of,
 )
+from tests.simulation.world.ranks import STOPPED_S, SimulatedGroup
 from tests.simulation.world.store import MemoryStore
 from tests.simulation.world.workers import MODEL, SimulatedWorker
 
@@ -163,6 +164,7 @@ class Fleet:
                     variant=int(process_id in fleet.unlike),
                     features=features,
                     is_older=fleet.is_older(process_id, num_restarts),
+                    group=fleet.groups.get(process_id),
                 )
                 worker.runner.poison = frozenset({POISON})
                 return worker
@@ -232,6 +234,8 @@ class Fleet:
                 await self._impede(fault)
             case "runner_raises":
                 await self._fail_steps(fault)
+            case "rank_killed" | "rank_frozen":
+                await self._lose_rank(fault)
             case "twin":
                 await self._double(fault)
             case "link_drop":
@@ -300,6 +304,16 @@ class Fleet:
         await asyncio.sleep(fault.duration_s)
         host.runner.step_raises, host.runner.check_raises = lambda: False, False
 
+    async def _lose_rank(self, fault: Fault) -> None:
+        """Returns once the worker has left, if it was up."""
+        host = self.members[fault.target].host
+        if isinstance(host, SimulatedWorker) and isinstance(host.executor, SimulatedGroup):
+            if fault.kind == "rank_killed":
+                host.executor.kill_rank()
+            else:
+                host.executor.freeze_rank()
+            await asyncio.sleep(STOPPED_S + 2 * LEAVE_S)
+
     def supervise(self) -> None:
         """Starts each worker again that has left with its device, with a good one."""
         for member in self.members.values():
@@ -323,7 +337,8 @@ class Fleet:
 
     @staticmethod
     def _is_sick(trouble: Trouble, worker_id: str) -> bool:
-        return trouble.fault.kind == "runner_raises" and trouble.fault.target == worker_id
+        is_of_device = trouble.fault.kind in ("runner_raises", "rank_killed", "rank_frozen")
+        return is_of_device and trouble.fault.target == worker_id
 
     async def _double(self, fault: Fault) -> None:
         """A second process starts with the target's id, without the check at a real one's start.

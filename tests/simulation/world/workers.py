@@ -12,6 +12,7 @@ from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
+from shared.engine.executors.executor import Executor
 from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
@@ -47,6 +48,7 @@ from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
+from tests.simulation.world.ranks import SimulatedGroup
 
 MODEL, REVISION, BLOCK_SIZE, EOS = "timing", "r1", 16, 2
 
@@ -130,10 +132,11 @@ class SimulatedWorker:
         features: tuple[str, ...] = (),
         is_older: bool = False,
         grammars: WorkerGrammars | None = None,
+        group: tuple[int, int] | None = None,
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
         `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
-        vocabulary of 32,000 tokens whose end is `EOS`.
+        vocabulary of 32,000 tokens whose end is `EOS`. `group`: see `FleetPlan.groups`.
         """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
@@ -150,6 +153,12 @@ class SimulatedWorker:
             mode=mode,
             variant=variant,
         )
+        self.executor: Executor = InProcessExecutor(self.runner)
+        if group is not None:
+            depth, num_stages = group
+            self.executor = SimulatedGroup(
+                self.runner, self.process, depth=depth, num_stages=num_stages
+            )
         self.engine = Engine(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -177,7 +186,7 @@ class SimulatedWorker:
             bus=self.bus,
             clock=clock,
             randomness=randomness,
-            loop=EngineLoop(self.engine, InProcessExecutor(self.runner), clock),
+            loop=EngineLoop(self.engine, self.executor, clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
             roles=roles,
             data_plane=self.receiver.address,

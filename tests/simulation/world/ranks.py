@@ -1,0 +1,74 @@
+"""A worker's group of ranks, as its leader sees it: answers, silence, or its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.executors.timing_executor import TimingExecutor
+from shared.engine.runner import StepOutput, TokenMask
+from shared.engine.runners.timing_runner import TimingRunner
+from shared.errors import DeviceFailed
+from tests.simulation.world.process import SimulatedProcess
+
+STOPPED_S = 1.25  # until the leader ends a group of which a rank is stopped
+
+
+class SimulatedGroup(TimingExecutor):
+    """Plans are encoded and applied as by ranks. Whatever happens to one rank ends the group."""
+
+    def __init__(
+        self, runner: TimingRunner, process: SimulatedProcess, *, depth: int, num_stages: int
+    ) -> None:
+        super().__init__(runner, depth=depth, num_stages=num_stages)
+        self._process = process
+        self._lost = asyncio.Event()
+        self._is_frozen = False
+
+    @property
+    def has_ended(self) -> bool:  # type: ignore[override]
+        return self._lost.is_set()
+
+    def kill_rank(self) -> None:
+        self._lost.set()
+
+    def freeze_rank(self) -> None:
+        """Steps no longer end, until the watchdog ends the group."""
+        self._is_frozen = True
+        self._process.call_later(min(STOPPED_S, self.step_budget_s or STOPPED_S), self._lost.set)
+
+    def submit(self, rows: list[ScheduledSequence]) -> int:
+        self._check_group()
+        return super().submit(rows)
+
+    async def result(self, step: int) -> StepOutput:
+        task, lost = self._steps[step], asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+        if self.has_ended:
+            del self._steps[step]
+            task.cancel()
+            await asyncio.wait((task,))
+            _ = task.cancelled() or task.exception()  # what a lost group answers is void
+        self._check_group()
+        return await super().result(step)
+
+    async def check(self) -> None:
+        self._check_group()
+        await super().check()
+        self._check_group()
+
+    async def _compute(
+        self, payload: bytes, masks: Sequence[TokenMask], previous: asyncio.Task[bytes] | None
+    ) -> bytes:
+        answer = await super()._compute(payload, masks, previous)
+        if self._is_frozen:
+            await self._lost.wait()
+        return answer
+
+    def _check_group(self) -> None:
+        if self.has_ended:
+            raise DeviceFailed("a rank of this worker is lost")
