@@ -70,7 +70,7 @@ class TensorBytes:
             self._read_exactly(row, start + index * stride)
 
     def _read_exactly(self, out: NDArray[np.uint8], start: int) -> None:
-        if os.preadv(self._file.fileno(), [out], start) != out.nbytes:
+        if os.preadv(self._file.fileno(), [out.data], start) != out.nbytes:
             raise OSError("the file ends before the tensor does")
 
     def _read(self, start: int, count: int) -> bytes:
