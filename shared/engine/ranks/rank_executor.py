@@ -15,6 +15,7 @@ from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.rank_decoder import RankDecoder
+from shared.engine.models.rank_tensors import RankTensors
 from shared.engine.models.weight_cuts import WeightCuts
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.planning.rank_layout import rank_layout
@@ -29,6 +30,8 @@ from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.model_loading import finish_model, kv_layout_of, open_weights
 from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import idle_step
+from shared.engine.weights.load import load_weights
+from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
 from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
 
@@ -147,10 +150,22 @@ def _warm_up(executor: RankExecutor) -> None:
 def _fill(
     model: RankDecoder, config: ModelConfig, part: RankPart, model_dir: Path, setup: RankSetup
 ) -> str:
-    """Reads the rank's parts of the weights, and no others. Returns a fingerprint of all."""
-    cuts = WeightCuts(config, part)
+    """Reads the rank's parts of the weights, and no others. Returns a fingerprint of all.
+
+    They lie packed in the host's cache, one file for each part: a second start maps it.
+    """
+    destinations = model.weight_destinations()
     whole = model_on_meta(config, setup.dtype)
     with open_weights(model_dir, config, whole, setup.load_format) as source:
-        for name, destination in model.weight_destinations().items():
-            source.tensors.read_into(name, cuts.of(name), destination)
-        return fingerprint(source.tensors, source.described)
+        own = RankTensors(source.tensors, WeightCuts(config, part), destinations.keys())
+
+        def identity() -> str:
+            return fingerprint(source.tensors, source.described)
+
+        if not IS_INTERPRETED:
+            described = source.described + repr(part).encode()
+            place = own, described, identity, weights_cache_dir()
+            if (mapped := map_weights(model, destinations, *place)) is not None:
+                return mapped
+        load_weights(own, destinations)
+        return identity()
