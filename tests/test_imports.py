@@ -136,8 +136,8 @@ LAYERS = {
     ),
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | ranks | inputs | engine | batching | runners | models"
-        " | weights | layers | sampling | parallel kv_cache codec"
+        "worker | pinned_prefixes | loop | ranks | kv_transfer | inputs | engine | batching"
+        " | runners | models | weights | layers | sampling | parallel kv_cache kv_copies codec"
     ),
 }
 MAX_FILES = 16

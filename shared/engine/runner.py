@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kv_layout import KvLayout
+from shared.kv_layout import KvLayout, KvShard
 from shared.messages import Pooling, TokenLogprobs
 from shared.numerics import Numerics
 
@@ -134,6 +134,39 @@ class StepOutput(msgspec.Struct, frozen=True):
     late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
+class KvMemory(Protocol):
+    """The paged cache of a process: all of the model's KV, or one rank's part of it."""
+
+    kv_layout: KvLayout  # of the whole model
+    numerics: Numerics
+
+    async def read_kv(
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: memoryview,
+        group: int = 0,
+        shard: KvShard | None = None,
+    ) -> None:
+        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`: the layers and
+        heads of `shard`, counted in the group whose block table it is; None: all of them.
+        """
+        ...
+
+    async def write_kv(
+        self,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        group: int = 0,
+        shard: KvShard | None = None,
+    ) -> None:
+        """The reverse of `read_kv`. The blocks must not be part of a running step."""
+        ...
+
+
 class Runner(Protocol):
     kv_layout: KvLayout
     numerics: Numerics
@@ -161,30 +194,6 @@ class Runner(Protocol):
 
     async def check(self) -> None:
         """Computes a step without side effects, between two steps. Raises if the device fails."""
-        ...
-
-    async def read_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-    ) -> None:
-        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`: all layers of the
-        group, whose block table it is.
-        """
-        ...
-
-    async def write_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-    ) -> None:
-        """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...
 
     async def zero_blocks(self, block_ids: list[int]) -> None:

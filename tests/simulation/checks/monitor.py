@@ -21,9 +21,9 @@ from tests.simulation.world.workers import SimulatedWorker
 if TYPE_CHECKING:
     from services.decode.running_request import RunningRequest
     from services.gateway.streams.stream import Stream
-    from services.prefill.kv_sender import KvSender
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
+    from shared.engine.kv_transfer.kv_sender import KvSender
 
 # Of an idle process, too: one request each.
 PROBES = ("HealthMonitor._probe", "PinKeeper._retain")
