@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from socket import gethostname
-from typing import cast
+from typing import Protocol, cast
 
 import structlog
 
@@ -13,6 +13,9 @@ from shared.config import WorkerConfig
 from shared.engine.kv_transfer.frame_codec import load_codec
 from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.kv_transfer.ports import PushPort, ReceivePort
+from shared.engine.ranks.kv.group_push import GroupPushPort
+from shared.engine.ranks.kv.group_receive import GroupReceivePort
+from shared.engine.ranks.kv.rank_links import RankLinks
 from shared.engine.runner import KvMemory
 from shared.errors import ConfigError
 from shared.kv_wire.compression import FrameCodec
@@ -24,8 +27,16 @@ from shared.randomness import Randomness
 log = structlog.get_logger(__name__)
 
 
-class DataPlane:
-    """Of a worker of one process."""
+class DataPlane(Protocol):
+    async def push_port(self) -> PushPort: ...
+
+    async def receive_port(self) -> ReceivePort:
+        """Raises ConfigError for an address that is not this host's."""
+        ...
+
+
+class ProcessDataPlane:
+    """The `DataPlane` of a worker of one process."""
 
     def __init__(
         self, config: WorkerConfig, memory: KvMemory, clock: Clock, randomness: Randomness
@@ -42,10 +53,7 @@ class DataPlane:
         return LocalPushPort(dialer, self._memory, self._clock)
 
     async def receive_port(self) -> ReceivePort:
-        """Raises ConfigError for an address that is not this host's."""
-        link_keys = None
-        if self._security != "none":
-            link_keys = LinkKeys(self._security, self._randomness)
+        link_keys = link_keys_of(self._security, self._randomness)
         receiver = await receive_kv(
             self._config, self._randomness.bytes(16), await self._load_codec(), link_keys
         )
@@ -59,6 +67,36 @@ class DataPlane:
             )
             self._codec = asyncio.create_task(loading)
         return await self._codec
+
+
+class GroupDataPlane:
+    """The `DataPlane` of a worker of several ranks: each has its own."""
+
+    def __init__(self, config: WorkerConfig, links: RankLinks, randomness: Randomness) -> None:
+        self._config = config
+        self._links = links
+        self._randomness = randomness
+        self._security = data_plane_security(config)
+
+    async def push_port(self) -> PushPort:
+        return await GroupPushPort.open(
+            self._links, kv_compression=self._config.kv_compression, security=self._security
+        )
+
+    async def receive_port(self) -> ReceivePort:
+        return await GroupReceivePort.open(
+            self._links,
+            self._randomness,
+            bind_host=self._config.data_plane_host,
+            advertised_host=_advertised_host(self._config),
+            kv_compression=self._config.kv_compression,
+            link_keys=link_keys_of(self._security, self._randomness),
+        )
+
+
+def link_keys_of(security: DataPlaneSecurity, randomness: Randomness) -> LinkKeys | None:
+    """None: links are not sealed."""
+    return None if security == "none" else LinkKeys(security, randomness)
 
 
 async def receive_kv(

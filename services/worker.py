@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import structlog
 
-from services.data_plane import DataPlane
+from services.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
-from shared.clock import MonotonicClock
+from shared.clock import Clock, MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.features import features_of
@@ -20,14 +20,15 @@ from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.runner import Runner
+from shared.engine.ranks.group_runner import GroupRunner
+from shared.engine.runner import KvMemory, Runner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
-from shared.randomness import SystemRandomness
+from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
@@ -134,7 +135,7 @@ async def build_worker(
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = _engine(config, runner)
-    data_plane = DataPlane(config, runner, clock, randomness)
+    data_plane = _data_plane(config, runner, clock, randomness)
     receive_port = None
     if "decode" in roles:
         try:
@@ -166,6 +167,15 @@ async def build_worker(
     if receive_port is not None:
         handlers.append(DecodeService(worker, receive_port, grammars))
     return WorkerProcess(worker, handlers, bus)
+
+
+def _data_plane(
+    config: WorkerConfig, runner: ModelledRunner, clock: Clock, randomness: Randomness
+) -> DataPlane:
+    if isinstance(runner, GroupRunner):
+        return GroupDataPlane(config, runner.kv_links, randomness)
+    memory = cast(KvMemory, runner)
+    return ProcessDataPlane(config, memory, clock, randomness)
 
 
 def _engine(config: WorkerConfig, runner: ModelledRunner) -> Engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shared.clock import Clock
 from shared.engine.kv_transfer.joined_push import JoinedPush
 from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts, PushedSequence
@@ -46,7 +48,7 @@ class LocalPushPort:
                 sequence,
                 first_token=first_token,
                 memory=self._memory,
-                dial=lambda target=target: self._dialer.link(target.address, link_key),
+                dial=partial(self._dialer.link, target.address, link_key),
                 clock=self._clock,
                 counts=self.counts,
                 shard=shard,

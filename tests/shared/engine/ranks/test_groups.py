@@ -120,31 +120,6 @@ async def test_steps_have_the_same_results_as_in_one_process(
         assert not ours.sampling.masks or expected.late_rows == {2}
 
 
-async def test_keys_and_values_are_those_of_one_process(
-    single: ModelRunner, group: GroupRunner
-) -> None:
-    """They are read and written in the layout of the whole model."""
-    line = lines_of(group.num_blocks)[0]
-    step, num_bytes = step_of([(line, 45)]), 45 * single.kv_layout.bytes_per_token
-    await single.run(step)
-    await group.run(step)
-    expected, found = bytearray(num_bytes), bytearray(num_bytes)
-    await single.read_kv(line.block_table, 0, 45, memoryview(expected))
-    await group.read_kv(line.block_table, 0, 45, memoryview(found))
-    assert found == expected and any(found)
-    table = line.block_table[::-1]
-    await group.write_kv(table, 3, 42, memoryview(found)[: 42 * single.kv_layout.bytes_per_token])
-    again = bytearray(42 * single.kv_layout.bytes_per_token)
-    await group.read_kv(table, 3, 42, memoryview(again))
-    assert again == found[: len(again)]
-    await group.zero_blocks(line.block_table)
-    await group.read_kv(line.block_table, 0, 45, memoryview(found))
-    assert not any(found)
-    with pytest.raises(ValueError, match="lie outside"):
-        outside = bytearray(4096 * single.kv_layout.bytes_per_token)
-        await group.read_kv(line.block_table, 0, 4096, memoryview(outside))
-
-
 async def test_group_describes_the_whole_model(single: ModelRunner, group: GroupRunner) -> None:
     for name in ("revision", "kv_layout", "numerics", "vocab_size", "max_context_tokens"):
         assert getattr(group, name) == getattr(single, name)
