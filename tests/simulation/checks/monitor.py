@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.gateway.streams.stream import Stream
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
-    from shared.engine.kv_transfer.kv_sender import KvSender
+    from shared.engine.kv_transfer.ports import Push
 
 # Of an idle process, too: one request each.
 PROBES = ("HealthMonitor._probe", "PinKeeper._retain")
@@ -142,7 +142,7 @@ class Monitor:
             deliver = prefill._deliver
 
             def watched_deliver(
-                command: RunPrefill, sequence: Sequence, push: KvSender
+                command: RunPrefill, sequence: Sequence, push: Push
             ) -> Coroutine[Any, Any, None]:
                 self._check_run(worker, command.request_id)
                 return deliver(command, sequence, push)
