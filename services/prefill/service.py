@@ -167,10 +167,10 @@ class PrefillService:
         self._worker.outbox.post(control("decode", decode_worker_id), message)
 
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
-        counts, layout = self._port.counts, self._worker.loop.runner.kv_layout
+        counts = self._port.counts
         return msgspec.structs.replace(
             load,
-            num_pushed_tokens=counts.num_bytes // layout.bytes_per_token,
+            num_pushed_tokens=round(counts.num_tokens),
             push_s=counts.busy_s,
             saved_kv_bytes=self._port.compressed.num_saved_bytes,
         )

@@ -23,10 +23,11 @@ from shared.kv_wire.shards import in_groups, is_whole
 @dataclass(slots=True)
 class PushCounts:
     """Totals of all pushes since the start: acknowledged bytes, and seconds with at least one frame
-    in flight.
+    in flight. A token is what all targets of a push take of it: its parts are fractions.
     """
 
     num_bytes: int = 0
+    num_tokens: float = 0.0
     busy_s: float = 0.0
     _num_under_way: int = 0
     _busy_since: float = 0.0
@@ -72,10 +73,17 @@ class KvSender:
         clock: Clock,
         counts: PushCounts,
         shard: KvShard | None = None,
+        num_target_cells: int | None = None,
     ) -> None:
+        """`num_target_cells`: layers × heads that all targets of the push take, this sender's and
+        others'; None: those of the model.
+        """
         self._placement_id = placement_id
         self._sequence = sequence
         layout = memory.kv_layout
+        if num_target_cells is None:
+            num_target_cells = layout.whole.num_cells
+        self._num_target_cells = num_target_cells
         self._shards = in_groups(layout, layout.whole if shard is None else shard)
         # of each group; the last tokens of a bounded one suffice
         self._sent = [
@@ -136,6 +144,9 @@ class KvSender:
         try:
             await link.send(header, self._fill(header))
             self._counts.num_bytes += header.payload_bytes
+            self._counts.num_tokens += (
+                header.num_tokens * header.shard.num_cells / self._num_target_cells
+            )
         finally:
             self._counts.end(self._clock.now())
 

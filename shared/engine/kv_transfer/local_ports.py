@@ -42,6 +42,7 @@ class LocalPushPort:
         targets: KvTargets,
         link_key: LinkKey | None,
     ) -> Push:
+        num_target_cells = sum(target.shard.num_cells for target in targets)
         senders = [
             KvSender(
                 placement_id,
@@ -52,6 +53,7 @@ class LocalPushPort:
                 clock=self._clock,
                 counts=self.counts,
                 shard=shard,
+                num_target_cells=num_target_cells,
             )
             for target in targets
             if (shard := self._shard.crossing(target.shard)).num_cells

@@ -26,13 +26,15 @@ from shared.messages import KvTargets, LinkKey
 class GroupPush:
     """A `Push` of the ranks that share layers and heads with a target."""
 
-    def __init__(self, links: RankLinks, commands: dict[int, StartPush], sequence: PushedSequence):
+    def __init__(
+        self, links: RankLinks, ranks: list[int], command: StartPush, sequence: PushedSequence
+    ) -> None:
         self._links = links
-        self._ranks = tuple(commands)
-        self._placement_id = next((each.placement_id for each in commands.values()), b"")
+        self._ranks = ranks
+        self._placement_id = command.placement_id
         self._sequence = sequence
         self._block_tables: list[list[int]] | None = None  # as the ranks know them
-        self._calls = [links.call(rank, command) for rank, command in commands.items()]
+        self._calls = [links.call(rank, command) for rank in ranks]
 
     def computed(self, num_computed_tokens: int) -> None:
         tables = [list(table) for table in self._sequence.block_tables]
@@ -88,14 +90,13 @@ class GroupPushPort:
         targets: KvTargets,
         link_key: LinkKey | None,
     ) -> GroupPush:
-        commands = {}
-        for rank, shard in enumerate(self._sent):
-            shared = tuple(each for each in targets if shard.crossing(each.shard).num_cells)
-            if shared:
-                commands[rank] = StartPush(
-                    placement_id, sequence.num_tokens, first_token, shared, link_key
-                )
-        return GroupPush(self._links, commands, sequence)
+        command = StartPush(placement_id, sequence.num_tokens, first_token, targets, link_key)
+        ranks = [
+            rank
+            for rank, shard in enumerate(self._sent)
+            if any(shard.crossing(each.shard).num_cells for each in targets)
+        ]
+        return GroupPush(self._links, ranks, command, sequence)
 
     async def close(self) -> None:
         await asyncio.gather(
@@ -110,6 +111,7 @@ class GroupPushPort:
         self._counted[rank] = event
         ranks = self._counted.values()
         self.counts.num_bytes = sum(each.num_pushed_bytes for each in ranks)
+        self.counts.num_tokens = sum(each.num_pushed_tokens for each in ranks)
         self.counts.busy_s = max(each.push_s for each in ranks)
         self.compressed.num_frames = sum(each.num_compressed_frames for each in ranks)
         self.compressed.num_saved_bytes = sum(each.num_saved_bytes for each in ranks)

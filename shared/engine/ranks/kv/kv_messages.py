@@ -129,6 +129,7 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
 
     received: ReceiverCounts = msgspec.field(default_factory=ReceiverCounts)
     num_pushed_bytes: int = 0
+    num_pushed_tokens: float = 0.0
     push_s: float = 0.0
     num_compressed_frames: int = 0
     num_saved_bytes: int = 0

@@ -160,6 +160,7 @@ class RankKv:
         return msgspec.structs.replace(
             counted,
             num_pushed_bytes=port.counts.num_bytes,
+            num_pushed_tokens=port.counts.num_tokens,
             push_s=port.counts.busy_s,
             num_compressed_frames=port.compressed.num_frames,
             num_saved_bytes=port.compressed.num_saved_bytes,

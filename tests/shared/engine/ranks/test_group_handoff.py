@@ -20,7 +20,8 @@ from shared.engine.kv_transfer.ports import Push, PushPort, Receipt, ReceivePort
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.group_runner import GroupRunner
 from shared.engine.ranks.kv.group_push import GroupPushPort
-from shared.engine.ranks.kv.group_receive import GroupReceivePort
+from shared.engine.ranks.kv.group_receive import GroupReceipt, GroupReceivePort
+from shared.engine.ranks.kv.kv_messages import Held
 from shared.engine.ranks.kv.leader_sequence import LeaderSequence
 from shared.engine.ranks.load_group import load_group
 from shared.engine.runner import StepOutput
@@ -126,11 +127,13 @@ class Handoff:
     pushed: Line = field(init=False)
     reserved: Line = field(init=False)
     placement_id: bytes = field(init=False)
+    sequence: LeaderSequence = field(init=False)
 
     def __post_init__(self) -> None:
         blocks = Blocks(self.source.runner.num_blocks, seed=next(_numbers))
         self.pushed, self.reserved = blocks.line(PROMPT), blocks.line(PROMPT)
         self.placement_id = os.urandom(16)
+        self.sequence = LeaderSequence(NUM_TOKENS, block_tables=[[]])
 
     async def expect(self) -> Receipt:
         reserved = LeaderSequence(NUM_TOKENS, block_tables=[self.reserved.block_table])
@@ -143,7 +146,7 @@ class Handoff:
     def start(self, targets: KvTargets | None = None) -> Push:
         return self.source.push.start(
             self.placement_id,
-            LeaderSequence(NUM_TOKENS, block_tables=[self.pushed.block_table]),
+            self.sequence,
             first_token=0,
             targets=self.target.receive.targets if targets is None else targets,
             link_key=self.target.receive.link_key("prefill-1"),
@@ -151,12 +154,19 @@ class Handoff:
 
     async def compute(self, push: Push) -> None:
         for num_new in CHUNKS:
-            await self.source.compute(self.pushed, num_new)
-            push.computed(self.pushed.num_computed)
+            await self.compute_some(push, num_new)
+
+    async def compute_some(self, push: Push, num_new: int) -> None:
+        """The block table grows with the tokens."""
+        await self.source.compute(self.pushed, num_new)
+        num_blocks = -(-self.pushed.num_computed // 16)
+        self.sequence.block_tables = [self.pushed.block_table[:num_blocks]]
+        push.computed(self.pushed.num_computed)
 
     async def run(self, targets: KvTargets | None = None) -> int:
         """Returns the number of bytes that the target has received."""
         before = self.target.receive.counts.num_bytes
+        num_pushed = self.source.push.counts.num_tokens
         receipt, push = await self.expect(), self.start(targets)
         running = asyncio.create_task(push.run())
         await self.compute(push)
@@ -165,6 +175,8 @@ class Handoff:
             assert await receipt.ended is None
         await self.target.receive.forget(self.placement_id)
         assert receipt.is_complete and receipt.num_held_tokens == NUM_TOKENS
+        num_pushed = self.source.push.counts.num_tokens - num_pushed
+        assert num_pushed == pytest.approx(NUM_TOKENS)  # however many targets hold a head
         self.reserved.num_computed = NUM_TOKENS
         return self.target.receive.counts.num_bytes - before
 
@@ -189,7 +201,7 @@ async def assert_continues(fleet: Fleet, source: MeshShape, target: MeshShape) -
 PAIRS = [(TP_2, TP_1), (TP_1, TP_2), (TP_2, TP_2), (PP_2, TP_2), (TP_2, PP_2)]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 async def test_decode_continues_with_the_bits_of_one_process(
     fleet: Fleet, source: MeshShape, target: MeshShape
 ) -> None:
@@ -197,7 +209,7 @@ async def test_decode_continues_with_the_bits_of_one_process(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("source", MATRIX, ids=str)
+@pytest.mark.parametrize("source", MATRIX)
 async def test_all_pairs_of_shapes_continue(fleet: Fleet, source: MeshShape) -> None:
     for target in MATRIX:
         await assert_continues(fleet, source, target)
@@ -219,8 +231,7 @@ async def test_cancelled_push_ends_before_all_is_computed(fleet: Fleet) -> None:
     handoff = Handoff(worker, worker)
     receipt, push = await handoff.expect(), handoff.start()
     running = asyncio.create_task(push.run())
-    await worker.compute(handoff.pushed, 20)
-    push.computed(20)
+    await handoff.compute_some(push, 20)
     push.cancel()
     async with asyncio.timeout(DEADLINE_S):
         assert await running is False
@@ -239,6 +250,18 @@ async def test_frames_of_a_placement_that_is_not_expected_fail_the_push(fleet: F
     async with asyncio.timeout(DEADLINE_S):
         while worker.receive.counts.num_unknown == before:
             await asyncio.sleep(0.05)
+
+
+async def test_tokens_are_held_once_all_ranks_hold_them() -> None:
+    receipt = GroupReceipt(4, range(2), [])
+    receipt.rank_ended(0, None)
+    assert not receipt.is_complete and not receipt.ended.done()
+    receipt.hold([Held(51, 16), Held(20, 16)])
+    assert (receipt.num_held_tokens, receipt.num_cached_tokens) == (20, 16)
+    receipt.rank_ended(1, None)
+    assert receipt.is_complete and receipt.ended.result() is None
+    receipt.rank_ended(1, "too late")
+    assert receipt.ended.result() is None
 
 
 async def test_address_of_another_host_is_a_configuration_error(fleet: Fleet) -> None:
@@ -260,8 +283,7 @@ async def test_lost_rank_ends_its_pushes_and_receipts(fleet: Fleet, number: sign
     sending, receiving = Handoff(dying, target), Handoff(target, dying)
     receipt, own = await sending.expect(), await receiving.expect()
     push = sending.start()
-    await dying.compute(sending.pushed, 20)
-    push.computed(20)
+    await sending.compute_some(push, 20)
     running = asyncio.create_task(push.run())
     async with asyncio.timeout(DEADLINE_S):
         while target.receive.counts.num_bytes == 0:
@@ -286,6 +308,7 @@ async def test_zeroed_blocks_are_zero_on_all_ranks(fleet: Fleet) -> None:
     receipt, push = await handoff.expect(), handoff.start()
     await worker.compute(handoff.pushed, NUM_TOKENS)
     await worker.runner.zero_blocks(handoff.pushed.block_table)
+    handoff.sequence.block_tables = [handoff.pushed.block_table]
     push.computed(NUM_TOKENS)
     assert await push.run() and await receipt.ended is None
     received = bytearray(b"x" * expected_bytes(single))
