@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from socket import gethostname
 from typing import Any, Protocol, cast
 
 import structlog
 
+from services.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
-from shared.clock import MonotonicClock
+from shared.clock import Clock, MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
@@ -22,20 +22,17 @@ from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.runner import Runner
+from shared.engine.ranks.group_executor import GroupExecutor
+from shared.engine.runner import KvMemory, Runner
 from shared.engine.worker import EngineWorker, ServedModel
-from shared.errors import CheckpointError, ConfigError, DependencyUnavailable
+from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
 from shared.kv_layout import KvLayout
-from shared.kv_wire.compression import FrameCodec
-from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
-from shared.kv_wire.kv_server import KvServer
-from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
 from shared.numerics import Numerics
-from shared.randomness import SystemRandomness
+from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
@@ -56,9 +53,6 @@ class LoadedModel(Protocol):
 
 
 class ModelledRunner(LoadedModel, Runner, Protocol): ...
-
-
-class ModelledExecutor(LoadedModel, Executor, Protocol): ...
 
 
 class WorkerProcess:
@@ -88,7 +82,7 @@ class WorkerProcess:
         await self._bus.close()
 
 
-def load_model(config: WorkerConfig) -> ModelledRunner | ModelledExecutor:
+def load_model(config: WorkerConfig) -> ModelledRunner | GroupExecutor:
     """Raises CheckpointError, ConfigError."""
     # torch: other runners do not need it
     from shared.engine.runners.load import load_runner
@@ -123,24 +117,6 @@ def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
     return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
 
 
-def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
-    """Returns the compiled codec for KV over TCP. None for another dtype than BF16, if compression
-    is off, or if the host cannot compile the codec.
-    """
-    if config.kv_compression == "off" or dtype != "bfloat16":
-        return None
-    try:
-        from shared.engine.kv_codec import Bf16FrameCodec  # imports numba, not needed by others
-
-        return Bf16FrameCodec()
-    except DependencyUnavailable as error:  # a CPU runner has already warned
-        log.info("kv_codec_unavailable", reason=error.message)
-        return None
-    except Exception:
-        log.exception("kv_codec_unavailable")
-        return None
-
-
 def load_grammars(
     config: WorkerConfig, model: LoadedModel, roles: tuple[Role, ...]
 ) -> WorkerGrammars | None:
@@ -157,52 +133,25 @@ def load_grammars(
     return WorkerGrammars(vocabulary, MaskLanes())
 
 
-async def receive_kv(
-    config: WorkerConfig, instance_id: bytes, codec: FrameCodec | None, link_keys: LinkKeys | None
-) -> KvServer:
-    """Listens for KV. Raises ConfigError for an address that is not this host's."""
-    try:
-        return await KvServer.start(
-            instance_id=instance_id,
-            bind_host=config.data_plane_host,
-            advertised_host=_advertised_host(config),
-            codec=codec,
-            link_keys=link_keys,
-        )
-    except OSError as error:
-        reason = f"cannot receive KV on {config.data_plane_host!r}: {error}"
-        raise ConfigError(f"data_plane_host: {reason}") from error
-
-
-def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
-    """The configured one. Warns of an open data plane off loopback."""
-    security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
-    if security == "none" and not config.is_on_loopback:
-        log.warning("kv_data_plane_unprotected", listens_on=config.data_plane_host)
-    return security
-
-
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
-    load: Callable[[WorkerConfig], ModelledRunner | ModelledExecutor] = load_model,
+    load: Callable[[WorkerConfig], ModelledRunner | GroupExecutor] = load_model,
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
     model = await asyncio.to_thread(load, config)
-    codec = await asyncio.to_thread(load_codec, config, model.kv_layout.dtype)
     grammars = await asyncio.to_thread(load_grammars, config, model, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = _engine(config, model)
-    security = data_plane_security(config)
-    link_keys = None if security == "none" else LinkKeys(security, randomness)
-    receiver = None
+    data_plane = _data_plane(config, model, clock, randomness)
+    receive_port = None
     if "decode" in roles:
         try:
-            receiver = await receive_kv(config, randomness.bytes(16), codec, link_keys)
+            receive_port = await data_plane.receive_port()
         except ConfigError:
             await bus.close()
             raise
@@ -219,21 +168,32 @@ async def build_worker(
         ),
         roles=roles,
         region=config.region,
-        data_plane=None if receiver is None else receiver.address,
-        frame_counts=None if receiver is None else receiver.counts,
+        kv_targets=() if receive_port is None else receive_port.targets,
+        frame_counts=None if receive_port is None else receive_port.counts,
         on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
         max_pinned_share=config.max_pinned_share,
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
-        handlers.append(PrefillService(worker, Dialer(codec=codec, security=security)))
-    if receiver is not None:
-        handlers.append(DecodeService(worker, receiver, link_keys, grammars))
+        handlers.append(PrefillService(worker, await data_plane.push_port()))
+    if receive_port is not None:
+        handlers.append(DecodeService(worker, receive_port, grammars))
     return WorkerProcess(worker, handlers, bus)
 
 
-def _executor(model: ModelledRunner | ModelledExecutor) -> Executor:
-    return model if isinstance(model, Executor) else InProcessExecutor(model)
+def _executor(model: ModelledRunner | GroupExecutor) -> Executor:
+    return model if isinstance(model, GroupExecutor) else InProcessExecutor(model)
+
+
+def _data_plane(
+    config: WorkerConfig,
+    model: ModelledRunner | GroupExecutor,
+    clock: Clock,
+    randomness: Randomness,
+) -> DataPlane:
+    if isinstance(model, GroupExecutor):
+        return GroupDataPlane(config, model.kv_links, randomness)
+    return ProcessDataPlane(config, cast(KvMemory, model), clock, randomness)
 
 
 def _engine(config: WorkerConfig, model: LoadedModel) -> Engine:
@@ -248,15 +208,6 @@ def _engine(config: WorkerConfig, model: LoadedModel) -> Engine:
         reaches=model.kv_layout.reaches,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
-
-
-def _advertised_host(config: WorkerConfig) -> str | None:
-    """The host's own name where KV is received on all interfaces: replicas differ in nothing else.
-    None: the listen address.
-    """
-    if config.data_plane_advertised_host or config.data_plane_host not in ("0.0.0.0", "::"):
-        return config.data_plane_advertised_host or None
-    return gethostname()
 
 
 def _served(

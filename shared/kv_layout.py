@@ -8,13 +8,14 @@ group, planes, num_tokens, num_heads, dim].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 MAX_PADDING = 0.08  # of a block's bytes, so that groups have equally many layers
 MAX_GROUPS = 16
+ShardIndex = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
@@ -77,6 +78,50 @@ class LatentKv(msgspec.Struct, frozen=True, tag="latent"):
 
 
 LayerState: TypeAlias = PagedKv | LatentKv
+
+
+class KvShard(msgspec.Struct, frozen=True):
+    """A range of layers × a range of KV heads. Layers are counted in the model or in one group."""
+
+    first_layer: ShardIndex
+    num_layers: ShardIndex
+    first_head: ShardIndex
+    num_heads: ShardIndex
+
+    @classmethod
+    def of(cls, layers: range, heads: range) -> KvShard:
+        return cls(layers.start, len(layers), heads.start, len(heads))
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.num_heads)
+
+    @property
+    def num_cells(self) -> int:
+        """Layers × heads."""
+        return self.num_layers * self.num_heads
+
+    def crossing(self, other: KvShard) -> KvShard:
+        """What both contain; it may be empty."""
+        return KvShard.of(_crossing(self.layers, other.layers), _crossing(self.heads, other.heads))
+
+    def relative_to(self, outer: KvShard) -> KvShard:
+        """The same range, counted from the first layer and head of `outer`, which contains it."""
+        return KvShard(
+            self.first_layer - outer.first_layer,
+            self.num_layers,
+            self.first_head - outer.first_head,
+            self.num_heads,
+        )
+
+
+def _crossing(one: range, other: range) -> range:
+    first = max(one.start, other.start)
+    return range(first, max(first, min(one.stop, other.stop)))
 
 
 class KvGroup(msgspec.Struct, frozen=True):
@@ -150,6 +195,17 @@ class KvLayout(msgspec.Struct, frozen=True):
         return f"/h{self.state.num_kv_heads}/d{self.state.head_dim}{suffix}"
 
     @property
+    def whole(self) -> KvShard:
+        """All layers and heads of the model."""
+        return KvShard(0, self.num_layers, 0, self.state.row[1])
+
+    @property
+    def cell_bytes(self) -> int:
+        """Of one token in one layer and head."""
+        planes, _, dim = self.state.row
+        return planes * dim * ITEM_BYTES[self.dtype]
+
+    @property
     def bytes_per_token(self) -> int:
         """Of all layers."""
         return self.num_layers * self._row_bytes
@@ -176,8 +232,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def _row_bytes(self) -> int:
-        planes, heads, dim = self.state.row
-        return planes * heads * dim * ITEM_BYTES[self.dtype]
+        return self.state.row[1] * self.cell_bytes
 
 
 def first_seen(reach: Reach, position: int) -> int:

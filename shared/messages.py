@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.grammar.spec import GrammarSpec
-from shared.kv_layout import MAX_GROUPS, Reach
+from shared.kv_layout import MAX_GROUPS, KvShard, Reach
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
 
@@ -49,6 +49,7 @@ LINK_KEY_BYTES = 32
 MAX_DURATION_S = 31 * 86_400.0
 MAX_CONTEXT_TOKENS = 2**31 - 1
 MAX_WEIGHT = 1000.0
+MAX_KV_TARGETS = 1024
 
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -333,6 +334,18 @@ class DataPlaneAddress(Message, frozen=True, kw_only=True):
     instance_id: InstanceId  # drawn at start; the handshake rejects a port that was reused
 
 
+class KvTarget(Message, frozen=True, kw_only=True):
+    """What one process of a decode worker receives: `shard` counts the layers of the model."""
+
+    shard: KvShard
+    address: DataPlaneAddress
+
+
+# One for a worker of one process, else one for each rank; ranks that hold the same heads each
+# receive them.
+KvTargets = Annotated[tuple[KvTarget, ...], Meta(max_length=MAX_KV_TARGETS)]
+
+
 class LinkKey(Message, frozen=True, kw_only=True):
     """Seals KV over TCP between one prefill and one decode worker, which draws it."""
 
@@ -346,7 +359,11 @@ class LinkKey(Message, frozen=True, kw_only=True):
 
 
 class RunPrefill(Message, frozen=True, kw_only=True):
-    """Compute the KV of `token_ids` (all but the last) and push [first_token, len) to decode."""
+    """Compute the KV of `token_ids` (all but the last) and push [first_token, len) to decode.
+
+    Each rank of the prefill worker pushes what it shares with each of `targets`; one `link_key` is
+    for all of them.
+    """
 
     placement_id: PlacementId
     tenant_id: Name
@@ -360,7 +377,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     num_public_blocks: Count = 0
     first_token: Count  # decode already holds the KV before it; a multiple of the block size
     kv_quota_tokens: Count = 0  # copied from the request
-    target: DataPlaneAddress
+    targets: KvTargets
     lease_s: Duration
     deadline_s: Duration
     link_key: LinkKey | None = None  # None: KV over TCP is neither encrypted nor authenticated
@@ -618,7 +635,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     region: Name = ""
     load: WorkerLoad | None = None
     model: ModelCard | None = None
-    data_plane: DataPlaneAddress | None = None
+    kv_targets: KvTargets = ()  # where a worker receives KV, if it does
     index: IndexLoad | None = None
     num_impostors: Count = 0  # messages rejected since its start for a wrong sender
     uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves

@@ -151,8 +151,11 @@ async def accepted_targets(workers: LiveWorkers) -> int:
         {"unix_path": "/tmp/another"},
         {"instance_id": b"another"},
     ):
-        target = msgspec.structs.replace(workers.data_plane, **changes)
-        num_accepted += await accepted_prefill(workers, decode_worker_id="decode-1", target=target)
+        address = msgspec.structs.replace(workers.data_plane, **changes)
+        targets = (msgspec.structs.replace(workers.targets[0], address=address),)
+        num_accepted += await accepted_prefill(
+            workers, decode_worker_id="decode-1", targets=targets
+        )
     return num_accepted
 
 

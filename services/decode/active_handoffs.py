@@ -10,10 +10,9 @@ import structlog
 
 from services.decode.handoff import Handoff
 from services.decode.running_request import RunningRequest
+from shared.engine.kv_transfer.ports import ReceivePort
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
-from shared.kv_wire.link import KvReceiver
-from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, run_prefill
@@ -28,15 +27,13 @@ class ActiveHandoffs:
     def __init__(
         self,
         worker: EngineWorker,
-        receiver: KvReceiver,
+        port: ReceivePort,
         on_ended: Callable[[RunningRequest, Handoff, int], None],
-        link_keys: LinkKeys | None = None,
     ) -> None:
         """Each handoff ends with a call of `on_ended(placement, handoff, num_held_tokens)`."""
         self._worker = worker
-        self._receiver = receiver
+        self._port = port
         self._on_ended = on_ended
-        self._link_keys = link_keys
         self._under_way: dict[Handoff, asyncio.Task[None]] = {}
         self._num_accepted = 0
         self._ack_s = 0.0
@@ -51,14 +48,13 @@ class ActiveHandoffs:
         self._under_way[handoff] = asyncio.create_task(self._run(placement, handoff))
 
     async def stop(self) -> None:
-        """Waits for the running handoffs, cancelled by the caller, then closes the receiver."""
+        """Waits for the running handoffs, cancelled by the caller, then closes the port."""
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
-        await self._receiver.close()
+        await self._port.close()
 
     def fail_worker(self, worker_id: str, reason: str) -> None:
         """The worker's link key is not used again: its next process gets another."""
-        if self._link_keys is not None:
-            self._link_keys.forget(worker_id)
+        self._port.forget_worker(worker_id)
         for handoff in list(self._under_way):
             if handoff.current is not None and handoff.current[0] == worker_id:
                 handoff.fail(reason)
@@ -86,8 +82,8 @@ class ActiveHandoffs:
         return Handoff(
             placement.prompt,
             candidates,
-            runner=self._worker.loop.executor.kv,
-            receiver=self._receiver,
+            port=self._port,
+            block_size=self._worker.loop.executor.kv_layout.block_size,
             randomness=self._worker.randomness,
             request_prefill=lambda worker_id, placement_id, first_token: self._request_prefill(
                 placement, worker_id, placement_id, first_token
@@ -128,10 +124,10 @@ class ActiveHandoffs:
             num_public_blocks=prompt.num_public_blocks,
             first_token=first_token,
             kv_quota_tokens=request.kv_quota_tokens,
-            target=self._receiver.address,
+            targets=self._port.targets,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
-            link_key=None if self._link_keys is None else self._link_keys.key_for(worker_id),
+            link_key=self._port.link_key(worker_id),
             public_root=request.public_root,
             numerics=worker.served.card.numerics,
             request_id=request.request_id,

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.decode.kv_writer import KvWriter
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import KvPort
+from shared.engine.kv_transfer.ports import Receipt, ReceivePort
 from shared.errors import HearthError
-from shared.kv_wire.link import KvReceiver
 from shared.randomness import Randomness
 
 log = structlog.get_logger(__name__)
@@ -42,8 +40,8 @@ class Handoff:
         sequence: Sequence,
         candidates: tuple[str, ...],
         *,
-        runner: KvPort,
-        receiver: KvReceiver,
+        port: ReceivePort,
+        block_size: int,
         randomness: Randomness,
         request_prefill: Callable[[str, bytes, int], Awaitable[object]],
         abandon: Callable[[str, bytes], None],
@@ -56,12 +54,12 @@ class Handoff:
         self.is_cancelled = False
         self._sequence = sequence
         self._candidates = candidates
-        self._runner = runner
-        self._receiver = receiver
+        self._port = port
+        self._block_size = block_size
         self._randomness = randomness
         self._request_prefill = request_prefill
         self._abandon = abandon
-        self._receipt: KvWriter | None = None
+        self._receipt: Receipt | None = None
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -77,51 +75,54 @@ class Handoff:
         for worker_id in self._candidates:
             if self.is_cancelled:
                 break
-            kv_writer = await self._try(worker_id, num_held)
-            if kv_writer.is_complete:
-                pushed = kv_writer.num_held_tokens - num_cached
+            receipt = await self._try(worker_id, num_held)
+            if receipt.is_complete:
+                pushed = receipt.num_held_tokens - num_cached
                 return HandoffResult(
-                    kv_writer.num_held_tokens, worker_id, pushed, kv_writer.num_cached_tokens
+                    receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens
                 )
-            num_held = self._full_blocks(kv_writer.num_held_tokens)
+            num_held = self._full_blocks(receipt.num_held_tokens)
         return HandoffResult(num_held, num_pushed_tokens=num_held - num_cached)
 
-    async def _try(self, worker_id: str, num_held_tokens: int) -> KvWriter:
+    async def _try(self, worker_id: str, num_held_tokens: int) -> Receipt:
         placement_id = self._randomness.bytes(16)
-        kv_writer = KvWriter(self._sequence, self._runner, num_held_tokens=num_held_tokens)
-        self._receipt, self.current = kv_writer, (worker_id, placement_id)
-        self._receiver.expect(placement_id, kv_writer)
+        receipt = self._port.expect(
+            placement_id,
+            self._sequence,
+            num_held_tokens=num_held_tokens,
+            prefill_worker_id=worker_id,
+        )
+        self._receipt, self.current = receipt, (worker_id, placement_id)
         reason: str | None
         try:
+            await self._port.ready(placement_id)
             reason = await self._received(
-                kv_writer, self._request_prefill(worker_id, placement_id, num_held_tokens)
+                receipt, self._request_prefill(worker_id, placement_id, num_held_tokens)
             )
         except HearthError as error:
             reason = error.message
         finally:
-            self._receiver.forget(placement_id)
-            await self._receiver.idle(placement_id)
+            await self._port.forget(placement_id)
             self._receipt = self.current = self.lease = None
         if reason is not None:
             log.warning("prefill_attempt_failed", prefill=worker_id, reason=reason)
             self._abandon(worker_id, placement_id)
-        return kv_writer
+        return receipt
 
-    async def _received(self, kv_writer: KvWriter, request: Awaitable[object]) -> str | None:
+    async def _received(self, receipt: Receipt, request: Awaitable[object]) -> str | None:
         """Returns how the attempt ended. Raises the HearthError of a rejected request.
 
         A worker can be lost long before its reply times out, so the end is not awaited after it.
         """
         accepting = asyncio.ensure_future(request)
         try:
-            await asyncio.wait((accepting, kv_writer.ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((accepting, receipt.ended), return_when=asyncio.FIRST_COMPLETED)
             if accepting.done():
                 accepting.result()
                 self.lease = self.current
-            return await kv_writer.ended
+            return await receipt.ended
         finally:
             accepting.cancel()
 
     def _full_blocks(self, num_tokens: int) -> int:
-        size = self._runner.kv_layout.block_size
-        return num_tokens // size * size
+        return num_tokens // self._block_size * self._block_size

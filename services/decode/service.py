@@ -22,10 +22,9 @@ from shared.background import Background
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.engine.grammar.worker_grammars import WorkerGrammars
+from shared.engine.kv_transfer.ports import ReceivePort
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
-from shared.kv_wire.link import KvReceiver
-from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.lifecycle.health import Loss
 from shared.messages import (
     AbortRequest,
@@ -62,13 +61,10 @@ class DecodeService:
     def __init__(
         self,
         worker: EngineWorker,
-        receiver: KvReceiver,
-        link_keys: LinkKeys | None = None,
+        port: ReceivePort,
         grammars: WorkerGrammars | None = None,
     ) -> None:
-        """`link_keys`: of the links to `receiver`; None: they are not sealed. `grammars`: None on a
-        worker that does not announce the feature.
-        """
+        """`grammars`: None on a worker that does not announce the feature."""
         self._worker = worker
         self._grammars = ChoiceGrammars(worker, grammars)
         self._engine = worker.loop.engine
@@ -79,7 +75,7 @@ class DecodeService:
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before StartDecode
         self._orphaned_since: dict[str, float] = {}
-        self._active_handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended, link_keys)
+        self._active_handoffs = ActiveHandoffs(worker, port, self._on_handoff_ended)
         self._background = Background()
 
     async def start(self) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from services.prefill.kv_sender import KvSender, PushCounts
 from shared.background import Background
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
+from shared.engine.kv_transfer.ports import Push, PushPort
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
-from shared.kv_wire.link import KvDialer
 from shared.messages import (
     AbortRequest,
     PrefillAccepted,
@@ -42,18 +41,17 @@ MAX_QUEUED_PREFILLS = 256
 class Prefill:
     request: RunPrefill
     sequence: Sequence
-    push: KvSender
+    push: Push
     lease_until: float
     deadline_at: float
     task: asyncio.Task[None]
 
 
 class PrefillService:
-    def __init__(self, worker: EngineWorker, dialer: KvDialer) -> None:
+    def __init__(self, worker: EngineWorker, port: PushPort) -> None:
         self._worker = worker
-        self._dialer = dialer
+        self._port = port
         self._prefills: dict[bytes, Prefill] = {}
-        self._counts = PushCounts()
         self._background = Background()
 
     async def start(self) -> None:
@@ -76,7 +74,7 @@ class PrefillService:
         for prefill in self._prefills.values():
             prefill.push.cancel()
         await self.drain()
-        await self._dialer.close()
+        await self._port.close()
 
     def _run_prefill(self, request: RunPrefill) -> PrefillAccepted:
         if request.placement_id in self._prefills:
@@ -86,14 +84,12 @@ class PrefillService:
         self._worker.check_tokens(sequence)
         self._worker.check_hashes(request, request.token_ids)
         self._worker.loop.engine.add(sequence)
-        push = KvSender(
+        push = self._port.start(
             request.placement_id,
             sequence,
             first_token=request.first_token,
-            runner=self._worker.loop.executor.kv,
-            dial=lambda: self._dialer.link(request.target, request.link_key),
-            clock=self._worker.clock,
-            counts=self._counts,
+            targets=request.targets,
+            link_key=request.link_key,
         )
         now = self._worker.clock.now()
         self._prefills[request.placement_id] = Prefill(
@@ -115,9 +111,9 @@ class PrefillService:
         self._worker.check_model(request.model, request.revision)
         self._worker.check_needs(request.needs)
         self._worker.check_kv(request.kv_format, request.numerics)
-        self._worker.check_data_plane(request.decode_worker_id, request.target)
+        self._worker.check_kv_targets(request.decode_worker_id, request.targets)
 
-    async def _deliver(self, request: RunPrefill, sequence: Sequence, push: KvSender) -> None:
+    async def _deliver(self, request: RunPrefill, sequence: Sequence, push: Push) -> None:
         try:
             await push.run()
         except HearthError as error:
@@ -171,12 +167,12 @@ class PrefillService:
         self._worker.outbox.post(control("decode", decode_worker_id), message)
 
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
-        counts, layout = self._counts, self._worker.loop.executor.kv.kv_layout
+        counts = self._port.counts
         return msgspec.structs.replace(
             load,
-            num_pushed_tokens=counts.num_bytes // layout.bytes_per_token,
+            num_pushed_tokens=round(counts.num_tokens),
             push_s=counts.busy_s,
-            saved_kv_bytes=self._dialer.compressed.num_saved_bytes,
+            saved_kv_bytes=self._port.compressed.num_saved_bytes,
         )
 
     async def _sweep(self) -> None:

@@ -101,7 +101,7 @@ class EngineLoop:
         """Returns when all blocks freed so far hold zeros, or immediately if the engine does not
         require it. Call this before writing KV into newly allocated blocks.
         """
-        pool, kv_layout = self.engine.pool, self.executor.kv.kv_layout
+        pool, kv_layout = self.engine.pool, self.executor.kv_layout
         if not pool.notes_freed:
             return
         num_at_once = max(1, ZEROED_BYTES // kv_layout.block_bytes)
@@ -109,7 +109,7 @@ class EngineLoop:
             freed = pool.take_freed()
             while freed:
                 try:
-                    await self.executor.kv.zero_blocks(freed[:num_at_once])
+                    await self.executor.zero_blocks(freed[:num_at_once])
                 except BaseException:
                     pool.record_freed(freed)
                     raise

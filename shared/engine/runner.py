@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kv_layout import KvLayout
+from shared.kv_layout import KvLayout, KvShard
 from shared.messages import Pooling, TokenLogprobs
 from shared.numerics import Numerics
 
@@ -133,10 +133,10 @@ class StepOutput(msgspec.Struct, frozen=True):
     late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
-class KvPort(Protocol):
-    """The KV cache, for all but steps."""
+class KvMemory(Protocol):
+    """The paged cache of a process: all of the model's KV, or one rank's part of it."""
 
-    kv_layout: KvLayout
+    kv_layout: KvLayout  # of the whole model
     numerics: Numerics
 
     async def read_kv(
@@ -146,9 +146,10 @@ class KvPort(Protocol):
         num_tokens: int,
         out: memoryview,
         group: int = 0,
+        shard: KvShard | None = None,
     ) -> None:
-        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`: all layers of the
-        group, whose block table it is.
+        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`: the layers and
+        heads of `shard`, counted in the group whose block table it is; None: all of them.
         """
         ...
 
@@ -159,18 +160,16 @@ class KvPort(Protocol):
         num_tokens: int,
         payload: memoryview,
         group: int = 0,
+        shard: KvShard | None = None,
     ) -> None:
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...
 
-    async def zero_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes the KV of full blocks on the engine's thread, between two steps. No step in flight
-        and no copy may use them.
-        """
-        ...
 
+class Runner(Protocol):
+    kv_layout: KvLayout
+    numerics: Numerics
 
-class Runner(KvPort, Protocol):
     num_blocks: int
     max_context_tokens: int  # of the model
     vocab_size: int
@@ -195,6 +194,12 @@ class Runner(KvPort, Protocol):
 
     async def check(self) -> None:
         """Computes a step without side effects, between two steps. Raises if the device fails."""
+        ...
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
+        or copy may use them.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -24,9 +24,9 @@ from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
-    DataPlaneAddress,
     KeepPins,
     KvEvents,
+    KvTargets,
     ListBlocks,
     ModelCard,
     PinPrefix,
@@ -68,7 +68,7 @@ class EngineWorker:
         served: ServedModel,
         roles: tuple[Role, ...],
         region: str = "",
-        data_plane: DataPlaneAddress | None = None,
+        kv_targets: KvTargets = (),
         frame_counts: ReceiverCounts | None = None,
         on_device_lost: Callable[[], None],
         max_pinned_share: float = 0.25,
@@ -80,7 +80,7 @@ class EngineWorker:
         self.loop = loop
         self.served = served
         self.roles = roles
-        self.data_plane = data_plane
+        self.kv_targets = kv_targets
         self.outbox = Outbox(bus)
         self.health_monitor = HealthMonitor(
             bus,
@@ -90,7 +90,7 @@ class EngineWorker:
             region=region,
             load=self._load,
             model=served.card,
-            data_plane=data_plane,
+            kv_targets=kv_targets,
         )
         self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
@@ -142,18 +142,18 @@ class EngineWorker:
         if not own.numerics.may_share_kv(numerics):
             raise WorkerUnfit(f"numerics {numerics} differ from this worker's {own.numerics}")
 
-    def check_data_plane(self, worker_id: str, address: DataPlaneAddress) -> None:
-        """Raises InvalidRequest unless this is the data plane of that worker's last heartbeat, and
+    def check_kv_targets(self, worker_id: str, targets: KvTargets) -> None:
+        """Raises InvalidRequest unless these are the targets of that worker's last heartbeat, and
         WorkerBusy before the first one: only the credential's owner can announce an address.
         """
-        announced = self.data_plane
+        announced = self.kv_targets
         if worker_id != self.worker_id:
             heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
             if heartbeat is None:
                 raise WorkerBusy(f"{self.worker_id} has received no heartbeat of {worker_id} yet")
-            announced = heartbeat.data_plane
-        if address != announced:
-            raise InvalidRequest(f"target is not the data plane of {worker_id}", param="target")
+            announced = heartbeat.kv_targets
+        if not targets or targets != announced:
+            raise InvalidRequest(f"targets are not those of {worker_id}", param="targets")
 
     def check_tokens(self, sequence: Sequence, *others: Sequence) -> None:
         """Raises InvalidRequest for a token id that would fail the complete batch.

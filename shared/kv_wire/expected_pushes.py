@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from shared.errors import HearthError
+from shared.kv_layout import KvShard
 from shared.kv_wire.link import FrameHeader, FrameSink
 
 log = structlog.get_logger(__name__)
@@ -18,6 +19,9 @@ log = structlog.get_logger(__name__)
 # Makes a private copy of a frame's payload and returns it with the frame's checksum over the copy,
 # or None if the payload cannot be decoded.
 TakeCopy = Callable[[], Awaitable[tuple[memoryview, int | None]]]
+
+
+MAX_CARRIERS = 1024  # of one placement, one for each part of the layers and heads
 
 
 @dataclass
@@ -33,7 +37,13 @@ class ReceiverCounts:
 @dataclass
 class _Expected:
     sink: FrameSink
-    carrier: object | None = None  # the connection that last carried a frame of it
+    # the connection that last carried a frame of each part: several ranks may push to this process
+    carriers: dict[KvShard, object] = field(default_factory=dict)
+
+    def carried_by(self, carrier: object, header: FrameHeader) -> None:
+        if len(self.carriers) >= MAX_CARRIERS:  # of parts that no sink accepts
+            self.carriers.pop(next(iter(self.carriers)))
+        self.carriers[header.shard] = carrier
 
 
 class ExpectedPushes:
@@ -59,14 +69,18 @@ class ExpectedPushes:
         """Call when a frame of this placement starts to arrive over `carrier`."""
         expected = self._expected.get(header.placement_id)
         if expected is not None:
-            expected.carrier = carrier
+            expected.carried_by(carrier, header)
 
     def carrier_ended(self, carrier: object) -> None:
-        """Calls `link_lost` once on every sink whose last frame arrived over `carrier`."""
+        """Calls `link_lost` once on every sink that received the last frame of a part over
+        `carrier`.
+        """
         for placement_id, expected in list(self._expected.items()):
-            if expected.carrier is not carrier:
+            lost = [part for part, each in expected.carriers.items() if each is carrier]
+            if not lost:
                 continue
-            expected.carrier = None
+            for part in lost:
+                del expected.carriers[part]
             try:
                 expected.sink.link_lost()
             except Exception:

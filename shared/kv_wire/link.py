@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from shared.kv_layout import KvShard
 from shared.messages import DataPlaneAddress, LinkKey
 from shared.numerics import Numerics
 
@@ -30,10 +31,11 @@ FRAMES_UNDER_WAY = 2
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a frame: KV of tokens × layers × KV heads; never physical block ids.
 
-    `first_token` is a position in the sequence; `first_layer` counts the layers of `group`. The
+    `first_token` is a position in the sequence; `first_layer` counts the layers of `group`. All
+    frames of one sender have the same layers and heads of a group. The
     payload has shape [num_layers, planes, num_tokens, num_heads, dim] in the dtype of `kv_format`;
-    `checksum` covers its bytes and this header. `sequence_number` counts the frames of one
-    placement from 0.
+    `checksum` covers its bytes and this header. `sequence_number` counts the frames that one
+    sender pushes for a placement from 0.
     """
 
     placement_id: bytes
@@ -50,6 +52,11 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     checksum: int = 0  # filled in by the link; 0 on sealed links
     numerics: Numerics  # of the sender
+
+    @property
+    def shard(self) -> KvShard:
+        """By the layers of `group`."""
+        return KvShard(self.first_layer, self.num_layers, self.first_head, self.num_heads)
 
 
 class FrameSink(Protocol):

@@ -16,10 +16,10 @@ from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_
 from shared.lifecycle.identity import name_in_use
 from shared.messages import (
     Alive,
-    DataPlaneAddress,
     GatewayLoad,
     Heartbeat,
     IndexLoad,
+    KvTargets,
     ModelCard,
     ProcessState,
     ReportAlive,
@@ -57,7 +57,7 @@ class HealthMonitor:
         region: str = "",
         load: Callable[[], WorkerLoad] | None = None,
         model: ModelCard | None = None,
-        data_plane: DataPlaneAddress | None = None,
+        kv_targets: KvTargets = (),
         index: Callable[[], IndexLoad] | None = None,
         gateway: Callable[[], GatewayLoad] | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class HealthMonitor:
         self._region = region
         self._load = load
         self._model = model
-        self._data_plane = data_plane
+        self._kv_targets = kv_targets
         self._index = index
         self._gateway = gateway
         self._subject = heartbeat(roles, bus.process_id, region)
@@ -236,7 +236,7 @@ class HealthMonitor:
             region=self._region,
             load=None if self._load is None else self._load(),
             model=self._model,
-            data_plane=self._data_plane,
+            kv_targets=self._kv_targets,
             index=None if self._index is None else self._index(),
             num_impostors=self._bus.num_sender_mismatches,
             uptime_s=self._uptime_s(),

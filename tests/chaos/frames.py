@@ -71,9 +71,8 @@ async def relays(
     frame_relays, names = [], cluster.named("decode")
     await monitor.wait(lambda: monitor.newest.keys() >= set(names))
     for seed, name in enumerate(names):
-        address = monitor.newest[name].data_plane
-        assert address is not None, "a decode worker tells its address"
-        frame_relays.append(Relay(address, transport, seed=seed))
+        (target,) = monitor.newest[name].kv_targets
+        frame_relays.append(Relay(target.address, transport, seed=seed))
     try:
         yield frame_relays
     finally:

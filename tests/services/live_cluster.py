@@ -112,8 +112,7 @@ class _Cluster:
         for service in (scheduler, index):
             await self._start(service)
         prefill, decode = [await self._worker(each, security) for each in ("prefill", "decode")]
-        address = decode._worker.data_plane
-        assert address is not None
+        address = decode._worker.kv_targets[0].address
         os.unlink(address.unix_path)  # noqa: PTH108
         relay, _ = await self._stack.enter_async_context(
             recording_relay(address, listens_on=(OTHER_HOST, address.port))

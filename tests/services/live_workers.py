@@ -22,6 +22,7 @@ from shared.messages import (
     DataPlaneAddress,
     DecodeStarted,
     Finish,
+    KvTargets,
     PlacementId,
     Request,
     Role,
@@ -63,9 +64,11 @@ class LiveWorkers:
 
     @property
     def data_plane(self) -> DataPlaneAddress:
-        address = self.processes["decode-1"]._worker.data_plane
-        assert address is not None
-        return address
+        return self.targets[0].address
+
+    @property
+    def targets(self) -> KvTargets:
+        return self.processes["decode-1"]._worker.kv_targets
 
     async def place(self, request: Request, *, placement_id: PlacementId = b"p" * 16) -> None:
         command = StartDecode(
@@ -176,7 +179,7 @@ def run_prefill_of(it: LiveWorkers, prompt: list[int], **changes: object) -> Run
         token_ids=pack_token_ids(prompt),
         block_hashes=pack_hashes(extend_chain(root, prompt, BLOCK_SIZE)),
         first_token=0,
-        target=it.data_plane,
+        targets=it.targets,
         lease_s=3.0,
         deadline_s=60.0,
         numerics=it.runners["prefill-1"].numerics,

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.decode.kv_writer import KvWriter
-from services.prefill.kv_sender import KvSender, PushCounts
 from shared.engine.batching.sequence import Sequence
+from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
+from shared.engine.kv_transfer.kv_writer import KvWriter
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS
 from shared.kv_wire.link import PushLink
 from shared.messages import DataPlaneAddress, SamplingParams
@@ -71,7 +71,7 @@ async def hand_off(both: WorkerPair, pair: ThrottledPair, address: DataPlaneAddr
         PLACEMENT,
         source,
         first_token=0,
-        runner=both.prefill.runner,
+        memory=both.prefill.runner,
         dial=dial,
         clock=pair.clock,
         counts=PushCounts(),

@@ -73,9 +73,10 @@ async def test_prefill_pushes_to_the_data_plane_of_the_sender_only(
             {"unix_path": "/tmp/another"},
             {"instance_id": b"another"},
         ):
-            target = msgspec.structs.replace(it.data_plane, **changes)
-            command = run_prefill_of(it, PROMPT, decode_worker_id="decode-1", target=target)
-            with pytest.raises(InvalidRequest, match="target is not the data plane of decode-1"):
+            address = msgspec.structs.replace(it.data_plane, **changes)
+            targets = (msgspec.structs.replace(it.targets[0], address=address),)
+            command = run_prefill_of(it, PROMPT, decode_worker_id="decode-1", targets=targets)
+            with pytest.raises(InvalidRequest, match="targets are not those of decode-1"):
                 await decode.request(
                     run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=5
                 )

@@ -7,8 +7,8 @@ from pathlib import Path
 import numba
 import pytest
 
-from services.worker import load_codec
 from shared.config import WorkerConfig, check
+from shared.engine.kv_transfer.frame_codec import load_codec
 from shared.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def config(kv_compression: str) -> WorkerConfig:
 def test_bf16_has_a_codec_unless_it_is_off(
     kv_compression: str, dtype: str, name: str | None
 ) -> None:
-    codec = load_codec(config(kv_compression), dtype)
+    codec = load_codec(kv_compression, dtype)
     assert (None if codec is None else codec.name) == name
 
 
@@ -43,7 +43,7 @@ def test_host_that_cannot_compile_has_no_codec(
     no_directory = tmp_path / "file"
     no_directory.touch()
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(no_directory))
-    assert load_codec(config("auto"), "bfloat16") is None
+    assert load_codec("auto", "bfloat16") is None
 
 
 def test_unknown_kv_compression_is_rejected() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker import receive_kv
+from services.data_plane import receive_kv
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
 

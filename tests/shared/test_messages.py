@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.kv_layout import KvShard
 from shared.messages import (
     MAX_DURATION_S,
     AbortRequest,
@@ -16,6 +17,7 @@ from shared.messages import (
     DataPlaneAddress,
     Failure,
     Heartbeat,
+    KvTarget,
     ListBlocks,
     Message,
     ModelCard,
@@ -78,7 +80,12 @@ RUN_PREFILL = RunPrefill(
     token_ids=bytes(4),
     block_hashes=b"",
     first_token=0,
-    target=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+    targets=(
+        KvTarget(
+            shard=KvShard(0, 1, 0, 1),
+            address=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+        ),
+    ),
     lease_s=3.0,
     deadline_s=60.0,
     numerics=Numerics("exact", "timing", "uint8", "1"),

@@ -5,17 +5,17 @@ The loop submits steps in order, at most `depth` before the oldest one is answer
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.runner import KvPort, StepOutput
+from shared.engine.runner import StepOutput
+from shared.kv_layout import KvLayout
 
 
-@runtime_checkable
 class Executor(Protocol):
     depth: int  # steps in flight
     num_stages: int  # of a pipeline; only with one are drawn tokens where the next step needs them
-    kv: KvPort
+    kv_layout: KvLayout  # of the whole model
 
     @property
     def has_ended(self) -> bool:
@@ -47,6 +47,12 @@ class Executor(Protocol):
     async def check(self) -> None:
         """Computes a step without side effects, when none is in flight. Raises if the device
         fails.
+        """
+        ...
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        """Zeroes the KV of full blocks, between two steps. No step in flight and no copy may use
+        them.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.inputs import build_inputs
-from shared.engine.runner import KvPort, Runner, StepInputs, StepOutput
+from shared.engine.runner import Runner, StepInputs, StepOutput
 
 
 class InProcessExecutor:
@@ -18,7 +18,7 @@ class InProcessExecutor:
     num_stages = 1
 
     def __init__(self, runner: Runner) -> None:
-        self.kv: KvPort = runner
+        self.kv_layout = runner.kv_layout
         self.step_budget_s = 0.0
         self._runner = runner
         self._step = -1
@@ -46,6 +46,9 @@ class InProcessExecutor:
 
     async def check(self) -> None:
         await self._runner.check()
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        await self._runner.zero_blocks(block_ids)
 
     async def close(self) -> None:
         await self._runner.close()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
-from shared.engine.runner import KvPort, StepOutput, TokenMask
+from shared.engine.runner import StepOutput, TokenMask
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
 
@@ -23,7 +23,7 @@ class TimingExecutor:
     has_ended = False
 
     def __init__(self, runner: TimingRunner, *, depth: int = 2, num_stages: int = 1) -> None:
-        self.kv: KvPort = runner
+        self.kv_layout = runner.kv_layout
         self.depth = depth
         self.num_stages = num_stages
         self.step_budget_s = 0.0
@@ -53,6 +53,9 @@ class TimingExecutor:
 
     async def check(self) -> None:
         await self._runner.check()
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        await self._runner.zero_blocks(block_ids)
 
     async def close(self) -> None:
         if self._last is not None:

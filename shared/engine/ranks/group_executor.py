@@ -16,13 +16,15 @@ from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.ranks.group_kv import GroupKv
 from shared.engine.ranks.group_steps import GroupSteps
-from shared.engine.ranks.messages import CheckDevice, RunStep
-from shared.engine.runner import KvPort, StepOutput
+from shared.engine.ranks.kv.rank_links import RankLinks
+from shared.engine.ranks.messages import CheckDevice, RunStep, ZeroBlocks
+from shared.engine.runner import StepOutput
 from shared.engine.runners.step_deadline import StepBudget, units_of
 from shared.engine.step_plan import decode_result, encode
 from shared.errors import StepFailed
+from shared.kv_layout import KvLayout
+from shared.numerics import Numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,20 @@ class _StepInFlight:
 
 
 class GroupExecutor:
-    """`revision`, and the layout and numerics of `kv`, are those of the whole model."""
+    """`revision`, `kv_layout` and `numerics` are those of the whole model. `kv_links`: to the data
+    planes of all ranks.
+    """
 
     step_extension_s = 0.0
 
     def __init__(
         self,
         steps: GroupSteps,
-        kv: GroupKv,
+        kv_links: RankLinks,
         shape: MeshShape,
         *,
+        kv_layout: KvLayout,
+        numerics: Numerics,
         num_blocks: int,
         max_context_tokens: int,
         vocab_size: int,
@@ -50,16 +56,15 @@ class GroupExecutor:
         revision: str,
         clock: Clock,
     ) -> None:
-        self.kv: KvPort = kv
-        self.kv_layout = kv.kv_layout
-        self.numerics = kv.numerics
+        self.kv_layout = kv_layout
+        self.numerics = numerics
+        self.kv_links = kv_links
         self.depth = self.num_stages = shape.pp
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.revision = revision
-        self._kv = kv
         self._steps = steps
         # only the answering rank has the tokens that it draws
         self._plans = PlanBuilder(feeds_drawn=True)
@@ -109,9 +114,12 @@ class GroupExecutor:
     async def check(self) -> None:
         await self._steps.command(CheckDevice())
 
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        await self._steps.command(ZeroBlocks(block_ids))
+
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""
-        await self._kv.close()
+        await self.kv_links.close()
         await self._steps.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import socketpair
 from typing import Any
 
 import msgspec
@@ -13,14 +14,15 @@ import torch
 from shared.engine.kv_cache import num_blocks_for
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.rank_layout import kv_shards
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.ranks.channel import channel_pair
 from shared.engine.ranks.fingerprint import model_on_meta
 from shared.engine.ranks.group_executor import GroupExecutor
-from shared.engine.ranks.group_kv import GroupKv
 from shared.engine.ranks.group_steps import GroupSteps
+from shared.engine.ranks.kv.rank_links import RankLinks
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
 from shared.engine.runners.device_numerics import device_numerics
@@ -66,7 +68,7 @@ def load_group(
         matched_names(source.tensors, whole.weight_destinations())
         revision = source.revision()
     num_threads = options.num_threads or torch.get_num_threads()
-    copies = [channel_pair() for _ in range(shape.num_ranks)]
+    kv_sockets = [socketpair() for _ in range(shape.num_ranks)]
     masks, rank_masks = channel_pair()
     mode = resolve_mode(options.mode, CPU)
     setup = RankSetup(
@@ -77,7 +79,7 @@ def load_group(
         mode=mode,
         load_format=options.load_format,
         num_threads=max(1, num_threads // shape.num_ranks),
-        copies=tuple(theirs for _, theirs in copies),
+        kv=tuple(theirs.detach() for _, theirs in kv_sockets),
         masks=rank_masks,
     )
     parent_thread = ThreadPoolExecutor(1, "group-parent")  # its end would end the group
@@ -86,21 +88,14 @@ def load_group(
     except (GroupLost, ValueError) as error:
         raise CheckpointError(f"{model_dir}: {error}") from None
     finally:
-        for each in (*setup.copies, setup.masks):
+        for each in (*setup.kv, setup.masks):
             os.close(each)
-    steps = GroupSteps(group, masks, parent_thread, options.clock)
-    kv = GroupKv(
-        steps,
-        parts,
-        [ours for ours, _ in copies],
-        shape=shape,
+    return GroupExecutor(
+        GroupSteps(group, masks, parent_thread, options.clock),
+        RankLinks([ours for ours, _ in kv_sockets], kv_shards(parts)),
+        shape,
         kv_layout=kv_layout,
         numerics=device_numerics(CPU, dtype, mode),
-    )
-    return GroupExecutor(
-        steps,
-        kv,
-        shape,
         num_blocks=num_blocks,
         max_context_tokens=min(config.max_position_embeddings, num_blocks * options.block_size),
         vocab_size=config.vocab_size,
@@ -116,7 +111,7 @@ def _spec(setup: RankSetup, shape: MeshShape) -> GroupSpec:
         entry="shared.engine.ranks.rank_work:ModelWork",
         config=msgspec.msgpack.encode(setup),
         num_threads=setup.num_threads,
-        inherited=(*setup.copies, setup.masks),
+        inherited=(*setup.kv, setup.masks),
         limit_s=WAIT_S,
         ready_s=LOAD_TIMEOUT_S,
         environment={"NUMBA_NUM_THREADS": str(setup.num_threads)},

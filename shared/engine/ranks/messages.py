@@ -1,10 +1,9 @@
-"""What a leader and its ranks send each other about steps and copies.
+"""What a leader and its ranks send each other about steps.
 
     ring:    RunStep, CheckDevice, ZeroBlocks ──▶ every rank; the answering rank ──output──▶ leader
     masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
-    copies:  ReadKv, WriteKv ──▶ a rank ──Copied, CopyFailed──▶ leader
 
-Steps, masks and copies travel apart, so that none waits for another.
+Steps, masks and KV (kv_messages.py) travel apart, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shared.numerics import Mode
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a rank's part of the model, and the descriptors that it inherits.
 
-    `copies`: a socket for each rank; `masks`: one of the answering rank.
+    `kv`: a socket for each rank; `masks`: one of the answering rank.
     """
 
     model_dir: str
@@ -27,7 +26,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
     load_format: str
     num_threads: int
-    copies: tuple[int, ...]
+    kv: tuple[int, ...]
     masks: int
 
 
@@ -56,28 +55,4 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-class ReadKv(msgspec.Struct, frozen=True, tag=True):
-    """A group's tokens [first_token, first_token + num_tokens), of the rank's layers and heads."""
-
-    block_table: list[int]
-    first_token: int
-    num_tokens: int
-    group: int
-
-
-class WriteKv(msgspec.Struct, frozen=True, tag=True):
-    where: ReadKv
-    payload: bytes
-
-
-class Copied(msgspec.Struct, frozen=True, tag=True):
-    payload: bytes = b""
-
-
-class CopyFailed(msgspec.Struct, frozen=True, tag=True):
-    reason: str
-
-
 Command = RunStep | CheckDevice | ZeroBlocks
-CopyCommand = ReadKv | WriteKv
-CopyReply = Copied | CopyFailed

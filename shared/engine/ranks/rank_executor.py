@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.models.rank_tensors import RankTensors
 from shared.engine.models.weight_cuts import WeightCuts
 from shared.engine.parallel.mesh import Mesh
-from shared.engine.parallel.planning.rank_layout import rank_layout
+from shared.engine.parallel.planning.rank_layout import kv_shards, rank_layout
 from shared.engine.parallel.planning.rank_part import RankPart, local_config
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.parallel.processes.rank_messages import RankIdentity
 from shared.engine.ranks.fingerprint import fingerprint, model_on_meta
+from shared.engine.ranks.kv.rank_memory import RankMemory
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_kernels import compile_kernels, compile_plan
@@ -32,7 +34,8 @@ from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
-from shared.kv_layout import KvLayout
+from shared.kv_layout import KvLayout, KvShard
+from shared.kv_wire.shards import sent_shards
 from shared.messages import TokenLogprobs
 
 log = structlog.get_logger(__name__)
@@ -103,7 +106,17 @@ class RankExecutor(ModelExecutor):
             return [], [], frozenset()
 
 
-def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]:
+@dataclass(frozen=True)
+class LoadedRank:
+    """`sent`: the part of `memory` that this rank pushes, see sent_shards."""
+
+    executor: RankExecutor
+    identity: RankIdentity
+    memory: RankMemory
+    sent: KvShard
+
+
+def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     """Raises CheckpointError, ConfigError."""
     model_dir = Path(setup.model_dir)
     config = read_config(model_dir)
@@ -124,10 +137,11 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]
         num_positions=min(config.max_position_embeddings, setup.num_blocks * setup.block_size),
     ).eval()
     checkpoint = _fill(model, config, part, model_dir, setup)
+    numerics = device_numerics(CPU, setup.dtype, setup.mode)
     identity = RankIdentity(
         weights_digest=checkpoint,
         layout_key=layout.key,
-        numerics=str(device_numerics(CPU, setup.dtype, setup.mode)),
+        numerics=str(numerics),
         versions=" ".join(f"{name} {version(name)}" for name in ("torch", "numpy")),
     )
     finish_model(model, setup.mode, is_compressed=False)
@@ -135,7 +149,9 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]
     executor = RankExecutor(model, kv_cache, kv_layout, mesh)
     if not IS_INTERPRETED:
         _warm_up(executor)
-    return executor, identity
+    shards = kv_shards(parts)
+    memory = RankMemory(executor, layout, shards[mesh.rank], numerics)
+    return LoadedRank(executor, identity, memory, sent_shards(shards)[mesh.rank])
 
 
 def _warm_up(executor: RankExecutor) -> None:

@@ -1,8 +1,6 @@
-"""What a rank process computes: its part of each step, and copies of its part of the KV cache."""
+"""What a rank process computes: its part of each step. Its data plane runs beside it."""
 
 from __future__ import annotations
-
-from threading import Thread
 
 import msgspec
 import torch
@@ -10,21 +8,16 @@ import torch
 from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_process import RankContext
-from shared.engine.ranks.channel import Channel, ChannelClosed
+from shared.engine.ranks.channel import Channel
+from shared.engine.ranks.kv.rank_kv import start_rank_kv
 from shared.engine.ranks.messages import (
     CheckDevice,
     Command,
-    Copied,
-    CopyCommand,
-    CopyFailed,
-    CopyReply,
     RankSetup,
-    ReadKv,
     RunStep,
-    WriteKv,
     ZeroBlocks,
 )
-from shared.engine.ranks.rank_executor import RankExecutor, load_rank
+from shared.engine.ranks.rank_executor import load_rank
 from shared.engine.ranks.remote_masks import RemoteMasks
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
 from shared.log import configure_logging
@@ -41,12 +34,12 @@ class ModelWork:
         setup = msgspec.msgpack.decode(context.config, type=RankSetup)
         torch.set_num_threads(setup.num_threads)
         self._mesh = context.mesh()
-        self._executor, self.identity = load_rank(setup, self._mesh)
+        loaded = load_rank(setup, self._mesh)
+        self._executor, self.identity = loaded.executor, loaded.identity
         layout = self._executor.kv_layout
         self._state = RankState(layout.block_size, len(layout.groups))
         self._masks = RemoteMasks(Channel.of(setup.masks))
-        copies = Channel.of(setup.copies[context.rank])
-        Thread(target=_serve_copies, args=(self._executor, copies), daemon=True).start()
+        start_rank_kv(setup.kv[context.rank], loaded.memory, loaded.sent)
 
     def run(self, step: int, data: bytes) -> bytes:
         match _decoder.decode(data):
@@ -76,29 +69,3 @@ def _wait_for_all(mesh: Mesh) -> None:
         mesh.gather(token, 0)
     if stage + 1 < mesh.shape.pp:
         mesh.send(token)
-
-
-def _serve_copies(executor: RankExecutor, channel: Channel) -> None:
-    while True:
-        try:
-            command: CopyCommand = channel.receive(CopyCommand)
-        except ChannelClosed:
-            return
-        channel.send(_copied(executor, command))
-
-
-def _copied(executor: RankExecutor, command: CopyCommand) -> CopyReply:
-    """A copy outside of the cache fails alone."""
-    where = command.where if isinstance(command, WriteKv) else command
-    tokens = where.block_table, where.first_token, where.num_tokens
-    try:
-        match command:
-            case ReadKv(group=group):
-                out = bytearray(where.num_tokens * executor.kv_layout.group_bytes_per_token(group))
-                executor.read_kv(*tokens, memoryview(out), group)
-                return Copied(bytes(out))
-            case WriteKv(payload=payload):
-                executor.write_kv(*tokens, memoryview(payload), where.group)
-    except ValueError as error:
-        return CopyFailed(str(error))
-    return Copied()

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
+from kernels.ops import copy_blocks
 from shared.clock import Clock, MonotonicClock
+from shared.engine.kv_copies import KvCopies, any_thread
 from shared.engine.layers.attention_inputs import build_attention_inputs
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
@@ -29,23 +29,15 @@ from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
 from shared.engine.sampling.mask_words import join_masks
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
-from shared.kv_layout import KvLayout
+from shared.kv_layout import KvLayout, KvShard
 from shared.messages import TokenLogprobs
 from shared.numerics import Mode
 
 log = structlog.get_logger(__name__)
 
 
-def _no_check() -> None:
-    """On the CPU any thread may compute."""
-
-
-class ModelExecutor:
-    """Computes steps and copies KV on the calling thread, on the model's device.
-
-    `check_thread` raises if the calling thread would launch on another device; it runs before each
-    operation on the device.
-    """
+class ModelExecutor(KvCopies):
+    """Computes steps and copies KV on the calling thread, on the model's device."""
 
     def __init__(
         self,
@@ -53,12 +45,11 @@ class ModelExecutor:
         kv_cache: Tensor,
         kv_layout: KvLayout,
         *,
-        check_thread: Callable[[], None] = _no_check,
+        check_thread: Callable[[], None] = any_thread,
         clock: Clock | None = None,
     ) -> None:
+        super().__init__(kv_cache, kv_layout, check_thread)
         self.model = model
-        self.kv_cache = kv_cache
-        self.kv_layout = kv_layout
         of_layers = [
             (group, layer.reach)
             for (group, _), layer in zip(kv_layout.places, model.layer_config.layers, strict=True)
@@ -66,8 +57,6 @@ class ModelExecutor:
         self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs
         self._kind_of_layer = [self._kinds.index(each) for each in of_layers]
         self._slot_of_layer = [slot for _, slot in kv_layout.places]
-        self._device = kv_cache.device
-        self._check_thread = check_thread
         self._clock = MonotonicClock() if clock is None else clock
 
     @torch.inference_mode()
@@ -109,55 +98,6 @@ class ModelExecutor:
         """What enters the first layer: [T, hidden_size]."""
         return self.model.embed(torch.from_numpy(inputs.input_ids).to(self._device))
 
-    @torch.inference_mode()
-    def read_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-    ) -> None:
-        if num_tokens == 0:
-            return
-        self._check_run(block_table, first_token, num_tokens, group, out.nbytes)
-        self._check_thread()
-        table = torch.tensor(block_table, device=self._device)
-        shape = self._wire_shape(num_tokens, group)
-        wire = torch.frombuffer(out, dtype=torch.uint8).view(self.kv_cache.dtype).view(shape)
-        if self._device.type == "cpu":
-            gather_blocks(self.kv_cache[: shape[0]], table, first_token, num_tokens, wire)
-        else:
-            staged = torch.empty(shape, dtype=wire.dtype, device=self._device)
-            gather_blocks(self.kv_cache[: shape[0]], table, first_token, num_tokens, staged)
-            wire.copy_(staged)
-
-    @torch.inference_mode()
-    def write_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-    ) -> None:
-        if num_tokens == 0:
-            return
-        self._check_run(block_table, first_token, num_tokens, group, payload.nbytes)
-        self._check_thread()
-        shape = self._wire_shape(num_tokens, group)
-        wire = torch.empty(shape, dtype=self.kv_cache.dtype)
-        # A copy, because torch does not support read-only memory.
-        np.copyto(wire.view(-1).view(torch.uint8).numpy(), np.frombuffer(payload, dtype=np.uint8))
-        table = torch.tensor(block_table, device=self._device)
-        cache = self.kv_cache[: shape[0]]
-        scatter_blocks(cache, table, first_token, num_tokens, wire.to(self._device))
-
-    @torch.inference_mode()
-    def zero_blocks(self, block_ids: list[int]) -> None:
-        self._check_thread()
-        self.kv_cache.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
-
     def _sample(
         self, hidden: Tensor, inputs: StepInputs, began_at: float
     ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
@@ -188,31 +128,6 @@ class ModelExecutor:
         """The rows of `hidden` from which tokens are sampled."""
         rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
         return hidden.index_select(0, rows)
-
-    def _wire_shape(self, num_tokens: int, group: int) -> tuple[int, ...]:
-        planes, heads, dim = self.kv_layout.state.row
-        return (len(self.kv_layout.groups[group].layers), planes, num_tokens, heads, dim)
-
-    def _check_run(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        group: int,
-        num_bytes: int,
-    ) -> None:
-        if (
-            first_token < 0
-            or first_token + num_tokens > len(block_table) * self.kv_layout.block_size
-        ):
-            raise ValueError(
-                f"tokens [{first_token}, {first_token + num_tokens}) lie outside of "
-                f"{len(block_table)} blocks of {self.kv_layout.block_size}"
-            )
-        if num_bytes != num_tokens * self.kv_layout.group_bytes_per_token(group):
-            raise ValueError(
-                f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_layout.key}"
-            )
 
 
 class ModelRunner:
@@ -287,9 +202,10 @@ class ModelRunner:
         num_tokens: int,
         out: memoryview,
         group: int = 0,
+        shard: KvShard | None = None,
     ) -> None:
-        read = self.executor.read_kv
-        await _on(self._copy_thread, read, block_table, first_token, num_tokens, out, group)
+        run = block_table, first_token, num_tokens, out, group, shard
+        await _on(self._copy_thread, self.executor.read_kv, *run)
 
     async def write_kv(
         self,
@@ -298,9 +214,12 @@ class ModelRunner:
         num_tokens: int,
         payload: memoryview,
         group: int = 0,
+        shard: KvShard | None = None,
     ) -> None:
         write = self.executor.write_kv
-        await _on(self._copy_thread, write, block_table, first_token, num_tokens, payload, group)
+        await _on(
+            self._copy_thread, write, block_table, first_token, num_tokens, payload, group, shard
+        )
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await _on(self._step_thread, self.executor.zero_blocks, block_ids)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shared.clock import Clock
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
-from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
+from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv, Reach, first_seen
 from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
@@ -123,6 +123,7 @@ class TimingRunner:
         num_tokens: int,
         out: memoryview,
         group: int = 0,
+        shard: KvShard | None = None,  # one layer of one head: all of them
     ) -> None:
         states = self._kv[self._slots(block_table, first_token, num_tokens)]
         # [tokens, 16] to the wire's [layers=1, 2, tokens, heads=1, head_dim=8]
@@ -135,6 +136,7 @@ class TimingRunner:
         num_tokens: int,
         payload: memoryview,
         group: int = 0,
+        shard: KvShard | None = None,  # one layer of one head: all of them
     ) -> None:
         halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, STATE_BYTES // 2)
         states = halves.transpose(1, 0, 2).reshape(num_tokens, STATE_BYTES)

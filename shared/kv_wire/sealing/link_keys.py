@@ -28,6 +28,13 @@ class LinkKeys:
         self._of_worker.move_to_end(prefill_worker_id)
         return link_key
 
+    def adopt(self, prefill_worker_id: str, link_key: LinkKey) -> None:
+        """Accepts a key that the leader of this process has drawn."""
+        if self._of_worker.get(prefill_worker_id) != link_key:
+            self.forget(prefill_worker_id)
+            self._add(prefill_worker_id, link_key)
+        self._of_worker.move_to_end(prefill_worker_id)
+
     def find(self, key_id: bytes) -> LinkKey | None:
         return self._by_id.get(key_id)
 
@@ -38,12 +45,15 @@ class LinkKeys:
             del self._by_id[link_key.key_id]
 
     def _draw(self, prefill_worker_id: str) -> LinkKey:
-        if len(self._of_worker) >= MAX_KEYS:
-            self.forget(next(iter(self._of_worker)))
         link_key = LinkKey(
             key_id=self.randomness.bytes(LINK_KEY_ID_BYTES),
             key=self.randomness.bytes(LINK_KEY_BYTES),
             security=self.security,
         )
-        self._of_worker[prefill_worker_id] = self._by_id[link_key.key_id] = link_key
+        self._add(prefill_worker_id, link_key)
         return link_key
+
+    def _add(self, prefill_worker_id: str, link_key: LinkKey) -> None:
+        if len(self._of_worker) >= MAX_KEYS:
+            self.forget(next(iter(self._of_worker)))
+        self._of_worker[prefill_worker_id] = self._by_id[link_key.key_id] = link_key

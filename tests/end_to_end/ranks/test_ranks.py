@@ -1,4 +1,4 @@
-"""Workers of several ranks: a prefill group pushes to a decode worker of one process."""
+"""Workers of several ranks: those of prefill push to those of decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER = (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    options = ("--prefill-tp", "2", "--decode-tp", "1")
+    options = ("--prefill-tp", "2", "--decode-tp", "2")
     with run_cluster(tmp_path_factory.mktemp("ranks"), *options) as running:
         yield running
 
@@ -36,13 +36,28 @@ def ranks_of(cluster: Cluster, process_id: str) -> list[int]:
     return [pid for pid in found if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_prefill_group_pushes_to_a_decode_worker_of_one_process(cluster: Cluster) -> None:
+def assert_handed_off(cluster: Cluster) -> None:
+    """The answer is that of workers of one process, and no prompt token was computed twice."""
     answer = cluster.complete(QUESTION, max_tokens=60)
     assert answer["choices"][0]["message"]["content"] == ANSWER
     assert answer["hearth"]["prefill_worker"] == "prefill-1"
     assert answer["hearth"]["num_pushed_tokens"] == answer["usage"]["prompt_tokens"] - 1
-    assert len(ranks_of(cluster, "prefill-1")) == 2
-    assert ranks_of(cluster, "decode-1") == []
+
+
+def test_ranks_of_prefill_push_to_ranks_of_decode(cluster: Cluster) -> None:
+    assert_handed_off(cluster)
+    assert len(ranks_of(cluster, "prefill-1")) == len(ranks_of(cluster, "decode-1")) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "pp"), [(2, 1, 1), (1, 2, 1), (1, 2, 2)])
+def test_workers_of_unlike_shapes_hand_off(
+    tmp_path: Path, prefill_tp: int, decode_tp: int, pp: int
+) -> None:
+    sizes = {"--prefill-tp": prefill_tp, "--decode-tp": decode_tp, "--pp": pp}
+    options = [str(part) for option in sizes.items() for part in option]
+    with run_cluster(tmp_path, *options) as cluster:
+        assert_handed_off(cluster)
 
 
 FROZEN = pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.long)

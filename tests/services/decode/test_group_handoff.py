@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from services.decode.kv_writer import KvWriter
-from services.prefill.kv_sender import KvSender, PushCounts
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
+from shared.engine.kv_transfer.kv_writer import KvWriter
 from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
@@ -54,7 +54,7 @@ async def push(
         b"p" * 16,
         prefill,
         first_token=first,
-        runner=source.runner,
+        memory=source.runner,
         dial=dial,
         clock=VirtualClock(),
         counts=PushCounts(),

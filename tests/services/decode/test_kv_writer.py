@@ -6,8 +6,8 @@ from array import array
 import msgspec
 import pytest
 
-from services.decode.kv_writer import KvWriter
 from shared.engine.batching.sequence import Sequence
+from shared.engine.kv_transfer.kv_writer import KvWriter
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import FrameRefused
 from shared.kv_wire.link import FrameHeader

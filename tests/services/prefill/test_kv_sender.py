@@ -6,8 +6,8 @@ import asyncio
 import gc
 from array import array
 
-from services.prefill.kv_sender import KvSender, PushCounts
 from shared.engine.batching.sequence import Sequence
+from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
@@ -47,7 +47,7 @@ def _sender_over(link: FailingLink) -> KvSender:
         b"p",
         sequence,
         first_token=0,
-        runner=runner,
+        memory=runner,
         dial=dial,  # type: ignore[arg-type]
         clock=VirtualClock(),
         counts=PushCounts(),

@@ -13,6 +13,7 @@ import pytest
 from shared import subjects
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable, SenderMismatch
+from shared.kv_layout import KvShard
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -23,6 +24,7 @@ from shared.messages import (
     Failure,
     Heartbeat,
     KvEvents,
+    KvTarget,
     ListBlocks,
     Message,
     PlacementFailed,
@@ -71,7 +73,12 @@ def run_prefill(decode_worker_id: str) -> RunPrefill:
         token_ids=b"",
         block_hashes=b"",
         first_token=0,
-        target=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+        targets=(
+            KvTarget(
+                shard=KvShard(0, 1, 0, 1),
+                address=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+            ),
+        ),
         lease_s=1.0,
         deadline_s=1.0,
         numerics=Numerics("exact", "timing", "uint8", "1"),

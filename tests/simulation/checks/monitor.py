@@ -21,9 +21,9 @@ from tests.simulation.world.workers import SimulatedWorker
 if TYPE_CHECKING:
     from services.decode.running_request import RunningRequest
     from services.gateway.streams.stream import Stream
-    from services.prefill.kv_sender import KvSender
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
+    from shared.engine.kv_transfer.ports import Push
 
 # Of an idle process, too: one request each.
 PROBES = ("HealthMonitor._probe", "PinKeeper._retain")
@@ -142,7 +142,7 @@ class Monitor:
             deliver = prefill._deliver
 
             def watched_deliver(
-                command: RunPrefill, sequence: Sequence, push: KvSender
+                command: RunPrefill, sequence: Sequence, push: Push
             ) -> Coroutine[Any, Any, None]:
                 self._check_run(worker, command.request_id)
                 return deliver(command, sequence, push)

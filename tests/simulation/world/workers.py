@@ -15,6 +15,7 @@ from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.grammar.worker_grammars import WorkerGrammars
+from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
@@ -170,6 +171,7 @@ class SimulatedWorker:
         )
         self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
         self.dialer = SimulatedDialer(data_plane, self.process)
+        receive_port = LocalReceivePort(self.receiver, self.runner)
         card = ModelCard(
             name=MODEL,
             revision=REVISION,
@@ -189,15 +191,18 @@ class SimulatedWorker:
             loop=EngineLoop(self.engine, self.executor, clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
             roles=roles,
-            data_plane=self.receiver.address,
+            kv_targets=receive_port.targets,
             on_device_lost=self._exit,
         )
         if is_older:
             self.worker.check_needs = lambda needs: None  # type: ignore[method-assign]
-        self.prefill = PrefillService(self.worker, self.dialer) if "prefill" in roles else None
+        self.prefill: PrefillService | None = None
+        if "prefill" in roles:
+            push_port = LocalPushPort(self.dialer, self.runner, clock)
+            self.prefill = PrefillService(self.worker, push_port)
         self.decode: DecodeService | None = None
         if "decode" in roles:
-            self.decode = DecodeService(self.worker, self.receiver, grammars=grammars)
+            self.decode = DecodeService(self.worker, receive_port, grammars)
 
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:

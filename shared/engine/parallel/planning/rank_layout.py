@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from shared.engine.parallel.planning.rank_part import RankPart
-from shared.kv_layout import KvGroup, KvLayout, PagedKv
+from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv
 
 
 def rank_layout(layout: KvLayout, part: RankPart) -> KvLayout:
@@ -17,3 +19,8 @@ def rank_layout(layout: KvLayout, part: RankPart) -> KvLayout:
         state = replace(group.state, num_kv_heads=len(part.kv_heads))
         groups.append(KvGroup(tuple(layers), state))
     return replace(layout, groups=tuple(groups))
+
+
+def kv_shards(parts: Sequence[RankPart]) -> list[KvShard]:
+    """What each rank holds."""
+    return [KvShard.of(part.layers, part.kv_heads) for part in parts]

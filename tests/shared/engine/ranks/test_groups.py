@@ -163,30 +163,6 @@ async def test_sampling_that_raises_fails_its_step_alone(group: GroupExecutor) -
     assert not group.has_ended
 
 
-async def test_keys_and_values_are_those_of_one_process(
-    single: ModelRunner, group: GroupExecutor
-) -> None:
-    """They are read and written in the layout of the whole model."""
-    table, num_bytes = await prefilled(group, 45), 45 * single.kv_layout.bytes_per_token
-    assert await prefilled(InProcessExecutor(single), 45) == table
-    expected, found = bytearray(num_bytes), bytearray(num_bytes)
-    await single.read_kv(table, 0, 45, memoryview(expected))
-    await group.kv.read_kv(table, 0, 45, memoryview(found))
-    assert found == expected and any(found)
-    reverse = table[::-1]
-    part = memoryview(found)[: 42 * single.kv_layout.bytes_per_token]
-    await group.kv.write_kv(reverse, 3, 42, part)
-    again = bytearray(42 * single.kv_layout.bytes_per_token)
-    await group.kv.read_kv(reverse, 3, 42, memoryview(again))
-    assert again == found[: len(again)]
-    await group.kv.zero_blocks(table)
-    await group.kv.read_kv(table, 0, 45, memoryview(found))
-    assert not any(found)
-    with pytest.raises(ValueError, match="lie outside"):
-        outside = bytearray(4096 * single.kv_layout.bytes_per_token)
-        await group.kv.read_kv(table, 0, 4096, memoryview(outside))
-
-
 async def prefilled(executor: Executor, num_tokens: int) -> list[int]:
     """The blocks that hold the KV of a prompt."""
     engine = Engine(

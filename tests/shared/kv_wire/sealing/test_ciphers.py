@@ -130,6 +130,19 @@ def test_link_key_is_drawn_once_and_found_until_forgotten() -> None:
     assert keys.find(b"") is None
 
 
+def test_key_of_the_leader_is_found_at_a_rank_until_another_replaces_it() -> None:
+    leader, rank = (LinkKeys("aead", SystemRandomness()) for _ in range(2))
+    first = leader.key_for("prefill-1")
+    for _ in range(2):
+        rank.adopt("prefill-1", first)
+    assert rank.find(first.key_id) is first
+    leader.forget("prefill-1")
+    second = leader.key_for("prefill-1")
+    rank.adopt("prefill-1", second)
+    assert rank.find(first.key_id) is None
+    assert rank.find(second.key_id) is second
+
+
 def test_keys_are_bounded_and_the_oldest_is_dropped() -> None:
     keys = LinkKeys("mac", SystemRandomness())
     first, second = keys.key_for("first"), keys.key_for("second")

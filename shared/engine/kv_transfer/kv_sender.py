@@ -1,4 +1,5 @@
-"""Pushes the KV of one prefill to its decode worker while later chunks are still computed.
+"""Pushes the KV of one prefill to one process of its decode worker, while later chunks are still
+computed.
 
 waiting for tokens ──computed()──▶ sending, some frames in flight ──all acknowledged──▶ done
 every state ──cancel()──▶ ended, as soon as no copy reads the blocks
@@ -8,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 from shared.clock import Clock
-from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import KvPort
-from shared.kv_layout import first_sent
+from shared.engine.runner import KvMemory
+from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
+from shared.kv_wire.shards import in_groups, is_whole
 
 
 @dataclass(slots=True)
 class PushCounts:
     """Totals of all pushes since the start: acknowledged bytes, and seconds with at least one frame
-    in flight.
+    in flight. A token is what all targets of a push take of it: its parts are fractions.
     """
 
     num_bytes: int = 0
+    num_tokens: float = 0.0
     busy_s: float = 0.0
     _num_under_way: int = 0
     _busy_since: float = 0.0
@@ -39,31 +43,56 @@ class PushCounts:
             self.busy_s += now - self._busy_since
 
 
+class PushedSequence(Protocol):
+    """What a sender reads of a prefill: its blocks, and the tokens found in the prefix cache."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def block_tables(self) -> Seq[Seq[int]]: ...
+
+
 class KvSender:
     """`run` returns True once the receiver holds the KV that continues the prompt, False after
-    `cancel`: of each group of layers, the tokens from `first_sent` on.
+    `cancel`: of each group of layers, the tokens from `first_sent` on. `shard`, by the layers of
+    the model: the part that `memory` has and the receiver takes; None: the whole.
     """
 
     def __init__(
         self,
         placement_id: bytes,
-        sequence: Sequence,
+        sequence: PushedSequence,
         *,
         first_token: int,
-        runner: KvPort,
+        memory: KvMemory,
         dial: Callable[[], Awaitable[PushLink]],
         clock: Clock,
         counts: PushCounts,
+        shard: KvShard | None = None,
+        num_target_cells: int | None = None,
     ) -> None:
+        """`num_target_cells`: layers × heads that all targets of the push take, this sender's and
+        others'; None: those of the model.
+        """
         self._placement_id = placement_id
         self._sequence = sequence
-        layout = runner.kv_layout
+        layout = memory.kv_layout
+        if num_target_cells is None:
+            num_target_cells = layout.whole.num_cells
+        self._num_target_cells = num_target_cells
+        self._shards = in_groups(layout, layout.whole if shard is None else shard)
         # of each group; the last tokens of a bounded one suffice
         self._sent = [
             max(first_token, first_sent(reach, sequence.num_tokens, layout.hash_tokens))
-            for reach in layout.reaches
+            if shard.num_cells
+            else sequence.num_tokens
+            for shard, reach in zip(self._shards, layout.reaches, strict=True)
         ]
-        self._runner = runner
+        self._memory = memory
         self._dial = dial
         self._clock = clock
         self._counts = counts
@@ -115,6 +144,9 @@ class KvSender:
         try:
             await link.send(header, self._fill(header))
             self._counts.num_bytes += header.payload_bytes
+            self._counts.num_tokens += (
+                header.num_tokens * header.shard.num_cells / self._num_target_cells
+            )
         finally:
             self._counts.end(self._clock.now())
 
@@ -133,10 +165,10 @@ class KvSender:
 
     def _next_header(self) -> FrameHeader:
         """The next tokens of the group that is furthest behind."""
-        kv_layout = self._runner.kv_layout
         first_token = min(self._sent)
         group = self._sent.index(first_token)
-        token_bytes = kv_layout.group_bytes_per_token(group)
+        shard, layout = self._shards[group], self._memory.kv_layout
+        token_bytes = shard.num_cells * layout.cell_bytes
         per_frame = max(1, FRAME_BYTES // token_bytes)
         num_tokens = min(per_frame, self._num_computed_tokens - first_token)
         return FrameHeader(
@@ -144,18 +176,22 @@ class KvSender:
             sequence_number=self._num_frames,
             first_token=first_token,
             num_tokens=num_tokens,
-            first_layer=0,
-            num_layers=len(kv_layout.groups[group].layers),
-            first_head=0,
-            num_heads=kv_layout.state.row[1],
-            kv_format=kv_layout.key,
+            first_layer=shard.first_layer,
+            num_layers=shard.num_layers,
+            first_head=shard.first_head,
+            num_heads=shard.num_heads,
+            kv_format=layout.key,
             group=group,
             num_cached_tokens=self._sequence.num_cached_tokens,
             payload_bytes=num_tokens * token_bytes,
-            numerics=self._runner.numerics,
+            numerics=self._memory.numerics,
         )
 
     def _fill(self, header: FrameHeader) -> Callable[[memoryview], Awaitable[None]]:
-        table = self._sequence.block_tables[header.group]
-        span = header.first_token, header.num_tokens
-        return lambda view: self._runner.read_kv(table, *span, view, header.group)
+        group = header.group
+        table = self._sequence.block_tables[group]
+        run = table, header.first_token, header.num_tokens
+        shard = self._shards[group]
+        if is_whole(self._memory.kv_layout, group, shard):
+            return lambda view: self._memory.read_kv(*run, view, group)
+        return lambda view: self._memory.read_kv(*run, view, group, shard)

@@ -1,0 +1,133 @@
+"""Opens the ports through which a worker pushes and receives KV."""
+
+from __future__ import annotations
+
+import asyncio
+from socket import gethostname
+from typing import Protocol, cast
+
+import structlog
+
+from shared.clock import Clock
+from shared.config import WorkerConfig
+from shared.engine.kv_transfer.frame_codec import load_codec
+from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
+from shared.engine.kv_transfer.ports import PushPort, ReceivePort
+from shared.engine.ranks.kv.group_push import GroupPushPort
+from shared.engine.ranks.kv.group_receive import GroupReceivePort
+from shared.engine.ranks.kv.rank_links import RankLinks
+from shared.engine.runner import KvMemory
+from shared.errors import ConfigError
+from shared.kv_wire.compression import FrameCodec
+from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
+from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.randomness import Randomness
+
+log = structlog.get_logger(__name__)
+
+
+class DataPlane(Protocol):
+    async def push_port(self) -> PushPort: ...
+
+    async def receive_port(self) -> ReceivePort:
+        """Raises ConfigError for an address that is not this host's."""
+        ...
+
+
+class ProcessDataPlane:
+    """The `DataPlane` of a worker of one process."""
+
+    def __init__(
+        self, config: WorkerConfig, memory: KvMemory, clock: Clock, randomness: Randomness
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._clock = clock
+        self._randomness = randomness
+        self._security = data_plane_security(config)
+        self._codec: asyncio.Task[FrameCodec | None] | None = None
+
+    async def push_port(self) -> PushPort:
+        dialer = Dialer(codec=await self._load_codec(), security=self._security)
+        return LocalPushPort(dialer, self._memory, self._clock)
+
+    async def receive_port(self) -> ReceivePort:
+        link_keys = link_keys_of(self._security, self._randomness)
+        receiver = await receive_kv(
+            self._config, self._randomness.bytes(16), await self._load_codec(), link_keys
+        )
+        return LocalReceivePort(receiver, self._memory, link_keys, counts=receiver.counts)
+
+    async def _load_codec(self) -> FrameCodec | None:
+        """The same for both ports."""
+        if self._codec is None:
+            loading = asyncio.to_thread(
+                load_codec, self._config.kv_compression, self._memory.kv_layout.dtype
+            )
+            self._codec = asyncio.create_task(loading)
+        return await self._codec
+
+
+class GroupDataPlane:
+    """The `DataPlane` of a worker of several ranks: each has its own."""
+
+    def __init__(self, config: WorkerConfig, links: RankLinks, randomness: Randomness) -> None:
+        self._config = config
+        self._links = links
+        self._randomness = randomness
+        self._security = data_plane_security(config)
+
+    async def push_port(self) -> PushPort:
+        return await GroupPushPort.open(
+            self._links, kv_compression=self._config.kv_compression, security=self._security
+        )
+
+    async def receive_port(self) -> ReceivePort:
+        return await GroupReceivePort.open(
+            self._links,
+            self._randomness,
+            bind_host=self._config.data_plane_host,
+            advertised_host=_advertised_host(self._config),
+            kv_compression=self._config.kv_compression,
+            link_keys=link_keys_of(self._security, self._randomness),
+        )
+
+
+def link_keys_of(security: DataPlaneSecurity, randomness: Randomness) -> LinkKeys | None:
+    """None: links are not sealed."""
+    return None if security == "none" else LinkKeys(security, randomness)
+
+
+async def receive_kv(
+    config: WorkerConfig, instance_id: bytes, codec: FrameCodec | None, link_keys: LinkKeys | None
+) -> KvServer:
+    """Listens for KV. Raises ConfigError for an address that is not this host's."""
+    try:
+        return await KvServer.start(
+            instance_id=instance_id,
+            bind_host=config.data_plane_host,
+            advertised_host=_advertised_host(config),
+            codec=codec,
+            link_keys=link_keys,
+        )
+    except OSError as error:
+        reason = f"cannot receive KV on {config.data_plane_host!r}: {error}"
+        raise ConfigError(f"data_plane_host: {reason}") from error
+
+
+def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
+    """The configured one. Warns of an open data plane off loopback."""
+    security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
+    if security == "none" and not config.is_on_loopback:
+        log.warning("kv_data_plane_unprotected", listens_on=config.data_plane_host)
+    return security
+
+
+def _advertised_host(config: WorkerConfig) -> str | None:
+    """The host's own name where KV is received on all interfaces: replicas differ in nothing else.
+    None: the listen address.
+    """
+    if config.data_plane_advertised_host or config.data_plane_host not in ("0.0.0.0", "::"):
+        return config.data_plane_advertised_host or None
+    return gethostname()

@@ -1,0 +1,138 @@
+"""What a leader and its ranks send each other about pushes and receipts of KV.
+
+    leader ── Call(number, command) ──▶ rank      several may be under way
+           ◀── Answer, CallFailed ────            of a push: once it has ended
+           ── Computed, CancelPush, … ──▶         without an answer
+           ◀── ReceiptEnded, Counted ──
+
+KV itself goes from rank to rank and never over this socket.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.kv_wire.expected_pushes import ReceiverCounts
+from shared.messages import DataPlaneAddress, KvTargets, LinkKey
+
+
+class OpenReceiver(msgspec.Struct, frozen=True, tag=True):
+    """Answered with the address."""
+
+    instance_id: bytes
+    bind_host: str
+    advertised_host: str | None
+    kv_compression: str
+    is_sealed: bool
+
+
+class OpenSender(msgspec.Struct, frozen=True, tag=True):
+    kv_compression: str
+    security: str
+
+
+class StartPush(msgspec.Struct, frozen=True, tag=True):
+    """Answered once the push has ended, with whether all targets hold the rank's part."""
+
+    placement_id: bytes
+    num_tokens: int
+    first_token: int
+    targets: KvTargets
+    link_key: LinkKey | None
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """Answered once frames may come."""
+
+    placement_id: bytes
+    num_tokens: int
+    num_held_tokens: int
+    block_tables: list[list[int]]
+    prefill_worker_id: str
+    link_key: LinkKey | None
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Answered with `Held` once no copy writes the blocks."""
+
+    placement_id: bytes
+
+
+class CloseReceiver(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class CloseSender(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Command = OpenReceiver | OpenSender | StartPush | Expect | Forget | CloseReceiver | CloseSender
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    command: Command
+
+
+class Computed(msgspec.Struct, frozen=True, tag=True):
+    """`block_tables`: None if they are as they were last sent."""
+
+    placement_id: bytes
+    num_computed_tokens: int
+    num_cached_tokens: int
+    block_tables: list[list[int]] | None
+
+
+class CancelPush(msgspec.Struct, frozen=True, tag=True):
+    placement_id: bytes
+
+
+class ForgetWorker(msgspec.Struct, frozen=True, tag=True):
+    """The worker's link key is not used again."""
+
+    prefill_worker_id: str
+
+
+ToRank = Call | Computed | CancelPush | ForgetWorker
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    num_held_tokens: int
+    num_cached_tokens: int
+
+
+Result = DataPlaneAddress | Held | bool | None
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    result: Result = None
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag=True):
+    """`code`: of a HearthError."""
+
+    number: int
+    code: str
+    message: str
+
+
+class ReceiptEnded(msgspec.Struct, frozen=True, tag=True):
+    """`reason`: of the failure; None: the rank holds all of its part."""
+
+    placement_id: bytes
+    reason: str | None
+
+
+class Counted(msgspec.Struct, frozen=True, tag=True):
+    """Totals of a rank since its start."""
+
+    received: ReceiverCounts = msgspec.field(default_factory=ReceiverCounts)
+    num_pushed_bytes: int = 0
+    num_pushed_tokens: float = 0.0
+    push_s: float = 0.0
+    num_compressed_frames: int = 0
+    num_saved_bytes: int = 0
+
+
+ToLeader = Answer | CallFailed | ReceiptEnded | Counted

@@ -1,0 +1,18 @@
+"""A sequence, as far as a rank knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LeaderSequence:
+    """A `PushedSequence` and `ReservedSequence`: `num_tokens` are to push, or to receive."""
+
+    num_tokens: int
+    num_cached_tokens: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.num_tokens

@@ -1,0 +1,53 @@
+"""Which tokens of a shard have arrived, if each sender pushes a part of it. Pure.
+
+Parts are disjoint, and the tokens of each arrive in order. A token is held once all parts have it.
+"""
+
+from __future__ import annotations
+
+from shared.kv_layout import KvShard
+
+
+class Coverage:
+    """Of one group in one receiver: `shard` counts the group's layers. Tokens before `first_token`
+    are held already; `end` is the number of tokens to hold. An empty shard holds all.
+    """
+
+    def __init__(self, shard: KvShard, *, first_token: int, end: int) -> None:
+        self._shard = shard
+        self._first_token = first_token if shard.num_cells else end
+        self._end = end
+        self._taken: dict[KvShard, int] = {}  # by part; includes tokens that are being written
+        self._held: dict[KvShard, int] = {}
+        self._num_free_cells = shard.num_cells
+
+    def next_token(self, part: KvShard) -> int | None:
+        """The token with which the part continues. None for a part outside of the shard, or one
+        that overlaps another part.
+        """
+        if part in self._taken:
+            return self._taken[part]
+        is_inside = part.num_cells and part.crossing(self._shard) == part
+        overlaps = any(part.crossing(each).num_cells for each in self._taken)
+        return self._first_token if is_inside and not overlaps else None
+
+    def take(self, part: KvShard, num_tokens: int) -> None:
+        """Records that the next tokens of a part are being written."""
+        if part not in self._taken:
+            self._taken[part] = self._held[part] = self._first_token
+            self._num_free_cells -= part.num_cells
+        self._taken[part] += num_tokens
+
+    def hold(self, part: KvShard, num_tokens: int) -> None:
+        """Records that the tokens taken first are written."""
+        self._held[part] += num_tokens
+
+    @property
+    def num_held_tokens(self) -> int:
+        if self._num_free_cells or not self._held:
+            return self._first_token
+        return min(self._held.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_held_tokens == self._end
