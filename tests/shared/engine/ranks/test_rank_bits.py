@@ -83,12 +83,12 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
         mode="exact",
         load_format="auto",
         num_threads=1,
-        copies=(),
+        kv=(),
         masks=-1,
     )
 
     def logits(mesh: Mesh) -> list[Tensor]:
-        executor, _ = load_rank(setup, mesh)
+        executor = load_rank(setup, mesh).executor
         return [executor.step_logits(step) for step in steps()]
 
     for tp in (2, 4, 8):
