@@ -20,13 +20,14 @@ class Coverage:
         self._taken: dict[KvShard, int] = {}  # by part; includes tokens that are being written
         self._held: dict[KvShard, int] = {}
         self._num_free_cells = shard.num_cells
+        self.num_held_tokens = self._first_token
 
     def next_token(self, part: KvShard) -> int | None:
         """The token with which the part continues. None for a part outside of the shard, or one
         that overlaps another part.
         """
-        if part in self._taken:
-            return self._taken[part]
+        if (taken := self._taken.get(part)) is not None:
+            return taken
         is_inside = part.num_cells and part.crossing(self._shard) == part
         overlaps = any(part.crossing(each).num_cells for each in self._taken)
         return self._first_token if is_inside and not overlaps else None
@@ -41,12 +42,8 @@ class Coverage:
     def hold(self, part: KvShard, num_tokens: int) -> None:
         """Records that the tokens taken first are written."""
         self._held[part] += num_tokens
-
-    @property
-    def num_held_tokens(self) -> int:
-        if self._num_free_cells or not self._held:
-            return self._first_token
-        return min(self._held.values())
+        if not self._num_free_cells:
+            self.num_held_tokens = min(self._held.values())
 
     @property
     def is_complete(self) -> bool:

@@ -40,7 +40,7 @@ def in_groups(layout: KvLayout, shard: KvShard) -> list[KvShard]:
     return [in_group(layout, group, shard) for group in range(len(layout.groups))]
 
 
-def is_whole(layout: KvLayout, group: int, shard: KvShard) -> bool:
-    """Whether a shard of a group has all of its layers and heads."""
-    num_layers = len(layout.groups[group].layers)
-    return shard == KvShard(0, num_layers, 0, layout.state.row[1])
+def parts_of_groups(layout: KvLayout, shards: Sequence[KvShard]) -> list[KvShard | None]:
+    """[G] the shard of each group, or None where it has all layers and heads."""
+    wholes = in_groups(layout, layout.whole)
+    return [None if shard == whole else shard for shard, whole in zip(shards, wholes, strict=True)]

@@ -17,7 +17,7 @@ from shared.clock import Clock
 from shared.engine.runner import KvMemory
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
-from shared.kv_wire.shards import in_groups, is_whole
+from shared.kv_wire.shards import in_groups, parts_of_groups
 
 
 @dataclass(slots=True)
@@ -83,8 +83,9 @@ class KvSender:
         layout = memory.kv_layout
         if num_target_cells is None:
             num_target_cells = layout.whole.num_cells
-        self._num_target_cells = num_target_cells
         self._shards = in_groups(layout, layout.whole if shard is None else shard)
+        self._shares = [each.num_cells / num_target_cells for each in self._shards]
+        self._parts = parts_of_groups(layout, self._shards)
         # of each group; the last tokens of a bounded one suffice
         self._sent = [
             max(first_token, first_sent(reach, sequence.num_tokens, layout.hash_tokens))
@@ -144,9 +145,7 @@ class KvSender:
         try:
             await link.send(header, self._fill(header))
             self._counts.num_bytes += header.payload_bytes
-            self._counts.num_tokens += (
-                header.num_tokens * header.shard.num_cells / self._num_target_cells
-            )
+            self._counts.num_tokens += header.num_tokens * self._shares[header.group]
         finally:
             self._counts.end(self._clock.now())
 
@@ -189,9 +188,7 @@ class KvSender:
 
     def _fill(self, header: FrameHeader) -> Callable[[memoryview], Awaitable[None]]:
         group = header.group
-        table = self._sequence.block_tables[group]
-        run = table, header.first_token, header.num_tokens
-        shard = self._shards[group]
-        if is_whole(self._memory.kv_layout, group, shard):
+        run = self._sequence.block_tables[group], header.first_token, header.num_tokens
+        if (part := self._parts[group]) is None:
             return lambda view: self._memory.read_kv(*run, view, group)
-        return lambda view: self._memory.read_kv(*run, view, group, shard)
+        return lambda view: self._memory.read_kv(*run, view, group, part)

@@ -11,7 +11,7 @@ from shared.errors import FrameRefused
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.coverage import Coverage
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.shards import in_groups, is_whole
+from shared.kv_wire.shards import in_groups
 
 
 class ReservedSequence(Protocol):
@@ -47,6 +47,7 @@ class KvWriter:
         self._num_expected_tokens = end = sequence.num_prefill_tokens
         layout = memory.kv_layout
         shards = in_groups(layout, layout.whole if shard is None else shard)
+        self._wholes = in_groups(layout, layout.whole)
         self._coverages = [
             Coverage(
                 shard,
@@ -67,12 +68,13 @@ class KvWriter:
         return self.num_held_tokens == self._num_expected_tokens
 
     async def frame(self, header: FrameHeader, payload: memoryview) -> None:
-        self._check(header)
+        part = header.shard
+        self._check(header, part)
         group, num_tokens = header.group, header.num_tokens
-        part, coverage = header.shard, self._coverages[group]
+        coverage = self._coverages[group]
         coverage.take(part, num_tokens)
         run = self._sequence.block_tables[group], header.first_token, num_tokens
-        if is_whole(self._memory.kv_layout, group, part):
+        if part == self._wholes[group]:
             await self._memory.write_kv(*run, payload, group)
         else:
             await self._memory.write_kv(*run, payload, group, part)
@@ -94,7 +96,7 @@ class KvWriter:
         if not self.ended.done():
             self.ended.set_result(reason)
 
-    def _check(self, header: FrameHeader) -> None:
+    def _check(self, header: FrameHeader, part: KvShard) -> None:
         """Raises FrameRefused unless the frame has the next tokens of a part, and the agreed format
         and numerics.
         """
@@ -103,7 +105,6 @@ class KvWriter:
             raise FrameRefused(f"group {group} is not one of {len(layout.groups)}")
         if not self._memory.numerics.may_share_kv(header.numerics):
             raise FrameRefused(f"KV of {header.numerics} is not that of {self._memory.numerics}")
-        part = header.shard
         next_token = self._coverages[group].next_token(part)
         is_next = header.first_token == next_token and header.num_tokens > 0
         fits = header.first_token + header.num_tokens <= self._num_expected_tokens

@@ -10,7 +10,7 @@ from hypothesis import given
 from shared.engine.parallel.cuts import head_lanes, kv_head_range, rank_range
 from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv, Window
 from shared.kv_wire.coverage import Coverage
-from shared.kv_wire.shards import in_group, in_groups, is_whole, sent_shards
+from shared.kv_wire.shards import in_group, in_groups, parts_of_groups, sent_shards
 
 DIM = 32
 
@@ -115,5 +115,6 @@ def test_empty_shard_waits_for_nothing() -> None:
 def test_layers_of_a_group_are_counted_in_it() -> None:
     layout = layout_of(5, 2, 2)
     assert in_groups(layout, KvShard(1, 3, 0, 1)) == [KvShard(1, 1, 0, 1), KvShard(0, 2, 0, 1)]
-    assert is_whole(layout, 1, KvShard(0, 2, 0, 2)) and not is_whole(layout, 0, KvShard(0, 2, 0, 2))
+    shards = [KvShard(0, 2, 0, 2), KvShard(0, 2, 0, 2)]  # of groups with 3 and 2 layers
+    assert parts_of_groups(layout, shards) == [shards[0], None]
     assert KvShard(3, 1, 1, 1).relative_to(KvShard(1, 3, 1, 1)) == KvShard(2, 1, 0, 1)
