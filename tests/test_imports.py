@@ -66,6 +66,7 @@ RULES = {
         excluded="shared.engine",
     ),
     "services/cli/bundle_commands.py": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/compression_progress.py": rule("services.cli shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh_shape import WAIT_S, MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import RankMesh
 

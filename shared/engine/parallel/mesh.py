@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange, check_lanes, sum_nodes
+from shared.engine.parallel.lane_sums import check_lanes, sum_nodes
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh_shape import MeshShape
 
 

@@ -14,11 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange, check_lanes, halved_range, sum_nodes
+from shared.engine.parallel.lane_sums import check_lanes, halved_range, sum_nodes
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import best_of
-from shared.engine.parallel.mesh_shape import MeshShape
-
-ALL_GATHER_BYTES = 256 * 1024  # sums larger than this are halved
+from shared.engine.parallel.mesh_shape import ALL_GATHER_BYTES, MeshShape
 
 
 class Transport(Protocol):
@@ -41,7 +40,10 @@ class Transport(Protocol):
 
 
 class RankMesh:
-    """See Mesh. `all_gather_bytes`: the largest sum, in FP32, that is gathered and not halved."""
+    """See Mesh. `all_gather_bytes`: the largest sum, in FP32, that is gathered and not halved.
+
+    `num_sent_bytes`: what this rank has sent to others, each of which counts.
+    """
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class RankMesh:
         self._transport = transport
         self._exchange: Exchange = exchange
         self._all_gather_bytes = all_gather_bytes
+        self.num_sent_bytes = 0
 
     def add(self, lanes: Tensor, dtype: torch.dtype) -> Tensor:
         check_lanes(lanes, self.shape.tp, self._exchange)
@@ -62,7 +65,7 @@ class RankMesh:
         own = sum_nodes(lanes.unbind(), self._exchange, is_root=False).contiguous()
         if own.numel() * lanes.element_size() > self._all_gather_bytes:
             return self._add_halves(own, dtype)
-        nodes = self._transport.all_gather(own)
+        nodes = self._all_gather(own)
         return sum_nodes(nodes, self._exchange, is_root=True).to(dtype)
 
     def _add_halves(self, own: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,6 +82,7 @@ class RankMesh:
         retained, sent = (first, second) if is_lower else (second, first)
         received = torch.empty_like(retained)
         peer = self.shape.rank_of(self._stage, self._tp_rank ^ (1 << level))
+        self.num_sent_bytes += _num_bytes(sent)
         self._transport.swap(sent, peer, received)
         nodes = (retained, received) if is_lower else (received, retained)
         return sum_nodes(nodes, self._exchange, is_root=is_root)
@@ -96,7 +100,7 @@ class RankMesh:
         if self.shape.tp == 1:
             return x
         if sizes is None:
-            return torch.cat(self._transport.all_gather(x.contiguous()), dim)
+            return torch.cat(self._all_gather(x.contiguous()), dim)
         if len(sizes) != self.shape.tp or sizes[self._tp_rank] != x.shape[dim]:
             raise ValueError(f"a part of {x.shape[dim]} does not match the ranks' sizes {sizes}")
         return torch.cat(self._gather_uneven(x, dim, sizes), dim)
@@ -109,19 +113,20 @@ class RankMesh:
             padded = x.new_zeros(padded_shape)
             padded.narrow(dim, 0, x.shape[dim]).copy_(x)
             x = padded
-        parts = self._transport.all_gather(x.contiguous())
+        parts = self._all_gather(x.contiguous())
         return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
 
     def best(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.shape.tp == 1:
             return values, ids
-        all_values = torch.stack(self._transport.all_gather(values.contiguous()))
-        all_ids = torch.stack(self._transport.all_gather(ids.contiguous()))
+        all_values = torch.stack(self._all_gather(values.contiguous()))
+        all_ids = torch.stack(self._all_gather(ids.contiguous()))
         return best_of(all_values, all_ids)
 
     def send(self, x: Tensor) -> None:
         if self._stage == self.shape.pp - 1:
             raise ValueError(f"rank {self.rank} is in the last stage: it sends to no other")
+        self.num_sent_bytes += _num_bytes(x)
         self._transport.send(x.contiguous(), self.rank + self.shape.tp)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -131,8 +136,16 @@ class RankMesh:
         self._transport.recv(out, self.rank - self.shape.tp)
         return out.view(*shape)
 
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        self.num_sent_bytes += _num_bytes(x) * (self.shape.tp - 1)
+        return self._transport.all_gather(x)
+
     def _device(self) -> torch.device:
         return getattr(self._transport, "device", torch.device("cpu"))
 
     def close(self) -> None:
         self._transport.close()
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange, halved_range
-from shared.engine.parallel.lanes import EMPTY_LANE, NUM_LANES, rank_lanes
+from shared.engine.parallel.lane_sums import halved_range
+from shared.engine.parallel.lanes import EMPTY_LANE, NUM_LANES, Exchange, rank_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh, best_of
 from shared.engine.parallel.mesh_shape import MeshShape
 from tests.shared.engine.parallel.rank_threads import run_ranks
