@@ -87,6 +87,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
         "load_format": config.load_format,
         "num_threads": config.num_threads or None,
         "mode": config.mode,
+        "activations": config.activations,
         "weights": config.weights,
         "has_row_kernels": True,
     }

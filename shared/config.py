@@ -13,7 +13,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
-from shared.numerics import MODES, ModeChoice
+from shared.numerics import ACTIVATIONS, MODES, Activations, ModeChoice
 from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
@@ -190,6 +190,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
     pp: int = 1  # pipeline stages
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
+    activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
@@ -224,6 +225,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.mode not in MODES:
             yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
+        if self.activations not in ACTIVATIONS:
+            yield f"activations {self.activations!r} is none of {', '.join(ACTIVATIONS)}"
         if self.kv_compression not in KV_COMPRESSIONS:
             yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
         if self.data_plane_security not in DATA_PLANE_SECURITIES:

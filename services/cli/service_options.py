@@ -87,6 +87,8 @@ HELP = {
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
     "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
+    "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "
+    "slow links; other bits, equal at every number of ranks, also one.",
     "block_size": "Tokens in a KV block.",
     "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
     "what is free after weights and the largest step).",

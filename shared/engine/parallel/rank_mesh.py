@@ -19,6 +19,8 @@ from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import best_of
 from shared.engine.parallel.mesh_shape import ALL_GATHER_BYTES, MeshShape
 
+FP32_BYTES = 4
+
 
 class Transport(Protocol):
     """Moves contiguous tensors between ranks; each call raises RankLost after a limit."""
@@ -54,28 +56,39 @@ class RankMesh:
         self.shape, self.rank = transport.shape, transport.rank
         self._stage, self._tp_rank = self.shape.place(self.rank)
         self._transport = transport
-        self._exchange: Exchange = exchange
+        self.exchange: Exchange = exchange
         self._all_gather_bytes = all_gather_bytes
         self.num_sent_bytes = 0
 
     def add(self, lanes: Tensor, dtype: torch.dtype) -> Tensor:
-        check_lanes(lanes, self.shape.tp, self._exchange)
+        check_lanes(lanes, self.shape.tp, self.exchange)
         if self.shape.tp == 1:
-            return sum_nodes(lanes.unbind(), self._exchange, is_root=True).to(dtype)
-        own = sum_nodes(lanes.unbind(), self._exchange, is_root=False).contiguous()
-        if own.numel() * lanes.element_size() > self._all_gather_bytes:
-            return self._add_halves(own, dtype)
-        nodes = self._all_gather(own)
-        return sum_nodes(nodes, self._exchange, is_root=True).to(dtype)
+            return sum_nodes(lanes.unbind(), self.exchange, is_root=True).to(dtype)
+        own = sum_nodes(lanes.unbind(), self.exchange, is_root=False)
+        return self._add_nodes(own.contiguous(), dtype, self.exchange)
 
-    def _add_halves(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+    def join(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of BF16 are nodes of BF16 without rounding, so they are sent as such."""
+        if self.shape.tp == 1:
+            return nodes.to(dtype)
+        is_bf16 = dtype == torch.bfloat16
+        own = nodes.to(dtype) if is_bf16 else nodes
+        return self._add_nodes(own.contiguous(), dtype, "bf16" if is_bf16 else "fp32")
+
+    def _add_nodes(self, own: Tensor, dtype: torch.dtype, exchange: Exchange) -> Tensor:
+        if own.numel() * FP32_BYTES > self._all_gather_bytes:
+            return self._add_halves(own, dtype, exchange)
+        nodes = self._all_gather(own)
+        return sum_nodes(nodes, exchange, is_root=True).to(dtype)
+
+    def _add_halves(self, own: Tensor, dtype: torch.dtype, exchange: Exchange) -> Tensor:
         part = own.view(-1)
         num_levels = self.shape.tp.bit_length() - 1
         for level in range(num_levels):
-            part = self._add_half(part, level, is_root=level == num_levels - 1)
+            part = self._add_half(part, level, exchange, is_root=level == num_levels - 1)
         return self._gather_parts(part.to(dtype), own)
 
-    def _add_half(self, part: Tensor, level: int, *, is_root: bool) -> Tensor:
+    def _add_half(self, part: Tensor, level: int, exchange: Exchange, *, is_root: bool) -> Tensor:
         middle = (part.numel() + 1) // 2
         first, second = part[:middle], part[middle:]
         is_lower = self._tp_rank & (1 << level) == 0
@@ -85,7 +98,7 @@ class RankMesh:
         self.num_sent_bytes += _num_bytes(sent)
         self._transport.swap(sent, peer, received)
         nodes = (retained, received) if is_lower else (received, retained)
-        return sum_nodes(nodes, self._exchange, is_root=is_root)
+        return sum_nodes(nodes, exchange, is_root=is_root)
 
     def _gather_parts(self, part: Tensor, own: Tensor) -> Tensor:
         tp = self.shape.tp

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.numerics import Mode
+from shared.numerics import Activations, Mode
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     mode: Mode
+    activations: Activations = "plain"
     load_format: str
     num_threads: int
     copies: tuple[int, ...]

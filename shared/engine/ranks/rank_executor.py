@@ -96,7 +96,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> tuple[RankExecutor, RankIdentity]
     identity = RankIdentity(
         weights_digest=checkpoint,
         layout_key=layout.key,
-        numerics=str(device_numerics(CPU, setup.dtype, setup.mode)),
+        numerics=str(device_numerics(CPU, setup.dtype, setup.mode, setup.activations)),
         versions=" ".join(f"{name} {version(name)}" for name in ("torch", "numpy")),
     )
     finish_model(model, setup.mode, is_compressed=False)

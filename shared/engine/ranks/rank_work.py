@@ -28,6 +28,7 @@ from shared.engine.ranks.remote_masks import RemoteMasks
 from shared.engine.ranks.step_codec import decode_step, encode_output
 from shared.engine.runners.warm_up import idle_step
 from shared.log import configure_logging
+from shared.numerics import exchange_of
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -40,7 +41,7 @@ class ModelWork:
         configure_logging(f"rank-{context.rank}")
         setup = msgspec.msgpack.decode(context.config, type=RankSetup)
         torch.set_num_threads(setup.num_threads)
-        self._mesh = context.mesh()
+        self._mesh = context.mesh(exchange=exchange_of(setup.activations))
         self._executor, self.identity = load_rank(setup, self._mesh)
         self._masks = RemoteMasks(Channel.of(setup.masks))
         copies = Channel.of(setup.copies[context.rank])

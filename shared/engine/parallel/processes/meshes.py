@@ -5,26 +5,31 @@ from __future__ import annotations
 import torch
 
 from shared.engine.parallel.collectives import distributed_mesh
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 from shared.engine.parallel.processes.rank_messages import Start
 from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
 
 
-def connect(start: Start, transport: str) -> Mesh:
+def connect(start: Start, transport: str, exchange: Exchange = "fp32") -> Mesh:
     """Raises ValueError for an unknown transport, RankLost if the ranks do not meet."""
     shape = start.shape
     if shape.num_ranks == 1:
-        return LocalMesh()
+        return LocalMesh(exchange)
     match transport:
         case "shared_memory":
-            return shared_memory_mesh(start.mesh_memory, shape, start.rank, limit_s=start.limit_s)
+            place = start.mesh_memory, shape, start.rank
+            return shared_memory_mesh(*place, exchange, start.limit_s)
         case "gloo":
-            return distributed_mesh(start.rendezvous, shape, start.rank, limit_s=start.limit_s)
+            return distributed_mesh(
+                *(start.rendezvous, shape, start.rank), exchange=exchange, limit_s=start.limit_s
+            )
         case "nccl":
             device = torch.device("cuda", start.rank)
             torch.cuda.set_device(device)
             return distributed_mesh(
                 *(start.rendezvous, shape, start.rank),
+                exchange=exchange,
                 backend="nccl",
                 device=device,
                 limit_s=start.limit_s,

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.processes.rank_messages import (
     MAX_MESSAGE_BYTES,
     Failed,
@@ -68,11 +69,11 @@ class RankContext:
     def config(self) -> bytes:
         return self.start.config
 
-    def mesh(self, transport: str | None = None) -> Mesh:
+    def mesh(self, transport: str | None = None, exchange: Exchange = "fp32") -> Mesh:
         """The rank's group; `transport` other than that of the group is for tests."""
         from shared.engine.parallel.processes import meshes  # torch, which not every work needs
 
-        return meshes.connect(self.start, transport or self.start.transport)
+        return meshes.connect(self.start, transport or self.start.transport, exchange)
 
 
 Entry = Callable[[RankContext], RankWork]

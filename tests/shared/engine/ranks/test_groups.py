@@ -151,6 +151,15 @@ async def test_group_describes_the_whole_model(single: ModelRunner, group: Group
     await group.check()
 
 
+async def test_sums_in_bf16_are_those_of_one_process(folder: Path) -> None:
+    rounded = load_runner(folder, activations="bf16-exchange", **OPTIONS)
+    group = load_group(folder, "cpu", MeshShape(2), activations="bf16-exchange", **OPTIONS)
+    steps = [steps_of(lines_of(group.num_blocks))[0] for _ in range(2)]
+    assert await group.run(steps[0]) == await rounded.run(steps[1])
+    assert group.numerics == rounded.numerics
+    await group.close()
+
+
 async def test_killed_rank_ends_the_group(folder: Path) -> None:
     """It is noticed without a step."""
     runner = load_group(folder, "cpu", MeshShape(1, 2), **OPTIONS)
