@@ -27,6 +27,7 @@ class Transport(Protocol):
 
     shape: MeshShape
     rank: int
+    device: torch.device
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks of this stage, of one shape, in the order of ranks."""
@@ -55,7 +56,7 @@ class RankMesh:
     ) -> None:
         self.shape, self.rank = transport.shape, transport.rank
         self._stage, self._tp_rank = self.shape.place(self.rank)
-        self._transport = transport
+        self.transport = transport
         self.exchange: Exchange = exchange
         self._all_gather_bytes = all_gather_bytes
         self.num_sent_bytes = 0
@@ -96,7 +97,7 @@ class RankMesh:
         received = torch.empty_like(retained)
         peer = self.shape.rank_of(self._stage, self._tp_rank ^ (1 << level))
         self.num_sent_bytes += _num_bytes(sent)
-        self._transport.swap(sent, peer, received)
+        self.transport.swap(sent, peer, received)
         nodes = (retained, received) if is_lower else (received, retained)
         return sum_nodes(nodes, exchange, is_root=is_root)
 
@@ -140,24 +141,21 @@ class RankMesh:
         if self._stage == self.shape.pp - 1:
             raise ValueError(f"rank {self.rank} is in the last stage: it sends to no other")
         self.num_sent_bytes += _num_bytes(x)
-        self._transport.send(x.contiguous(), self.rank + self.shape.tp)
+        self.transport.send(x.contiguous(), self.rank + self.shape.tp)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._stage == 0:
             raise ValueError(f"rank {self.rank} is in the first stage: it receives from no other")
-        out = torch.empty(math.prod(shape), dtype=dtype, device=self._device())
-        self._transport.recv(out, self.rank - self.shape.tp)
+        out = torch.empty(math.prod(shape), dtype=dtype, device=self.transport.device)
+        self.transport.recv(out, self.rank - self.shape.tp)
         return out.view(*shape)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         self.num_sent_bytes += _num_bytes(x) * (self.shape.tp - 1)
-        return self._transport.all_gather(x)
-
-    def _device(self) -> torch.device:
-        return getattr(self._transport, "device", torch.device("cpu"))
+        return self.transport.all_gather(x)
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
 
 
 def _num_bytes(x: Tensor) -> int:

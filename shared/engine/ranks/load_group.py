@@ -19,6 +19,7 @@ from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.ranks.channel import channel_pair
 from shared.engine.ranks.fingerprint import model_on_meta
 from shared.engine.ranks.group_runner import GroupRunner
+from shared.engine.ranks.link_report import report_links
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
 from shared.engine.runners.device_numerics import device_numerics
@@ -87,6 +88,11 @@ def load_group(
     finally:
         for each in (*setup.copies, setup.masks):
             os.close(each)
+    report_links(
+        *(config, shape, _spec(setup, shape).hosts, group.links),
+        dtype=dtype,
+        activations=options.activations,
+    )
     return GroupRunner(
         group,
         step_thread,

@@ -72,6 +72,14 @@ class LinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise ValueError(f"the link between {first.name} and {second.name} is not in the table")
 
 
+class RankLink(msgspec.Struct, frozen=True):
+    """A link between two ranks, as they measured it."""
+
+    first: int
+    second: int
+    link: Link
+
+
 def read_links(path: Path) -> LinkTable:
     """A table from a file of JSON, or of TOML if its name ends in .toml. Raises ValueError."""
     try:

@@ -15,9 +15,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import gethostname
 
 from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.rank_messages import (
     Go,
     RankIdentity,
@@ -60,6 +62,11 @@ class GroupSpec:
     ready_s: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Of each rank."""
+        return (gethostname(),) * self.shape.num_ranks
+
 
 class RankGroup:
     """Ranks that are ready. One thread uses it, except `fileno`, which any event loop may watch.
@@ -67,7 +74,14 @@ class RankGroup:
     The thread that starts a group must outlive it: its end kills the ranks.
     """
 
-    def __init__(self, handles: list[RankHandle], files: _GroupFiles, spec: GroupSpec) -> None:
+    def __init__(
+        self,
+        handles: list[RankHandle],
+        files: _GroupFiles,
+        spec: GroupSpec,
+        links: tuple[RankLink, ...],
+    ) -> None:
+        self.links = links  # that the ranks measured as they joined
         self._handles = handles
         self._files = files
         self._steps = RingWriter(files.steps, spec.limit_s)
@@ -83,13 +97,13 @@ class RankGroup:
         try:
             for rank in range(spec.shape.num_ranks):
                 handles.append(_spawn(spec, files, rank))
-            _shake_hands(handles, spec.ready_s)
+            links = _shake_hands(handles, spec.ready_s)
         except BaseException:
             for each in handles:
                 each.close()
             files.close()
             raise
-        return cls(handles, files, spec)
+        return cls(handles, files, spec, links)
 
     @property
     def pids(self) -> list[int]:
@@ -186,6 +200,7 @@ class _GroupFiles:
             limit_s=spec.limit_s,
             steps=self.steps,
             answers=self.answers,
+            hosts=spec.hosts,
         )
 
     @property
@@ -227,9 +242,12 @@ def _environment(spec: GroupSpec) -> dict[str, str]:
     return {**defaults, "OMP_WAIT_POLICY": "passive", **spec.environment}
 
 
-def _shake_hands(handles: list[RankHandle], ready_s: float) -> None:
-    """Raises GroupLost, which names the rank that ended, is stopped or late, or differs."""
+def _shake_hands(handles: list[RankHandle], ready_s: float) -> tuple[RankLink, ...]:
+    """Returns the links that ranks measured. Raises GroupLost, which names the rank that ended, is
+    stopped or late, or differs.
+    """
     found: dict[int, RankIdentity] = {}
+    links: list[RankLink] = []
     stopped = StoppedRanks()
     deadline = time.monotonic() + ready_s
     while missing := [each for each in handles if each.rank not in found]:
@@ -242,6 +260,7 @@ def _shake_hands(handles: list[RankHandle], ready_s: float) -> None:
             message = each.receive() if each.rank not in found else None
             if isinstance(message, Ready):
                 found[each.rank] = message.identity
+                links += message.links
             elif message is not None:
                 raise GroupLost(f"rank {each.rank} failed: {message.line}")
             elif (reason := failure_of([each])) is not None:
@@ -250,3 +269,4 @@ def _shake_hands(handles: list[RankHandle], ready_s: float) -> None:
         raise GroupLost(line)
     for each in handles:
         each.control.send(encode(Go()))
+    return tuple(links)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shared.engine.parallel.collectives import distributed_mesh
 from shared.engine.parallel.lanes import Exchange
+from shared.engine.parallel.link_measure import measure_links
 from shared.engine.parallel.mesh import LocalMesh, Mesh
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.rank_messages import Start
+from shared.engine.parallel.rank_mesh import RankMesh
 from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
 
 
@@ -35,3 +40,8 @@ def connect(start: Start, transport: str, exchange: Exchange = "fp32") -> Mesh:
                 limit_s=start.limit_s,
             )
     raise ValueError(f"no transport {transport!r}: shared_memory, gloo or nccl")
+
+
+def measured(mesh: Mesh, hosts: Sequence[str]) -> tuple[RankLink, ...]:
+    """The links that this rank measured. Raises RankLost."""
+    return measure_links(mesh.transport, hosts) if isinstance(mesh, RankMesh) else ()

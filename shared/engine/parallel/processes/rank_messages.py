@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.ring import RingFiles
 
 MAX_MESSAGE_BYTES = 128 * 1024  # of a datagram between two processes
@@ -41,6 +42,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     limit_s: float
     steps: RingFiles
     answers: RingFiles
+    hosts: tuple[str, ...]  # of each rank
 
     @property
     def shape(self) -> MeshShape:
@@ -53,6 +55,7 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     identity: RankIdentity
+    links: tuple[RankLink, ...] = ()  # that this rank has measured
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -149,6 +149,8 @@ async def test_group_describes_the_whole_model(single: ModelRunner, group: Group
     for name in ("revision", "kv_layout", "numerics", "vocab_size", "max_context_tokens"):
         assert getattr(group, name) == getattr(single, name)
     await group.check()
+    (link,) = group.group.links  # of two ranks of this host
+    assert 0 < link.link.latency_s < 0.1
 
 
 async def test_sums_in_bf16_are_those_of_one_process(folder: Path) -> None:

@@ -82,6 +82,12 @@ def test_hosts_are_ordered_along_their_fast_links() -> None:
     assert chosen(table).hosts == ("host-0", "host-2", "host-1")
 
 
+def test_fast_links_between_hosts_are_not_crossed_by_sums_either() -> None:
+    plans = all_plans(linked({(0, 1): Link(1e-6, 100e9)}, 4, 4), MODEL)
+    assert plan_of(plans, 8, 1).step_s < plan_of(plans, 4, 2).step_s
+    assert choose_plan(plans) is plan_of(plans, 4, 2)
+
+
 def test_size_divides_the_ranks_of_every_host() -> None:
     plan = chosen(linked({(0, 1): SLOW}, 4, 6))
     assert (plan.tp, plan.hosts) == (2, ("host-0",) * 2 + ("host-1",) * 3)
