@@ -8,7 +8,7 @@ exact over both.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -82,6 +82,77 @@ class DistributedTransport:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a peer may have ended before
             dist.destroy_process_group()
+
+
+class GlooTransport:
+    """See Transport. Gloo between processes of several hosts, without torch's global group.
+
+    `store`: where ranks find each other's addresses; `host`: the address of this host by which the
+    others reach it. Several such groups may live in one process.
+    """
+
+    def __init__(
+        self, store: dist.Store, shape: MeshShape, rank: int, host: str, limit_s: float = WAIT_S
+    ) -> None:
+        self.shape, self.rank, self.device = shape, rank, torch.device("cpu")
+        self._ranks = shape.stage_ranks(shape.place(rank)[0])
+        with _failures(None):
+            self._all = _gloo_group(store, "all", rank, range(shape.num_ranks), host, limit_s)
+            self._stage = self._all
+            if shape.pp > 1 and shape.tp > 1:
+                name = f"stage{self._ranks[0]}"
+                self._stage = _gloo_group(store, name, rank, self._ranks, host, limit_s)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(x) for _ in self._ranks]
+        with _failures(None):
+            self._stage.allgather([[_bytes_of(each) for each in found]], [_bytes_of(x)]).wait()
+        return found
+
+    def swap(self, x: Tensor, rank: int, out: Tensor) -> None:
+        with _failures(rank):
+            works = []
+            if x.numel():
+                works.append(self._all.send([_bytes_of(x)], rank, 0))
+            if out.numel():
+                works.append(self._all.recv([_bytes_of(out)], rank, 0))
+            for work in works:
+                work.wait()
+
+    def send(self, x: Tensor, rank: int) -> None:
+        with _failures(rank):
+            self._all.send([_bytes_of(x)], rank, 0).wait()
+
+    def recv(self, out: Tensor, rank: int) -> None:
+        with _failures(rank):
+            self._all.recv([_bytes_of(out)], rank, 0).wait()
+
+    def close(self) -> None:
+        """Connections end with the groups."""
+        del self._all, self._stage
+
+
+def _gloo_group(
+    store: dist.Store, name: str, rank: int, ranks: Sequence[int], host: str, limit_s: float
+) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=limit_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    place = ranks.index(rank), len(ranks)
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), *place, options)
+
+
+def serve_store(host: str) -> tuple[dist.Store, int]:
+    """Where the ranks of a group find each other's addresses, and its port on this host."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, store.port
+
+
+def open_store(host: str, port: int, key: str, limit_s: float) -> dist.Store:
+    """`key`: of the group, without which no address is found. Raises RankLost."""
+    with _failures(None):
+        limit = timedelta(seconds=limit_s)
+        return dist.PrefixStore(key, dist.TCPStore(host, port, is_master=False, timeout=limit))
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class _Control:
 def run_steps(start: Start, work: RankWork) -> None:
     """Ends with an exception only."""
     answering_rank = start.shape.answering_rank
-    steps = RingReader(start.steps, start.rank)
+    steps = RingReader(start.steps, start.step_reader)
     answers = RingWriter(start.answers, start.limit_s) if start.rank == answering_rank else None
     while True:
         record = steps.read(None)
