@@ -12,6 +12,7 @@ import structlog
 
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
+from services.rank.leader import listening_for_ranks
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
@@ -20,6 +21,7 @@ from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.join import HostListener
 from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError, DependencyUnavailable
@@ -73,8 +75,8 @@ class WorkerProcess:
         await self._bus.close()
 
 
-def load_model(config: WorkerConfig) -> ModelledRunner:
-    """Raises CheckpointError, ConfigError."""
+def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> ModelledRunner:
+    """`hosts`: those of the last ranks. Raises CheckpointError, ConfigError."""
     # torch: other runners do not need it
     from shared.engine.runners.load import load_runner
 
@@ -96,7 +98,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
         return load_runner(config.model_dir, config.device, **options)
     from shared.engine.ranks.load_group import load_group
 
-    return load_group(config.model_dir, config.device, shape, **options)
+    return load_group(config.model_dir, config.device, shape, hosts, **options)
 
 
 def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
@@ -171,13 +173,15 @@ def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
-    load: Callable[[WorkerConfig], ModelledRunner] = load_model,
+    load: Callable[..., ModelledRunner] = load_model,
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
-    runner = await asyncio.to_thread(load, config)
+    async with listening_for_ranks(config, roles[0]) as hosts:
+        arguments = () if hosts is None else (hosts,)
+        runner = await asyncio.to_thread(load, config, *arguments)
     codec = await asyncio.to_thread(load_codec, config, runner.kv_layout.dtype)
     grammars = await asyncio.to_thread(load_grammars, config, runner, roles)
     bus = await connect(config, roles[0])

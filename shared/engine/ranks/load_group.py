@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
+from shared.engine.parallel.processes.join import HostListener
 from shared.engine.parallel.processes.watchdog import GroupLost
-from shared.engine.ranks.channel import channel_pair
 from shared.engine.ranks.fingerprint import model_on_meta
 from shared.engine.ranks.group_runner import GroupRunner
+from shared.engine.ranks.joined_hosts import JoinedHosts, RankChannels
 from shared.engine.ranks.link_report import report_links
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
@@ -42,10 +42,15 @@ CPU = torch.device("cpu")
 
 
 def load_group(
-    model_dir: Path | str, device: str, shape: MeshShape, **given_options: Any
+    model_dir: Path | str,
+    device: str,
+    shape: MeshShape,
+    hosts: HostListener | None = None,
+    **given_options: Any,
 ) -> GroupRunner:
-    """`given_options` are the fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
-    or one that ranks see differently, and ConfigError for a model that cannot be cut like this.
+    """`given_options` are the fields of `LoadOptions`; `hosts`: those of the last ranks. Raises
+    CheckpointError for a bad checkpoint, or one that ranks see differently, and ConfigError for a
+    model that cannot be cut like this.
     """
     model_dir, options = Path(model_dir), LoadOptions(**given_options)
     if resolve_device(device).type != "cpu":
@@ -65,8 +70,9 @@ def load_group(
         matched_names(source.tensors, whole.weight_destinations())
         revision = source.revision()
     num_threads = options.num_threads or torch.get_num_threads()
-    copies = [channel_pair() for _ in range(shape.num_ranks)]
-    masks, rank_masks = channel_pair()
+    joined = _join(hosts, model_dir)
+    channels = RankChannels.open(shape, joined.hosts)
+    num_local = shape.num_ranks - sum(len(each.ranks) for each in joined.hosts)
     mode = resolve_mode(options.mode, CPU)
     setup = RankSetup(
         model_dir=str(model_dir.resolve()),
@@ -76,20 +82,20 @@ def load_group(
         mode=mode,
         activations=options.activations,
         load_format=options.load_format,
-        num_threads=max(1, num_threads // shape.num_ranks),
-        copies=tuple(theirs for _, theirs in copies),
-        masks=rank_masks,
+        num_threads=max(1, num_threads // num_local),
+        copies=channels.rank_copies,
+        masks=channels.rank_masks,
     )
+    spec = _spec(setup, shape, joined, channels.inherited)
     step_thread = ThreadPoolExecutor(1, "group-step")  # its end would end the group
     try:
-        group = step_thread.submit(RankGroup.start, _spec(setup, shape)).result()
+        group = step_thread.submit(RankGroup.start, spec).result()
     except (GroupLost, ValueError) as error:
         raise CheckpointError(f"{model_dir}: {error}") from None
     finally:
-        for each in (*setup.copies, setup.masks):
-            os.close(each)
+        channels.close_inherited()
     report_links(
-        *(config, shape, _spec(setup, shape).hosts, group.links),
+        *(config, shape, spec.hosts, group.links),
         dtype=dtype,
         activations=options.activations,
     )
@@ -98,8 +104,8 @@ def load_group(
         step_thread,
         parts,
         shape=shape,
-        copies=[ours for ours, _ in copies],
-        masks=masks,
+        copies=channels.copies,
+        masks=channels.masks,
         kv_layout=kv_layout,
         numerics=device_numerics(CPU, dtype, mode, options.activations),
         num_blocks=num_blocks,
@@ -111,13 +117,26 @@ def load_group(
     )
 
 
-def _spec(setup: RankSetup, shape: MeshShape) -> GroupSpec:
+def _join(hosts: HostListener | None, model_dir: Path) -> JoinedHosts:
+    try:
+        return JoinedHosts.wait(hosts, LOAD_TIMEOUT_S)
+    except GroupLost as error:
+        raise CheckpointError(f"{model_dir}: {error}") from None
+
+
+def _spec(
+    setup: RankSetup, shape: MeshShape, joined: JoinedHosts, inherited: tuple[int, ...]
+) -> GroupSpec:
     return GroupSpec(
         shape=shape,
         entry="shared.engine.ranks.rank_work:ModelWork",
         config=msgspec.msgpack.encode(setup),
         num_threads=setup.num_threads,
-        inherited=(*setup.copies, setup.masks),
+        inherited=inherited,
+        transport=joined.transport,
+        remote=joined.hosts,
+        rendezvous=joined.rendezvous,
+        address=joined.address,
         limit_s=WAIT_S,
         ready_s=LOAD_TIMEOUT_S,
         environment={"NUMBA_NUM_THREADS": str(setup.num_threads)},

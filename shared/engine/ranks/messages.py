@@ -17,7 +17,7 @@ from shared.numerics import Activations, Mode
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a rank's part of the model, and the descriptors that it inherits.
 
-    `copies`: a socket for each rank; `masks`: one of the answering rank.
+    `copies`: a socket for each rank; `masks`: one of the answering rank; -1: of another host's.
     """
 
     model_dir: str

@@ -43,7 +43,7 @@ class ModelWork:
         torch.set_num_threads(setup.num_threads)
         self._mesh = context.mesh(exchange=exchange_of(setup.activations))
         self._executor, self.identity = load_rank(setup, self._mesh)
-        self._masks = RemoteMasks(Channel.of(setup.masks))
+        self._masks = RemoteMasks(None if setup.masks < 0 else Channel.of(setup.masks))
         copies = Channel.of(setup.copies[context.rank])
         Thread(target=_serve_copies, args=(self._executor, copies), daemon=True).start()
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from socket import gethostname
 
 import msgspec
 
@@ -96,6 +97,8 @@ class HostListener:
                 raise ValueError(f"{name} offers {num_ranks} ranks: {self.num_missing} are missing")
             ranks = range(self._next_rank, self._next_rank + num_ranks)
             self._next_rank = ranks.stop
+            if name in {gethostname(), *(each.name for each in self._hosts)}:
+                name = f"{name} ({ranks.start})"
             self._hosts.append(HostConnections(name, ranks))
             return ranks
 
@@ -144,6 +147,7 @@ class HostListener:
             if host is None or not is_proven or role not in self._open_roles(host):
                 connection.close()
             else:
+                FrameSocket(connection, SEND_S)
                 host.sockets[role] = connection
 
     def close(self) -> None:

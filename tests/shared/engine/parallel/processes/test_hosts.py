@@ -162,7 +162,7 @@ def test_host_without_the_key_does_not_join() -> None:
         target=lambda: open_connections(address, b"x" * 32, "other", ranks, shape).close()
     )
     stranger.start()
-    with pytest.raises(GroupLost, match="other has not opened steps of rank 1 after 0.3 s"):
+    with pytest.raises(GroupLost, match="other has not opened steps of rank 1"):
         listener.accept(0.3)
     listener.close()
     stranger.join()
