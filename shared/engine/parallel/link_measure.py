@@ -8,7 +8,7 @@ from itertools import combinations
 
 import torch
 
-from shared.engine.parallel.planning.links import Link, RankLink
+from shared.engine.parallel.planning.links import EXCHANGE_LATENCIES, Link, RankLink
 from shared.engine.parallel.rank_mesh import Transport
 
 SMALL_BYTES, LARGE_BYTES = 64, 512 * 1024
@@ -26,7 +26,8 @@ def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink,
         if transport.rank not in pair:
             continue
         other = sum(pair) - transport.rank
-        link = _measured(transport, other)
+        is_between = hosts[transport.rank] != hosts[other]
+        link = _measured(transport, other, EXCHANGE_LATENCIES if is_between else 1)
         if transport.rank == pair[0]:
             found.append(RankLink(*pair, link))
     return tuple(found)
@@ -43,10 +44,10 @@ def measured_pairs(hosts: Sequence[str]) -> Iterator[tuple[int, int]]:
     yield from combinations([ranks[0] for ranks in of_host.values()], 2)
 
 
-def _measured(transport: Transport, other: int) -> Link:
-    latency_s = _swap_s(transport, other, SMALL_BYTES)
+def _measured(transport: Transport, other: int, num_latencies: int) -> Link:
+    small_s = _swap_s(transport, other, SMALL_BYTES)
     large_s = _swap_s(transport, other, LARGE_BYTES)
-    return Link(latency_s, LARGE_BYTES / max(large_s - latency_s, 1e-9))
+    return Link(small_s / num_latencies, LARGE_BYTES / max(large_s - small_s, 1e-9))
 
 
 def _swap_s(transport: Transport, other: int, num_bytes: int) -> float:

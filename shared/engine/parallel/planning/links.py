@@ -31,6 +31,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
+# Over Gloo, between hosts: the receiver's buffer is announced, then the sender sends.
+EXCHANGE_LATENCIES = 2
 SHARED_MEMORY = Link(30e-6, 5e9)  # between two processes of a CPU host
 
 

@@ -20,8 +20,11 @@ def model_shape(
     num_tokens: int,
     exchange: Exchange,
     rank_bytes_per_s: float,
+    num_sampled: int | None = None,
 ) -> ModelShape:
-    """A decode step of `num_tokens` rows: it takes the time to read all weights once."""
+    """A step of `num_tokens`, of which `num_sampled` have logits (None: all, a decode step). It
+    takes the time to read all weights once.
+    """
     weight_bytes = num_weights(config, whole_model(config)) * item_bytes
     return ModelShape(
         num_layers=config.num_layers,
@@ -30,7 +33,7 @@ def model_shape(
             vocab_size=config.vocab_size,
             item_bytes=item_bytes,
             num_tokens=num_tokens,
-            num_sampled=num_tokens,
+            num_sampled=num_tokens if num_sampled is None else num_sampled,
             exchange=exchange,
         ),
         compute_s=weight_bytes / rank_bytes_per_s,

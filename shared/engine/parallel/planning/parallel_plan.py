@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 
 from shared.config import TP_SIZES
-from shared.engine.parallel.planning.links import Host, Link, LinkTable
+from shared.engine.parallel.planning.links import EXCHANGE_LATENCIES, Host, Link, LinkTable
 from shared.engine.parallel.planning.step_bytes import StepShape, Traffic
 
 
@@ -170,8 +170,8 @@ class _Costs:
         is_between = link is not None
         link = link or hosts[0].inside
         # Between hosts ranks gather in a ring: each crossing carries what a rank sends.
-        num_hops = self.tp - 1 if is_between else 1
-        self.seconds += traffic.num_exchanges * num_hops * link.latency_s
+        num_latencies = EXCHANGE_LATENCIES * (self.tp - 1) if is_between else 1
+        self.seconds += traffic.num_exchanges * num_latencies * link.latency_s
         self.seconds += traffic.num_bytes / link.bytes_per_s
         self._count(traffic.num_exchanges, traffic.num_bytes * len(hosts), is_between)
         return traffic

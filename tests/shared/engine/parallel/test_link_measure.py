@@ -22,7 +22,7 @@ def test_a_pair_stands_for_each_host_and_each_two_hosts() -> None:
 
 
 def test_latency_and_rate_are_those_of_the_link() -> None:
-    """Messages between the hosts take 2 ms and 4 ns a byte."""
+    """Exchanges between the hosts take 2 ms, of two latencies, and 4 ns a byte."""
 
     def measured(mesh: Any) -> tuple[RankLink, ...]:
         transport = mesh.transport
@@ -38,5 +38,5 @@ def test_latency_and_rate_are_those_of_the_link() -> None:
 
     inside, between = sum(run_ranks(MeshShape(4), measured), ())
     assert (inside.first, inside.second, between.first, between.second) == (0, 1, 0, 3)
-    assert between.link.latency_s >= 0.002 > inside.link.latency_s
+    assert between.link.latency_s >= 0.001 > inside.link.latency_s
     assert between.link.bytes_per_s == pytest.approx(250e6, rel=0.5)

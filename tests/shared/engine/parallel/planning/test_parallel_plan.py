@@ -72,6 +72,8 @@ def test_alternatives_show_what_tensor_parallelism_across_hosts_would_send() -> 
     across = plan_of(plans, 8, 1)
     assert across.spans_hosts and across.hosts == ("host-0+host-1",)
     assert across.num_host_exchanges == across.num_exchanges == 2 * 32 + 2
+    latencies_s = 2 * 7 * across.num_exchanges * 300e-6  # a ring of eight ranks over Gloo
+    assert across.exchange_s == pytest.approx(latencies_s + across.rank_bytes[0] / 1e9)
     assert across.host_bytes > 100 * plan_of(plans, 4, 2).host_bytes
     with pytest.raises(ValueError, match="tp 2 x pp 2 is no plan for all ranks of these hosts"):
         plan_of(plans, 2, 2)
