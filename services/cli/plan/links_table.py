@@ -38,8 +38,8 @@ class LinksPlan:
 
 
 def links_table(found: LinksPlan) -> Table:
-    headings = ("", "tp x pp", "stages on", "sent/token", "of it between hosts", "exchanges")
-    headings += ("of them between hosts", "exchange", "step")
+    headings = ["", "tp x pp", "stages on", "sent/token", "of it between hosts", "exchanges"]
+    headings += ["of them between hosts", "exchange", "step"]
     table = Table(*headings, box=None, header_style="bold")
     for plan in sorted(found.plans, key=lambda each: each.step_s):
         row = found.row(plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -134,12 +134,13 @@ class GlooTransport:
 
 def _gloo_group(
     store: dist.Store, name: str, rank: int, ranks: Sequence[int], host: str, limit_s: float
-) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
+) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what follows
+    options = gloo._Options()
     options._timeout = timedelta(seconds=limit_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [gloo.create_device(hostname=host)]
     place = ranks.index(rank), len(ranks)
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), *place, options)
+    return gloo(dist.PrefixStore(name, store), *place, options)
 
 
 def serve_store(host: str) -> tuple[dist.Store, int]:

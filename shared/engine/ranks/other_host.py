@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -25,7 +26,7 @@ def run_host_ranks(
     *,
     model_dir: Path,
     num_threads: int,
-) -> None:
+) -> NoReturn:
     """`address`, `key`: of the leader; `model_dir`: this host's copy of the checkpoint;
     `num_threads`: of this host. Always raises GroupLost, which says why the group has ended.
     """

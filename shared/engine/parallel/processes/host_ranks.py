@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import msgspec
 
@@ -68,7 +69,7 @@ class HostRanks:
         self._answers = RingReader(self._files.answers, 0)
         self._stopped = StoppedRanks()
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Always raises GroupLost, which says why the group has ended; no rank runs then."""
         try:
             while True:
