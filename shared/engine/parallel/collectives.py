@@ -8,6 +8,7 @@ exact over both.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -144,9 +145,14 @@ def _gloo_group(
 
 
 def serve_store(host: str) -> tuple[dist.Store, int]:
-    """Where the ranks of a group find each other's addresses, and its port on this host."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    """Where the ranks of a group find each other's addresses, and its port on this host.
+
+    It listens on this address alone; torch would listen on all. Raises OSError.
+    """
+    server = socket.create_server((host, 0))
+    port = server.getsockname()[1]
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
+    return dist.TCPStore(host, port, **options), port
 
 
 def open_store(host: str, port: int, key: str, limit_s: float) -> dist.Store:

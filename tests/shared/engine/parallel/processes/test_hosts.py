@@ -166,3 +166,12 @@ def test_host_without_the_key_does_not_join() -> None:
         listener.accept(0.3)
     listener.close()
     stranger.join()
+
+
+def test_rendezvous_listens_on_its_address_alone() -> None:
+    store, port = serve_store("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    del store
