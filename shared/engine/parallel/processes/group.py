@@ -49,6 +49,7 @@ class GroupSpec:
     remote: tuple[HostConnections, ...] = ()
     rendezvous: str = ""
     address: str = ""
+    silent_s: float = 3.0  # of another host, after which it counts as stopped
 
     @property
     def local_ranks(self) -> range:
@@ -207,6 +208,7 @@ def _remote_handles(spec: GroupSpec) -> list[Handle]:
     for host in spec.remote:
         for rank in host.ranks:
             control = host.sockets["control", rank]
-            found.append(RemoteHandle(rank, host.name, control, spec.limit_s))
+            limits = {"limit_s": spec.limit_s, "silent_s": spec.silent_s}
+            found.append(RemoteHandle(rank, host.name, control, **limits))
             found[-1].send(spec.start(rank))
     return found

@@ -10,6 +10,7 @@ kernel kills the ranks with it.
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ from shared.engine.parallel.processes.frames import (
 )
 from shared.engine.parallel.processes.join import HostConnections
 from shared.engine.parallel.processes.rank_messages import (
+    Alive,
     Failed,
     Ready,
     Rejected,
@@ -68,6 +70,7 @@ class HostRanks:
         self._to_ranks = RingWriter(self._files.steps, SEND_S)
         self._answers = RingReader(self._files.answers, 0)
         self._stopped = StoppedRanks()
+        self._alive_at = 0.0
 
     def run(self) -> NoReturn:
         """Always raises GroupLost, which says why the group has ended; no rank runs then."""
@@ -94,6 +97,7 @@ class HostRanks:
         for rank, control in self._controls.items():
             while (data := control.take()) is not None:
                 self._obey(rank, data)
+        self._report_alive()
         while (step := self._steps.take()) is not None:
             self._to_ranks.write(step)
         while (answer := self._answers.take()) is not None:
@@ -102,6 +106,13 @@ class HostRanks:
             self._report(each)
         if (line := self._stopped.check(list(self._handles.values()))) is not None:
             self._fail(min(self._handles), line)
+
+    def _report_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._alive_at >= POLL_S:
+            self._alive_at = now
+            for control in self._controls.values():
+                control.send(encode(Alive()))
 
     def _obey(self, rank: int, data: bytes) -> None:
         message = decode_to_rank(data)

@@ -5,6 +5,7 @@ leader          rank
   ◀───── Ready ──    loaded, or Failed
   ── Go ─────────▶   all ranks are alike: it waits for steps; else Rejected
   ◀──── Failed ──    at any time, before it exits
+  ◀───── Alive ──    four times a second, from another host
 """
 
 from __future__ import annotations
@@ -72,8 +73,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     line: str
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The rank's host runs, and will say how the rank ends."""
+
+
 ToRank = Start | Go | Rejected
-ToLeader = Ready | Failed
+ToLeader = Ready | Failed | Alive
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
 

@@ -6,12 +6,14 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket, SocketReader
 from shared.engine.parallel.processes.rank_messages import (
+    Alive,
     Failed,
     ToLeader,
     ToRank,
@@ -25,13 +27,19 @@ POLL_S = 0.25
 
 
 class RemoteHandle:
-    """See Handle. The rank's host ends the rank when this connection ends."""
+    """See Handle. The rank's host ends the rank when this connection ends. A host that says nothing
+    for `silent_s` is stopped, or out of reach.
+    """
 
-    def __init__(self, rank: int, host: str, control: socket.socket, limit_s: float) -> None:
+    def __init__(
+        self, rank: int, host: str, control: socket.socket, *, limit_s: float, silent_s: float
+    ) -> None:
         self.rank = rank
         self._host = host
         self._frames = FrameSocket(control, limit_s)
         self._loss: str | None = None
+        self._silent_s = silent_s
+        self._heard_at = time.monotonic()
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -43,8 +51,12 @@ class RemoteHandle:
 
     def receive(self) -> ToLeader | None:
         try:
-            data = self._frames.take()
-            return None if data is None else decode_to_leader(data)
+            while (data := self._frames.take()) is not None:
+                self._heard_at = time.monotonic()
+                message = decode_to_leader(data)
+                if not isinstance(message, Alive):
+                    return message
+            return None
         except ConnectionLost as error:
             self._loss = f"the connection to {self._host} is lost: {error}"
             return None
@@ -58,8 +70,8 @@ class RemoteHandle:
         return self._loss or f"on {self._host}"
 
     def is_stopped(self) -> bool:
-        """Its host reports it as failed."""
-        return False
+        """Whether its host is: the host reports a rank that is stopped as failed."""
+        return time.monotonic() - self._heard_at > self._silent_s
 
     def kill(self) -> None:
         self._frames.shutdown()

@@ -59,6 +59,7 @@ def two_hosts(shape: MeshShape, entry: str = ECHO, **config: object) -> Iterator
                 remote=tuple(listener.accept(WAIT_S)),
                 rendezvous=f"store://127.0.0.1:{port}/key",
                 address="127.0.0.1",
+                silent_s=1.0,
             )
             listener.close()
             with RankGroup.start(remote) as group:
@@ -112,9 +113,8 @@ def test_killed_rank_of_another_host_ends_the_group() -> None:
 def test_lost_connection_ends_the_group_on_both_hosts() -> None:
     with two_hosts(MeshShape(1, 2)) as (group, other):
         pids = ranks_of(other)
-        for each in group._remote[0].sockets.values():
-            each.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(GroupLost, match="the connection to other is lost"):
+        group._remote[0].steps.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(GroupLost, match=r"connection to other is lost|answers .* are lost"):
             group.take(WAIT_S)
         assert ends_within([*pids, *group.pids], 1.0)
         assert "the leader has ended the group" in other.communicate(timeout=WAIT_S)[0]
@@ -125,6 +125,14 @@ def test_frozen_rank_of_another_host_ends_the_group() -> None:
         os.kill(ranks_of(other)[0], signal.SIGSTOP)
         with pytest.raises(GroupLost, match="rank 1 failed: rank 1 is stopped"):
             group.take(WAIT_S)
+
+
+def test_frozen_host_ends_the_group_without_a_step() -> None:
+    with two_hosts(MeshShape(1, 2)) as (group, other):
+        os.kill(other.pid, signal.SIGSTOP)
+        with pytest.raises(GroupLost, match="rank 1 is stopped"):
+            group.take(WAIT_S)
+        os.kill(other.pid, signal.SIGCONT)
 
 
 def test_rank_that_differs_is_named_on_both_hosts() -> None:
