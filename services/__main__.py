@@ -19,7 +19,13 @@ from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.service_options import service_command
 from services.local.plan import thread_environ
-from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
+from shared.config import (
+    GatewayConfig,
+    KvIndexConfig,
+    RankConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from shared.errors import ConfigError, HearthError
 from shared.messages import Role
 
@@ -112,6 +118,12 @@ def _run_both(config: WorkerConfig) -> int:
     return _run_worker(config, ("prefill", "decode"))
 
 
+def _run_rank(config: RankConfig) -> int:
+    from services.rank.service import run_rank
+
+    return run_rank(config)
+
+
 _EXAMPLE = "Example:  HEARTH_NATS_URL=nats://ID:PASSWORD@HOST:4222 hearth"
 
 
@@ -146,6 +158,11 @@ def _add_services() -> None:
         "worker",
         service_command(worker, "worker", _run_both),
         "Prefill and decode over one engine.",
+    )
+    add(
+        "rank",
+        service_command(RankConfig, "rank", _run_rank),
+        "Ranks of a worker that is on another host.",
     )
 
 

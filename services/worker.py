@@ -12,6 +12,7 @@ import structlog
 from services.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
+from services.rank.leader import listening_for_ranks
 from shared.clock import Clock, MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
@@ -22,6 +23,7 @@ from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.join import HostListener
 from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.runner import KvMemory, Runner
 from shared.engine.worker import EngineWorker, ServedModel
@@ -82,8 +84,10 @@ class WorkerProcess:
         await self._bus.close()
 
 
-def load_model(config: WorkerConfig) -> ModelledRunner | GroupExecutor:
-    """Raises CheckpointError, ConfigError."""
+def load_model(
+    config: WorkerConfig, hosts: HostListener | None = None
+) -> ModelledRunner | GroupExecutor:
+    """`hosts`: those of the last ranks. Raises CheckpointError, ConfigError."""
     # torch: other runners do not need it
     from shared.engine.runners.load import load_runner
 
@@ -96,6 +100,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner | GroupExecutor:
         "load_format": config.load_format,
         "num_threads": config.num_threads or None,
         "mode": config.mode,
+        "activations": config.activations,
         "weights": config.weights,
         "has_row_kernels": True,
     }
@@ -104,7 +109,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner | GroupExecutor:
         return load_runner(config.model_dir, config.device, **options)
     from shared.engine.ranks.load_group import load_group
 
-    return load_group(config.model_dir, config.device, shape, **options)
+    return load_group(config.model_dir, config.device, shape, hosts, **options)
 
 
 def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
@@ -136,13 +141,15 @@ def load_grammars(
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
-    load: Callable[[WorkerConfig], ModelledRunner | GroupExecutor] = load_model,
+    load: Callable[..., ModelledRunner | GroupExecutor] = load_model,
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
-    model = await asyncio.to_thread(load, config)
+    async with listening_for_ranks(config, roles[0]) as hosts:
+        arguments = () if hosts is None else (hosts,)
+        model = await asyncio.to_thread(load, config, *arguments)
     grammars = await asyncio.to_thread(load_grammars, config, model, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()

@@ -13,7 +13,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
-from shared.numerics import MODES, ModeChoice
+from shared.numerics import ACTIVATIONS, MODES, Activations, ModeChoice
 from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
@@ -189,7 +189,11 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     num_threads: int = 0  # 0: share the cores of this host
     tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
     pp: int = 1  # pipeline stages
+    remote_ranks: int = 0  # of tp x pp, the last ones, which `hearth rank` runs on other hosts
+    rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
+    is_trusted_network: bool = False  # what ranks of several hosts send is not encrypted
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
+    activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
@@ -224,6 +228,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.mode not in MODES:
             yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
+        if self.activations not in ACTIVATIONS:
+            yield f"activations {self.activations!r} is none of {', '.join(ACTIVATIONS)}"
         if self.kv_compression not in KV_COMPRESSIONS:
             yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
         if self.data_plane_security not in DATA_PLANE_SECURITIES:
@@ -242,6 +248,11 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"tp {self.tp} is none of 1, 2, 4, 8"
         if self.pp < 1:
             yield f"pp {self.pp} must be at least 1"
+        if not 0 <= self.remote_ranks < max(1, self.tp * self.pp):
+            ranks = f"tp x pp, {self.tp * self.pp} ranks"
+            yield f"remote_ranks {self.remote_ranks} is not in [0, {ranks})"
+        elif self.remote_ranks and not self.is_trusted_network:
+            yield from _rank_network_problems(self.nats_url, self.rank_host)
         if not 0 < self.max_reserved_share <= 1:
             yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
         if not 0 <= self.max_pinned_share <= 1:
@@ -263,6 +274,42 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             device=device,
             kv_cache_bytes=kv_cache_bytes,
             max_batch_tokens=max_batch_tokens,
+        )
+
+
+class RankConfig(ModelProcessConfig, frozen=True, kw_only=True):
+    """Ranks of a worker on another host. The NATS credential is the worker's."""
+
+    worker: str = ""  # its process id; empty: the only process of the credential
+    ranks: int = 1
+    num_threads: int = 0  # 0: all cores of this host
+    is_trusted_network: bool = False  # as of the worker
+
+    @property
+    def leader_id(self) -> str:
+        return self.worker or self.process_id.partition(".")[0]
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from positive_problems(self, "ranks")
+        if not self.is_trusted_network:
+            yield from _rank_network_problems(self.nats_url, "127.0.0.1")
+        if self.num_threads < 0:
+            yield f"num_threads {self.num_threads} is negative"
+        if self.worker and not _PROCESS_ID.fullmatch(self.worker):
+            yield f"worker {self.worker!r} must be CREDENTIAL or CREDENTIAL.INSTANCE"
+
+
+def _rank_network_problems(nats_url: str, rank_host: str) -> Iterator[str]:
+    if not _hides_keys(nats_url):
+        yield (
+            "nats_url must be tls:// off this host, because NATS carries the key of ranks on other "
+            "hosts; or give trusted_network"
+        )
+    if not is_loopback(rank_host):
+        yield (
+            f"rank_host {rank_host}: ranks of several hosts send activations and KV without "
+            "encryption; give trusted_network if every host of that network may read them"
         )
 
 

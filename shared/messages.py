@@ -46,6 +46,7 @@ LinkSecurity = Literal["aead", "mac"]
 PLACEMENT_ID_BYTES = 16
 LINK_KEY_ID_BYTES = 16
 LINK_KEY_BYTES = 32
+RANK_KEY_BYTES = 32
 MAX_DURATION_S = 31 * 86_400.0
 MAX_CONTEXT_TOKENS = 2**31 - 1
 MAX_WEIGHT = 1000.0
@@ -68,6 +69,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[int, Meta(ge=1, le=2**20)]  # tokens
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
+NumRanks = Annotated[int, Meta(ge=1, le=1024)]
 TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since the process started
 
 
@@ -561,6 +563,27 @@ class Alive(Message, frozen=True, kw_only=True):
     epoch: Epoch
     host: Name
     uptime_s: TotalSeconds
+
+
+class JoinRanks(Message, frozen=True, kw_only=True):
+    """Another host offers to run ranks of a worker that is starting."""
+
+    host: Name
+    num_ranks: NumRanks
+
+
+class RanksAssigned(Message, frozen=True, kw_only=True):
+    """Ranks [first_rank, first_rank + num_ranks) of tp x pp are the host's, which opens its
+    connections to this address with this key.
+    """
+
+    host: Name
+    port: Annotated[int, Meta(ge=1, lt=65536)]
+    key: Annotated[bytes, Meta(min_length=RANK_KEY_BYTES, max_length=RANK_KEY_BYTES)]
+    first_rank: Annotated[int, Meta(ge=1, lt=1024)]
+    num_ranks: NumRanks
+    tp: NumRanks
+    pp: NumRanks
 
 
 class ModelCard(Message, frozen=True, kw_only=True):

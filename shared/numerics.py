@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.errors import ConfigError
+
 # exact: a token's bits depend neither on its batch nor on chunking; fast: they may
 Mode = Literal["exact", "fast"]
 # auto: exact wherever it is proven and costs little, else fast
@@ -14,6 +16,11 @@ ModeChoice = Literal["auto", "exact", "fast"]
 MODES: tuple[ModeChoice, ...] = ("auto", "exact", "fast")
 # Raise it with every change of kernels or models that changes the bits of any result.
 KERNELS_VERSION = 2
+
+# plain: sums of lanes cross ranks in FP32; bf16-exchange: every node of the lane tree that some
+# number of ranks sends is rounded to BF16, at every number of ranks: half the bytes, other bits
+Activations = Literal["plain", "bf16-exchange"]
+ACTIVATIONS: tuple[Activations, ...] = ("plain", "bf16-exchange")
 
 _Part = Annotated[str, Meta(min_length=1, max_length=64)]
 _Count = Annotated[int, Meta(ge=0, le=1024)]
@@ -25,8 +32,8 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
     `device`: the instruction set or architecture that the kernels use, such as cpu-avx512 or sm90;
     `dtype`: of activations and KV; `kernels`: versions of the kernels and of what compiles them.
     `sum_lanes`: the parts in which a row-parallel product sums over K, 1 for none; `activations`:
-    plain, or the form to which they are quantised; `tp`: the ranks that a result depends on, 0
-    where it depends on none.
+    how sums of lanes cross ranks; `tp`: the ranks that a result depends on, 0 where it depends on
+    none.
     """
 
     mode: Mode
@@ -52,3 +59,11 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         parts = self.mode, self.device, self.dtype, self.kernels
         return "/".join((*parts, f"lanes{self.sum_lanes}", self.activations, f"tp{self.tp}"))
+
+
+def exchange_of(activations: str) -> Literal["fp32", "bf16"]:
+    """The form in which ranks send sums of lanes. Raises ConfigError."""
+    if activations not in ACTIVATIONS:
+        names = " or ".join(ACTIVATIONS)
+        raise ConfigError(f"activations {activations!r} is not {names}", param="activations")
+    return "bf16" if activations == "bf16-exchange" else "fp32"

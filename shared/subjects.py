@@ -157,6 +157,12 @@ def pins(role: Role, worker_id: str) -> str:
     return command(role, worker_id, "pins")
 
 
+# ranks of a worker on other hosts, which use the worker's credential
+def join_ranks(worker_id: str) -> str:
+    """Carries JoinRanks."""
+    return f"{PREFIX}.rank.{_two_tokens(worker_id)}.join"
+
+
 def sent_by(subject: str, process_id: str) -> str:
     return f"{subject}.{_two_tokens(process_id)}"
 
@@ -252,6 +258,9 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
         publish += [heartbeat((each,), any_instance, region), kv_events(each, any_instance)]
         publish += _PUBLISH[each]
         shared += [command(each, any_instance, "*"), *_SHARED_SUBSCRIBE[each]]
+    if role in ("worker", *_PREFILL_AND_DECODE):
+        publish.append(join_ranks(any_instance))
+        shared.append(join_ranks(any_instance))
     allowed = Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),

@@ -59,6 +59,7 @@ RULES = {
         "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
     ),
     "services/prefill": rule("services.prefill shared", BASE),
+    "services/rank": rule("services.rank shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(
         "services.cli services.local services.client shared",
@@ -129,7 +130,9 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # The layers of each folder, from the top down. A module or subfolder imports only from layers after
 # its own; members of one layer do not import each other.
 LAYERS = {
-    "services": "__main__ | cli | local client worker | decode prefill gateway scheduler kv_index",
+    "services": (
+        "__main__ | cli | local client worker | decode prefill rank gateway scheduler kv_index"
+    ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"

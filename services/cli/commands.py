@@ -121,6 +121,13 @@ def up(
     decode_tp: Annotated[
         int | None, typer.Option(help="The same of decode workers (default: --tp).")
     ] = None,
+    activations: Annotated[
+        str,
+        typer.Option(
+            envvar="HEARTH_ACTIVATIONS",
+            help="plain, or bf16-exchange: ranks send half the bytes; other bits.",
+        ),
+    ] = "plain",
     check: Annotated[bool, typer.Option("--check", help="Send one request, then stop.")] = False,
 ) -> None:
     """Start a cluster on this machine, send a first request, and run until Ctrl-C.
@@ -158,6 +165,7 @@ def up(
         decode_tp=tp if decode_tp is None else decode_tp,
         tp=tp,
         pp=pp,
+        activations=activations,
     )
     run_up(options, is_check=check)
 

@@ -16,9 +16,10 @@ import typer
 import shared
 from services.local.credentials import process_id_for
 from services.local.hub_download import is_hub_id, local_copy
-from shared.config import ProcessConfig, WorkerConfig, check
+from shared.config import ProcessConfig, RankConfig, WorkerConfig, check
 
 DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
+WITH_WEIGHTS = (WorkerConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
 
 HELP = {
@@ -84,9 +85,17 @@ HELP = {
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "tp": "Tensor parallelism: rank processes that share each layer; 1, 2, 4 or 8.",
     "pp": "Pipeline parallelism: stages of consecutive layers, with TP ranks each.",
+    "remote_ranks": "How many of those ranks, the last ones, `hearth rank` runs on other hosts.",
+    "rank_host": "This host's address, at which ranks of other hosts join.",
+    "is_trusted_network": "Let ranks of several hosts exchange activations and KV, which are not "
+    "encrypted, over a network whose hosts may all read them.",
+    "worker": "Process id of the worker (default: the NATS URL's user).",
+    "ranks": "Number of its ranks on this host.",
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
     "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
+    "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "
+    "slow links; other bits, equal at every number of ranks, also one.",
     "block_size": "Tokens in a KV block.",
     "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
     "what is free after weights and the largest step).",
@@ -137,8 +146,8 @@ def service_command(
             instance=options.pop("instance"),
         )
         if "model_dir" in options:
-            given, is_worker = options["model_dir"], issubclass(config_type, WorkerConfig)
-            needs_weights = is_worker and options["load_format"] != "dummy"
+            given, is_worker = options["model_dir"], issubclass(config_type, WITH_WEIGHTS)
+            needs_weights = is_worker and options.get("load_format") != "dummy"
             options["model_name"] = model_name_for(given, options["model_name"])
             options["model_dir"] = local_copy(given, needs_weights=needs_weights)
         config = config_type(**options)

@@ -21,6 +21,7 @@ from shared.config import (
     is_loopback,
 )
 from shared.errors import ConfigError
+from shared.numerics import ACTIVATIONS
 from shared.subjects import NO_INSTANCE, CredentialRole
 
 _ROOT = Path(services.__file__).resolve().parent.parent
@@ -63,6 +64,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tp: int = 1
     decode_tp: int = 1
     pp: int = 1  # pipeline stages of every worker
+    activations: str = "plain"  # or bf16-exchange, of every worker
 
     def tp_of(self, role: CredentialRole) -> int:
         return {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role, self.tp)
@@ -120,6 +122,9 @@ def check_options(options: UpOptions) -> None:
             problems.append(f"--{option} {getattr(options, name)} is none of 1, 2, 4, 8")
     if options.pp < 1:
         problems.append(f"--pp {options.pp} must be at least 1")
+    if options.activations not in ACTIVATIONS:
+        names = ", ".join(ACTIVATIONS)
+        problems.append(f"--activations {options.activations!r} is none of {names}")
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
@@ -256,6 +261,7 @@ def _service(
             arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
         arguments += ["--num-threads", str(num_threads)]
         arguments += ["--tp", str(options.tp_of(credential.role)), "--pp", str(options.pp)]
+        arguments += ["--activations", options.activations]
         arguments += ["--data-plane-host", options.advertise_host]
         if options.nats_url is None and not is_loopback(options.advertise_host):
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys

@@ -70,6 +70,7 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         (2, {"http_key": __file__}, "http_cert and http_key must be given together"),
         (3, {"data_plane_security": "tls"}, "data_plane_security 'tls' is none of aead, mac, none"),
         (3, {"load_format": "gguf"}, "load_format 'gguf' is none of auto, dummy"),
+        (3, {"activations": "fp8"}, "activations 'fp8' is none of plain, bf16-exchange"),
         (3, {"kv_cache_bytes": 0}, "kv_cache_bytes"),
         (3, {"max_batch_tokens": -1}, "max_batch_tokens"),
         (3, {"max_reserved_share": 0.0}, "max_reserved_share"),

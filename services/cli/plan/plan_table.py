@@ -6,15 +6,21 @@ from typing import Any
 
 from rich.table import Table
 
+from services.cli.plan.links_table import LinksPlan, show_links
 from services.cli.tables import table_console
 from services.cli.tenant_tables import print_json
 from shared.engine.parallel.planning.memory_plan import RankMemory, num_kv_tokens, size_text
 
 
-def show_plan(ranks: list[RankMemory], *, is_json: bool) -> None:
+def show_plan(ranks: list[RankMemory], links: LinksPlan | None, *, is_json: bool) -> None:
     if is_json:
-        print_json({"ranks": [_row(each) for each in ranks], "kv_tokens": num_kv_tokens(ranks)})
+        shown: dict[str, Any] = {"ranks": [_row(each) for each in ranks]}
+        if links is not None:
+            shown["plans"] = [links.row(each) for each in links.plans]
+        print_json(shown | {"kv_tokens": num_kv_tokens(ranks)})
         return
+    if links is not None:
+        show_links(links)
     headings = ("stage", "rank", "layers", "heads", "KV heads", "weights", "largest step", "KV")
     table = Table(*headings, "KV tokens", box=None, header_style="bold", pad_edge=False)
     for each in ranks:

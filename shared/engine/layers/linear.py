@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kernels.ops import LaneWeight, SumLanes, Weight, pack_lanes, pack_weight
 from shared.engine.layers.methods.choose import choose_method
 from shared.engine.layers.methods.linear_method import LinearMethod
+from shared.engine.parallel.lanes import NUM_LANES
 from shared.engine.parallel.mesh import Mesh
 
 
@@ -70,6 +71,7 @@ class Linear(ProductModule):
     """
 
     mesh: Mesh | None = None
+    num_sums = 1  # that the mesh adds: in BF16 exchange one of each lane, since it rounds them
 
     def __init__(
         self,
@@ -88,12 +90,13 @@ class Linear(ProductModule):
     def join(self, mesh: Mesh, lanes: SumLanes) -> None:
         """The weight is one rank's part. `lanes`: those that it holds of the whole product's."""
         self.mesh, self.lanes = mesh, lanes
+        self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh is None:
             return self.method(x, self.bias)
-        product = self.mesh.add(self.method.partials(x), x.dtype)
+        product = self.mesh.add(self.method.partials(x, self.num_sums), x.dtype)
         return product if self.bias is None else product + self.bias
 
 

@@ -17,7 +17,7 @@ from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
 from shared.engine.model_config import ModelConfig
-from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.mesh import LocalMesh, Mesh
 
 
 class DecoderLayer(nn.Module):
@@ -59,6 +59,8 @@ class DecoderLayer(nn.Module):
 
     def fused(self) -> FusedLayer | None:
         """The layer as one kernel; None if there is no kernel for it."""
+        if self.self_attn.o_proj.mesh is not None:
+            return None  # the kernel would sum the lanes itself
         norms = self.input_layernorm, self.post_attention_layernorm
         return fused_layer(self.self_attn, self.mlp, norms)
 
@@ -88,6 +90,8 @@ class SandwichLayer(DecoderLayer):
         return x, self.post_feedforward_layernorm(self.mlp(normed))
 
     def fused(self) -> FusedLayer | None:
+        if self.self_attn.o_proj.mesh is not None:
+            return None
         before = self.input_layernorm, self.pre_feedforward_layernorm
         after = self.post_attention_layernorm, self.post_feedforward_layernorm
         return fused_layer(self.self_attn, self.mlp, (*before, *after))
@@ -134,6 +138,18 @@ class LayerStack(nn.Module):
             found = layer.fused()
             if found is not None:
                 self.layers[index] = found
+
+    def round_sums(self) -> None:
+        """Rounds every node of the lane tree to BF16, as ranks with BF16 exchange do. Call it
+        before `fuse`.
+        """
+        mesh = LocalMesh("bf16")
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            output, down = layer.self_attn.o_proj.lanes, layer.mlp.down_proj.lanes
+            assert output is not None
+            assert down is not None
+            layer.join(mesh, output, down)
 
     def layer_destinations(self, first_layer: int = 0) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> their destinations; fused parameters are split."""

@@ -54,7 +54,7 @@ class RankDecoder(LayerStack):
             self.lm_head = OutputHead(
                 embedding, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
             )
-        if mesh.shape.tp > 1:
+        if mesh.shape.tp > 1 or mesh.exchange == "bf16":
             self._join(config)
 
     def _join(self, config: ModelConfig) -> None:
@@ -68,15 +68,13 @@ class RankDecoder(LayerStack):
             layer.join(self._mesh, output, down)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """input_ids [T] -> [T, hidden]. Each token's vector is on one rank, and the others add
-        what changes no bit.
-        """
+        """input_ids [T] -> [T, hidden]. Each token's vector is on one rank."""
         assert self.embed_tokens is not None, "of the first stage"
         tokens = self._part.vocabulary
         is_own = (input_ids >= tokens.start) & (input_ids < tokens.stop)
         vectors = self.embed_tokens(torch.where(is_own, input_ids - tokens.start, 0))
         own = vectors.float().masked_fill_(~is_own.unsqueeze(1), EMPTY_LANE)
-        return self._mesh.add(own.unsqueeze(0), vectors.dtype)
+        return self._mesh.join(own, vectors.dtype)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm: [T, hidden] -> the same shape."""

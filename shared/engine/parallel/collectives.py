@@ -8,15 +8,16 @@ exact over both.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh_shape import WAIT_S, MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import RankMesh
 
@@ -82,6 +83,87 @@ class DistributedTransport:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a peer may have ended before
             dist.destroy_process_group()
+
+
+class GlooTransport:
+    """See Transport. Gloo between processes of several hosts, without torch's global group.
+
+    `store`: where ranks find each other's addresses; `host`: the address of this host by which the
+    others reach it. Several such groups may live in one process.
+    """
+
+    def __init__(
+        self, store: dist.Store, shape: MeshShape, rank: int, host: str, limit_s: float = WAIT_S
+    ) -> None:
+        self.shape, self.rank, self.device = shape, rank, torch.device("cpu")
+        self._ranks = shape.stage_ranks(shape.place(rank)[0])
+        with _failures(None):
+            self._all = _gloo_group(store, "all", rank, range(shape.num_ranks), host, limit_s)
+            self._stage = self._all
+            if shape.pp > 1 and shape.tp > 1:
+                name = f"stage{self._ranks[0]}"
+                self._stage = _gloo_group(store, name, rank, self._ranks, host, limit_s)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(x) for _ in self._ranks]
+        with _failures(None):
+            self._stage.allgather([[_bytes_of(each) for each in found]], [_bytes_of(x)]).wait()
+        return found
+
+    def swap(self, x: Tensor, rank: int, out: Tensor) -> None:
+        with _failures(rank):
+            works = []
+            if x.numel():
+                works.append(self._all.send([_bytes_of(x)], rank, 0))
+            if out.numel():
+                works.append(self._all.recv([_bytes_of(out)], rank, 0))
+            for work in works:
+                work.wait()
+
+    def send(self, x: Tensor, rank: int) -> None:
+        with _failures(rank):
+            self._all.send([_bytes_of(x)], rank, 0).wait()
+
+    def recv(self, out: Tensor, rank: int) -> None:
+        with _failures(rank):
+            self._all.recv([_bytes_of(out)], rank, 0).wait()
+
+    def close(self) -> None:
+        """Connections end with the groups."""
+        del self._all, self._stage
+
+
+def _gloo_group(
+    store: dist.Store, name: str, rank: int, ranks: Sequence[int], host: str, limit_s: float
+) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what follows
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=limit_s)
+    options._devices = [gloo.create_device(hostname=host)]
+    place = ranks.index(rank), len(ranks)
+    return gloo(dist.PrefixStore(name, store), *place, options)
+
+
+def serve_store(host: str) -> tuple[dist.Store, int]:
+    """Where the ranks of a group find each other's addresses, and its port on this host.
+
+    It listens on this address alone; torch would listen on all. Raises OSError.
+    """
+    server = socket.create_server((host, 0))
+    port = server.getsockname()[1]
+    options: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": server.detach(),
+    }
+    return dist.TCPStore(host, port, **options), port
+
+
+def open_store(host: str, port: int, key: str, limit_s: float) -> dist.Store:
+    """`key`: of the group, without which no address is found. Raises RankLost."""
+    with _failures(None):
+        limit = timedelta(seconds=limit_s)
+        return dist.PrefixStore(key, dist.TCPStore(host, port, is_master=False, timeout=limit))
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -8,14 +8,11 @@ also at one: half the bytes, bits of its own, and those still the same at 1, 2, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lanes import NUM_LANES, tree_sum
-
-Exchange = Literal["fp32", "bf16"]
+from shared.engine.parallel.lanes import NUM_LANES, Exchange, tree_sum
 
 
 def check_lanes(lanes: Tensor, tp: int, exchange: Exchange) -> None:

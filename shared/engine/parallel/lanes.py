@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # plans are made without torch
     from torch import Tensor
 
 NUM_LANES = 8
+Exchange = Literal["fp32", "bf16"]  # the form in which ranks send nodes of the tree
 # The sum of a lane without units. Adding it changes no bit of any number, -0.0 included.
 EMPTY_LANE = -0.0
 

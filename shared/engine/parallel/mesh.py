@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange, check_lanes, sum_nodes
+from shared.engine.parallel.lane_sums import check_lanes, sum_nodes
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh_shape import MeshShape
 
 
@@ -24,11 +25,15 @@ class Mesh(Protocol):
 
     shape: MeshShape
     rank: int
+    exchange: Exchange
 
     def add(self, lanes: Tensor, dtype: torch.dtype) -> Tensor:
         """FP32 partial sums of this rank's lanes [8 / tp, ...] -> their sum over all eight lanes
         [...], rounded once to `dtype`. FP32 exchange also takes sums of aligned lanes, [2^k, ...].
         """
+
+    def join(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of `dtype` in FP32, of which one rank has each and the others EMPTY_LANE -> all."""
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         """The ranks' parts, joined along `dim`. `sizes`: of each rank's part, if they differ."""
@@ -61,11 +66,14 @@ class LocalMesh:
 
     def __init__(self, exchange: Exchange = "fp32") -> None:
         self.shape, self.rank = MeshShape(), 0
-        self._exchange: Exchange = exchange
+        self.exchange: Exchange = exchange
 
     def add(self, lanes: Tensor, dtype: torch.dtype) -> Tensor:
-        check_lanes(lanes, self.shape.tp, self._exchange)
-        return sum_nodes(lanes.unbind(), self._exchange, is_root=True).to(dtype)
+        check_lanes(lanes, self.shape.tp, self.exchange)
+        return sum_nodes(lanes.unbind(), self.exchange, is_root=True).to(dtype)
+
+    def join(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
+        return nodes.to(dtype)
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         return x

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shared.config import TP_SIZES
 
 WAIT_S = 30.0  # the longest that a rank waits for another
+ALL_GATHER_BYTES = 256 * 1024  # of a sum in FP32: larger ones are halved, not gathered
 
 
 class RankLost(RuntimeError):

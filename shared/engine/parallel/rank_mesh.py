@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange, check_lanes, halved_range, sum_nodes
+from shared.engine.parallel.lane_sums import check_lanes, halved_range, sum_nodes
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import best_of
-from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.mesh_shape import ALL_GATHER_BYTES, MeshShape
 
-ALL_GATHER_BYTES = 256 * 1024  # sums larger than this are halved
+FP32_BYTES = 4
 
 
 class Transport(Protocol):
@@ -26,6 +27,7 @@ class Transport(Protocol):
 
     shape: MeshShape
     rank: int
+    device: torch.device
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks of this stage, of one shape, in the order of ranks."""
@@ -41,7 +43,10 @@ class Transport(Protocol):
 
 
 class RankMesh:
-    """See Mesh. `all_gather_bytes`: the largest sum, in FP32, that is gathered and not halved."""
+    """See Mesh. `all_gather_bytes`: the largest sum, in FP32, that is gathered and not halved.
+
+    `num_sent_bytes`: what this rank has sent to others, each of which counts.
+    """
 
     def __init__(
         self,
@@ -51,37 +56,50 @@ class RankMesh:
     ) -> None:
         self.shape, self.rank = transport.shape, transport.rank
         self._stage, self._tp_rank = self.shape.place(self.rank)
-        self._transport = transport
-        self._exchange: Exchange = exchange
+        self.transport = transport
+        self.exchange: Exchange = exchange
         self._all_gather_bytes = all_gather_bytes
+        self.num_sent_bytes = 0
 
     def add(self, lanes: Tensor, dtype: torch.dtype) -> Tensor:
-        check_lanes(lanes, self.shape.tp, self._exchange)
+        check_lanes(lanes, self.shape.tp, self.exchange)
         if self.shape.tp == 1:
-            return sum_nodes(lanes.unbind(), self._exchange, is_root=True).to(dtype)
-        own = sum_nodes(lanes.unbind(), self._exchange, is_root=False).contiguous()
-        if own.numel() * lanes.element_size() > self._all_gather_bytes:
-            return self._add_halves(own, dtype)
-        nodes = self._transport.all_gather(own)
-        return sum_nodes(nodes, self._exchange, is_root=True).to(dtype)
+            return sum_nodes(lanes.unbind(), self.exchange, is_root=True).to(dtype)
+        own = sum_nodes(lanes.unbind(), self.exchange, is_root=False)
+        return self._add_nodes(own.contiguous(), dtype, self.exchange)
 
-    def _add_halves(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+    def join(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of BF16 are nodes of BF16 without rounding, so they are sent as such."""
+        if self.shape.tp == 1:
+            return nodes.to(dtype)
+        is_bf16 = dtype == torch.bfloat16
+        own = nodes.to(dtype) if is_bf16 else nodes
+        return self._add_nodes(own.contiguous(), dtype, "bf16" if is_bf16 else "fp32")
+
+    def _add_nodes(self, own: Tensor, dtype: torch.dtype, exchange: Exchange) -> Tensor:
+        if own.numel() * FP32_BYTES > self._all_gather_bytes:
+            return self._add_halves(own, dtype, exchange)
+        nodes = self._all_gather(own)
+        return sum_nodes(nodes, exchange, is_root=True).to(dtype)
+
+    def _add_halves(self, own: Tensor, dtype: torch.dtype, exchange: Exchange) -> Tensor:
         part = own.view(-1)
         num_levels = self.shape.tp.bit_length() - 1
         for level in range(num_levels):
-            part = self._add_half(part, level, is_root=level == num_levels - 1)
+            part = self._add_half(part, level, exchange, is_root=level == num_levels - 1)
         return self._gather_parts(part.to(dtype), own)
 
-    def _add_half(self, part: Tensor, level: int, *, is_root: bool) -> Tensor:
+    def _add_half(self, part: Tensor, level: int, exchange: Exchange, *, is_root: bool) -> Tensor:
         middle = (part.numel() + 1) // 2
         first, second = part[:middle], part[middle:]
         is_lower = self._tp_rank & (1 << level) == 0
         retained, sent = (first, second) if is_lower else (second, first)
         received = torch.empty_like(retained)
         peer = self.shape.rank_of(self._stage, self._tp_rank ^ (1 << level))
-        self._transport.swap(sent, peer, received)
+        self.num_sent_bytes += _num_bytes(sent)
+        self.transport.swap(sent, peer, received)
         nodes = (retained, received) if is_lower else (received, retained)
-        return sum_nodes(nodes, self._exchange, is_root=is_root)
+        return sum_nodes(nodes, exchange, is_root=is_root)
 
     def _gather_parts(self, part: Tensor, own: Tensor) -> Tensor:
         tp = self.shape.tp
@@ -96,7 +114,7 @@ class RankMesh:
         if self.shape.tp == 1:
             return x
         if sizes is None:
-            return torch.cat(self._transport.all_gather(x.contiguous()), dim)
+            return torch.cat(self._all_gather(x.contiguous()), dim)
         if len(sizes) != self.shape.tp or sizes[self._tp_rank] != x.shape[dim]:
             raise ValueError(f"a part of {x.shape[dim]} does not match the ranks' sizes {sizes}")
         return torch.cat(self._gather_uneven(x, dim, sizes), dim)
@@ -109,30 +127,36 @@ class RankMesh:
             padded = x.new_zeros(padded_shape)
             padded.narrow(dim, 0, x.shape[dim]).copy_(x)
             x = padded
-        parts = self._transport.all_gather(x.contiguous())
+        parts = self._all_gather(x.contiguous())
         return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
 
     def best(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.shape.tp == 1:
             return values, ids
-        all_values = torch.stack(self._transport.all_gather(values.contiguous()))
-        all_ids = torch.stack(self._transport.all_gather(ids.contiguous()))
+        all_values = torch.stack(self._all_gather(values.contiguous()))
+        all_ids = torch.stack(self._all_gather(ids.contiguous()))
         return best_of(all_values, all_ids)
 
     def send(self, x: Tensor) -> None:
         if self._stage == self.shape.pp - 1:
             raise ValueError(f"rank {self.rank} is in the last stage: it sends to no other")
-        self._transport.send(x.contiguous(), self.rank + self.shape.tp)
+        self.num_sent_bytes += _num_bytes(x)
+        self.transport.send(x.contiguous(), self.rank + self.shape.tp)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._stage == 0:
             raise ValueError(f"rank {self.rank} is in the first stage: it receives from no other")
-        out = torch.empty(math.prod(shape), dtype=dtype, device=self._device())
-        self._transport.recv(out, self.rank - self.shape.tp)
+        out = torch.empty(math.prod(shape), dtype=dtype, device=self.transport.device)
+        self.transport.recv(out, self.rank - self.shape.tp)
         return out.view(*shape)
 
-    def _device(self) -> torch.device:
-        return getattr(self._transport, "device", torch.device("cpu"))
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        self.num_sent_bytes += _num_bytes(x) * (self.shape.tp - 1)
+        return self.transport.all_gather(x)
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -12,7 +12,7 @@ from ctypes import memmove
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh_memory import (
     NUM_SLOTS,
     SLOT_BYTES,

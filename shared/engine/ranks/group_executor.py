@@ -16,6 +16,7 @@ from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.ranks.group_steps import GroupSteps
 from shared.engine.ranks.kv.rank_links import RankLinks
 from shared.engine.ranks.messages import CheckDevice, RunStep, ZeroBlocks
@@ -81,6 +82,11 @@ class GroupExecutor:
     def pids(self) -> list[int]:
         """Of the rank processes."""
         return self._steps.group.pids
+
+    @property
+    def links(self) -> tuple[RankLink, ...]:
+        """That the ranks measured as they joined."""
+        return self._steps.group.links
 
     @property
     def step_budget_s(self) -> float:

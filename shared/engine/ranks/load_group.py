@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from socket import socketpair
 from typing import Any
 
 import msgspec
@@ -17,12 +15,14 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.rank_layout import kv_shards
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
+from shared.engine.parallel.processes.join import HostListener
 from shared.engine.parallel.processes.watchdog import GroupLost
-from shared.engine.ranks.channel import channel_pair
 from shared.engine.ranks.fingerprint import model_on_meta
 from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.ranks.group_steps import GroupSteps
+from shared.engine.ranks.joined_hosts import JoinedHosts, RankChannels
 from shared.engine.ranks.kv.rank_links import RankLinks
+from shared.engine.ranks.link_report import report_links
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
 from shared.engine.runners.device_numerics import device_numerics
@@ -45,10 +45,15 @@ CPU = torch.device("cpu")
 
 
 def load_group(
-    model_dir: Path | str, device: str, shape: MeshShape, **given_options: Any
+    model_dir: Path | str,
+    device: str,
+    shape: MeshShape,
+    hosts: HostListener | None = None,
+    **given_options: Any,
 ) -> GroupExecutor:
-    """`given_options` are the fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
-    or one that ranks see differently, and ConfigError for a model that cannot be cut like this.
+    """`given_options` are the fields of `LoadOptions`; `hosts`: those of the last ranks. Raises
+    CheckpointError for a bad checkpoint, or one that ranks see differently, and ConfigError for a
+    model that cannot be cut like this.
     """
     model_dir, options = Path(model_dir), LoadOptions(**given_options)
     if resolve_device(device).type != "cpu":
@@ -68,8 +73,9 @@ def load_group(
         matched_names(source.tensors, whole.weight_destinations())
         revision = source.revision()
     num_threads = options.num_threads or torch.get_num_threads()
-    kv_sockets = [socketpair() for _ in range(shape.num_ranks)]
-    masks, rank_masks = channel_pair()
+    joined = _join(hosts, model_dir)
+    channels = RankChannels.open(shape, joined.hosts)
+    num_local = shape.num_ranks - sum(len(each.ranks) for each in joined.hosts)
     mode = resolve_mode(options.mode, CPU)
     setup = RankSetup(
         model_dir=str(model_dir.resolve()),
@@ -77,25 +83,31 @@ def load_group(
         block_size=options.block_size,
         num_blocks=num_blocks,
         mode=mode,
+        activations=options.activations,
         load_format=options.load_format,
-        num_threads=max(1, num_threads // shape.num_ranks),
-        kv=tuple(theirs.detach() for _, theirs in kv_sockets),
-        masks=rank_masks,
+        num_threads=max(1, num_threads // num_local),
+        kv=channels.rank_kv,
+        masks=channels.rank_masks,
     )
+    spec = _spec(setup, shape, joined, channels.inherited)
     parent_thread = ThreadPoolExecutor(1, "group-parent")  # its end would end the group
     try:
-        group = parent_thread.submit(RankGroup.start, _spec(setup, shape)).result()
+        group = parent_thread.submit(RankGroup.start, spec).result()
     except (GroupLost, ValueError) as error:
         raise CheckpointError(f"{model_dir}: {error}") from None
     finally:
-        for each in (*setup.kv, setup.masks):
-            os.close(each)
+        channels.close_inherited()
+    report_links(
+        *(config, shape, spec.hosts, group.links),
+        dtype=dtype,
+        activations=options.activations,
+    )
     return GroupExecutor(
-        GroupSteps(group, masks, parent_thread, options.clock),
-        RankLinks([ours for ours, _ in kv_sockets], kv_shards(parts)),
+        GroupSteps(group, channels.masks, parent_thread, options.clock),
+        RankLinks(channels.kv, kv_shards(parts)),
         shape,
         kv_layout=kv_layout,
-        numerics=device_numerics(CPU, dtype, mode),
+        numerics=device_numerics(CPU, dtype, mode, options.activations),
         num_blocks=num_blocks,
         max_context_tokens=min(config.max_position_embeddings, num_blocks * options.block_size),
         vocab_size=config.vocab_size,
@@ -105,13 +117,26 @@ def load_group(
     )
 
 
-def _spec(setup: RankSetup, shape: MeshShape) -> GroupSpec:
+def _join(hosts: HostListener | None, model_dir: Path) -> JoinedHosts:
+    try:
+        return JoinedHosts.wait(hosts, LOAD_TIMEOUT_S)
+    except GroupLost as error:
+        raise CheckpointError(f"{model_dir}: {error}") from None
+
+
+def _spec(
+    setup: RankSetup, shape: MeshShape, joined: JoinedHosts, inherited: tuple[int, ...]
+) -> GroupSpec:
     return GroupSpec(
         shape=shape,
         entry="shared.engine.ranks.rank_work:ModelWork",
         config=msgspec.msgpack.encode(setup),
         num_threads=setup.num_threads,
-        inherited=(*setup.kv, setup.masks),
+        inherited=inherited,
+        transport=joined.transport,
+        remote=joined.hosts,
+        rendezvous=joined.rendezvous,
+        address=joined.address,
         limit_s=WAIT_S,
         ready_s=LOAD_TIMEOUT_S,
         environment={"NUMBA_NUM_THREADS": str(setup.num_threads)},

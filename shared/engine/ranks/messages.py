@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.numerics import Mode
+from shared.numerics import Activations, Mode
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a rank's part of the model, and the descriptors that it inherits.
 
-    `kv`: a socket for each rank; `masks`: one of the answering rank.
+    `kv`: a socket for each rank; `masks`: one of the answering rank; -1: of another host's.
+    `data_plane_host`: of ranks on another host than the leader's, where they receive KV.
     """
 
     model_dir: str
@@ -24,10 +25,12 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     mode: Mode
+    activations: Activations = "plain"
     load_format: str
     num_threads: int
     kv: tuple[int, ...]
     masks: int
+    data_plane_host: str = ""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):

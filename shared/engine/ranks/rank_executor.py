@@ -137,7 +137,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
         num_positions=min(config.max_position_embeddings, setup.num_blocks * setup.block_size),
     ).eval()
     checkpoint = _fill(model, config, part, model_dir, setup)
-    numerics = device_numerics(CPU, setup.dtype, setup.mode)
+    numerics = device_numerics(CPU, setup.dtype, setup.mode, setup.activations)
     identity = RankIdentity(
         weights_digest=checkpoint,
         layout_key=layout.key,

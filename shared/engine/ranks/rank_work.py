@@ -21,6 +21,7 @@ from shared.engine.ranks.rank_executor import load_rank
 from shared.engine.ranks.remote_masks import RemoteMasks
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
 from shared.log import configure_logging
+from shared.numerics import exchange_of
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -33,13 +34,15 @@ class ModelWork:
         configure_logging(f"rank-{context.rank}")
         setup = msgspec.msgpack.decode(context.config, type=RankSetup)
         torch.set_num_threads(setup.num_threads)
-        self._mesh = context.mesh()
+        self._mesh = context.mesh(exchange=exchange_of(setup.activations))
         loaded = load_rank(setup, self._mesh)
         self._executor, self.identity = loaded.executor, loaded.identity
         layout = self._executor.kv_layout
         self._state = RankState(layout.block_size, len(layout.groups))
-        self._masks = RemoteMasks(Channel.of(setup.masks))
-        start_rank_kv(setup.kv[context.rank], loaded.memory, loaded.sent)
+        self._masks = RemoteMasks(None if setup.masks < 0 else Channel.of(setup.masks))
+        start_rank_kv(
+            setup.kv[context.rank], loaded.memory, loaded.sent, own_host=setup.data_plane_host
+        )
 
     def run(self, step: int, data: bytes) -> bytes:
         match _decoder.decode(data):

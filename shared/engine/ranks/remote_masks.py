@@ -16,9 +16,12 @@ Words = NDArray[np.int32]
 
 
 class RemoteMasks:
-    """All masks of a step come with one reply: most are ready when the first is wanted."""
+    """All masks of a step come with one reply: most are ready when the first is wanted.
 
-    def __init__(self, channel: Channel) -> None:
+    `channel`: None at a rank that does not answer on a host without the one that does.
+    """
+
+    def __init__(self, channel: Channel | None) -> None:
         self._channel = channel
         self._step = 0
         self._words: list[bytes | None] | None = None
@@ -31,6 +34,7 @@ class RemoteMasks:
 
     def wait(self, place: int, timeout_s: float) -> Words | None:
         if self._words is None or (self._words[place] is None and timeout_s > 0):
+            assert self._channel is not None, "of the answering rank"
             self._channel.send(MasksWanted(self._step, timeout_s))
             reply: Masks = self._channel.receive(Masks)
             self._words = reply.words

@@ -39,7 +39,7 @@ from shared.engine.weights.shared_weights import (
     weights_cache_dir,
 )
 from shared.engine.weights.weight_form import uses_compressed
-from shared.numerics import Mode
+from shared.numerics import Activations, Mode
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 # malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at glibc's maximum
@@ -59,12 +59,14 @@ class CpuRunner(ModelRunner):
         mode: Mode,
         num_threads: int | None,
         clock: Clock,
+        activations: Activations = "plain",
     ) -> None:
         super().__init__(
             executor,
             model_name=model_name,
             revision=revision,
             mode=mode,
+            activations=activations,
             clock=clock,
             init_step_thread=_retain_freed_memory,
         )
@@ -95,20 +97,23 @@ class CpuRunner(ModelRunner):
             revision = _fill(model, source, is_compressed=is_compressed)
         if is_compressed and IS_INTERPRETED:
             compress_in_place(model, model.weight_destinations())
-        finish_model(model, options.mode, is_compressed=is_compressed)
+        finish_model(
+            model, options.mode, is_compressed=is_compressed, activations=options.activations
+        )
         kv_cache = allocate_kv_cache(kv_layout, num_blocks, _CPU)
         runner = cls(
             ModelExecutor(model, kv_cache, kv_layout, clock=options.clock),
             model_name=options.served_name(model_dir),
             revision=revision,
             mode=options.mode,
+            activations=options.activations,
             num_threads=options.num_threads,
             clock=options.clock,
         )
         if plan is not None:
             with cpu_host().compile_lock():
                 _warm_up(runner.executor)  # a ready worker has all its kernels compiled
-            if options.has_row_kernels:
+            if options.has_row_kernels and options.activations == "plain":  # of fused layers
                 runner._row_kernels = RowKernels(plan)
                 runner._row_kernels.start()
         return runner

@@ -49,6 +49,7 @@ class CudaRunner(ModelRunner):
             model_name=model_name,
             revision=revision,
             mode=options.mode,
+            activations=options.activations,
             clock=options.clock,
             init_step_thread=device.bind,
             init_copy_thread=device.bind,
@@ -85,7 +86,9 @@ class CudaRunner(ModelRunner):
             compiled.result()
         if is_compressed:
             compress_in_place(model, model.weight_destinations())
-        finish_model(model, options.mode, is_compressed=is_compressed)
+        finish_model(
+            model, options.mode, is_compressed=is_compressed, activations=options.activations
+        )
         device.release_cached()
         executor = ModelExecutor(
             model, one_block, kv_layout, check_thread=device.check_bound, clock=options.clock

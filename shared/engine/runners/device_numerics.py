@@ -10,12 +10,14 @@ import torch
 from kernels.device import IS_INTERPRETED, compute_capability
 from kernels.ops import cpu_host
 from shared.engine.parallel.lanes import NUM_LANES
-from shared.numerics import KERNELS_VERSION, Mode, Numerics
+from shared.numerics import KERNELS_VERSION, Activations, Mode, Numerics
 
 _MAX_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN's limits of its instruction sets
 
 
-def device_numerics(device: torch.device, dtype: str, mode: Mode) -> Numerics:
+def device_numerics(
+    device: torch.device, dtype: str, mode: Mode, activations: Activations = "plain"
+) -> Numerics:
     """Call on the CPU once its kernels are compiled: a host that cannot compile has others."""
     parts = [str(KERNELS_VERSION), f"torch{_release('torch')}"]
     if device.type == "cuda":
@@ -23,9 +25,11 @@ def device_numerics(device: torch.device, dtype: str, mode: Mode) -> Numerics:
         name = f"sm{compute_capability(device)}"
     else:
         name = "cpu-interpreted" if IS_INTERPRETED else _cpu_name(dtype)
-    # In the fast mode of CUDA the library multiplies.
-    lanes = 1 if device.type == "cuda" and mode == "fast" else NUM_LANES
-    return Numerics(mode, name, dtype, "-".join(parts), sum_lanes=lanes)
+    # In the fast mode of CUDA the library multiplies, unless nodes of the lane tree are rounded.
+    has_lanes = device.type == "cpu" or mode == "exact" or activations == "bf16-exchange"
+    lanes = NUM_LANES if has_lanes else 1
+    kernels = "-".join(parts)
+    return Numerics(mode, name, dtype, kernels, sum_lanes=lanes, activations=activations)
 
 
 def _cpu_name(dtype: str) -> str:

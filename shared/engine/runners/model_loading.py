@@ -24,7 +24,7 @@ from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import KvLayout, PagedKv, Reach, group_layers
-from shared.numerics import Mode
+from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +38,7 @@ class LoadOptions:
     `mode` exact: a token's bits depend neither on its batch nor on chunking, so that a resumed
     response continues identically. On the CPU this always holds, at no cost; "fast" only declares
     the worker's KV usable by other hardware in that mode.
+    `activations`: how sums of lanes cross ranks, rounded alike by a worker of one rank.
     `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
     `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
@@ -51,6 +52,7 @@ class LoadOptions:
     max_sequences: int = 256
     num_threads: int | None = None
     mode: Mode = "exact"
+    activations: Activations = "plain"
     weights: str = "auto"
     load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
     has_row_kernels: bool = False
@@ -140,13 +142,17 @@ def open_weights(
         yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
 
 
-def finish_model(model: LayerStack, mode: Mode, *, is_compressed: bool) -> None:
+def finish_model(
+    model: LayerStack, mode: Mode, *, is_compressed: bool, activations: Activations = "plain"
+) -> None:
     """Packs the weights of a filled model for the device, and fuses its layers."""
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
     for module in model.modules():
         if isinstance(module, ProductModule):
             module.pack()
+    if activations == "bf16-exchange" and isinstance(model, Decoder):
+        model.round_sums()
     model.fuse()
     set_mode(model, mode)
 

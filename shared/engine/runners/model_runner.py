@@ -31,7 +31,7 @@ from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout, KvShard
 from shared.messages import TokenLogprobs
-from shared.numerics import Mode
+from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
 
@@ -146,6 +146,7 @@ class ModelRunner:
         revision: str,
         mode: Mode,
         clock: Clock,
+        activations: Activations = "plain",
         init_step_thread: Callable[[], None] | None = None,
         init_copy_thread: Callable[[], None] | None = None,
     ) -> None:
@@ -156,7 +157,7 @@ class ModelRunner:
         self.kv_layout = executor.kv_layout
         _log_groups(self.kv_layout)
         device = executor.kv_cache.device
-        self.numerics = device_numerics(device, self.kv_layout.dtype, mode)
+        self.numerics = device_numerics(device, self.kv_layout.dtype, mode, activations)
         self.num_blocks = executor.kv_cache.shape[2]
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size

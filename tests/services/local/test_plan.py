@@ -183,13 +183,25 @@ def test_unknown_or_missing_device_is_rejected(
 
 
 def test_sizes_and_formats_are_passed_only_to_workers(tmp_path: Path) -> None:
-    chosen = options(tmp_path, kv_cache_bytes=1 << 30, max_batch_tokens=4096, load_format="dummy")
+    chosen = options(
+        tmp_path,
+        kv_cache_bytes=1 << 30,
+        max_batch_tokens=4096,
+        load_format="dummy",
+        activations="bf16-exchange",
+    )
     specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
     wanted = "--load-format dummy --kv-cache-bytes 1073741824 --max-batch-tokens 4096"
     assert {spec.argv[3] for spec in specs if wanted in " ".join(spec.argv)} == {
         "prefill",
         "decode",
     }
+    rounded = [
+        spec.argv[3] for spec in specs if "--activations bf16-exchange" in " ".join(spec.argv)
+    ]
+    assert sorted(rounded) == ["decode", "prefill"]
+    with pytest.raises(ConfigError, match="--activations 'fp8' is none of plain, bf16-exchange"):
+        check_options(options(tmp_path, activations="fp8"))
     default = options(tmp_path)
     specs = plan_services(default, plan_credentials(default), ENDPOINTS, num_cores=2, environ={})
     assert not any("--kv-cache-bytes" in spec.argv for spec in specs)

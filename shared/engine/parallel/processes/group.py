@@ -1,44 +1,29 @@
 """The leader's side of a group of rank processes: starts them, sends steps, receives answers.
 
-The group lives and dies as one. See rank_process.py for the ranks, watchdog.py for the end.
+The group lives and dies as one. See rank_process.py for the ranks, watchdog.py for the end. Ranks
+of other hosts, which have joined before, get the same records over a socket.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from socket import gethostname
 
-from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.processes.rank_messages import (
-    Go,
-    RankIdentity,
-    Ready,
-    Start,
-    difference,
-    encode,
-)
+from shared.engine.parallel.planning.links import RankLink
+from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket, SocketWriter
+from shared.engine.parallel.processes.handshake import shake_hands
+from shared.engine.parallel.processes.join import HostConnections
+from shared.engine.parallel.processes.rank_messages import Start
 from shared.engine.parallel.processes.records import Record
-from shared.engine.parallel.processes.ring import RingFiles, RingReader, RingWriter, create_ring
-from shared.engine.parallel.processes.watchdog import (
-    TICK_S,
-    GroupLost,
-    RankHandle,
-    StoppedRanks,
-    Watchdog,
-    ended,
-    failure_of,
-)
+from shared.engine.parallel.processes.remote_rank import RemoteAnswers, RemoteHandle
+from shared.engine.parallel.processes.ring import RingReader, RingWriter
+from shared.engine.parallel.processes.spawn import HostFiles, rank_environment, spawn_rank
+from shared.engine.parallel.processes.watchdog import GroupLost, Handle, RankHandle, Watchdog
 
-ROOT = Path(__file__).resolve().parents[4]
 STOP_S = 2.0  # for ranks to end by themselves
 
 
@@ -46,8 +31,10 @@ STOP_S = 2.0  # for ranks to end by themselves
 class GroupSpec:
     """What a group computes, and how.
 
-    `entry`: `module:name` of a callable, RankContext -> RankWork. `transport`: shared_memory, gloo
-    or nccl. `limit_s`: the longest wait of a rank for another one; `ready_s`: for loading.
+    `entry`: `module:name` of a callable, RankContext -> RankWork. `transport`: shared_memory, gloo,
+    nccl, or hosts (see HostTransport). `limit_s`: the longest wait of a rank for another one;
+    `ready_s`: for loading. `remote`: hosts of the last ranks; `rendezvous`, `address`: where all
+    ranks meet, and this host's address, if there are any.
     """
 
     shape: MeshShape
@@ -59,6 +46,34 @@ class GroupSpec:
     limit_s: float = 30.0
     ready_s: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    remote: tuple[HostConnections, ...] = ()
+    rendezvous: str = ""
+    address: str = ""
+    silent_s: float = 3.0  # of another host, after which it counts as stopped
+
+    @property
+    def local_ranks(self) -> range:
+        return range(self.shape.num_ranks - sum(len(each.ranks) for each in self.remote))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Of each rank."""
+        local = (gethostname(),) * len(self.local_ranks)
+        return local + tuple(each.name for each in self.remote for _ in each.ranks)
+
+    def start(self, rank: int) -> Start:
+        return Start(
+            rank=rank,
+            tp=self.shape.tp,
+            pp=self.shape.pp,
+            entry=self.entry,
+            config=self.config,
+            transport=self.transport,
+            rendezvous=self.rendezvous,
+            limit_s=self.limit_s,
+            hosts=self.hosts,
+            address=self.address,
+        )
 
 
 class RankGroup:
@@ -67,33 +82,55 @@ class RankGroup:
     The thread that starts a group must outlive it: its end kills the ranks.
     """
 
-    def __init__(self, handles: list[RankHandle], files: _GroupFiles, spec: GroupSpec) -> None:
+    def __init__(
+        self,
+        handles: list[Handle],
+        files: HostFiles,
+        spec: GroupSpec,
+        links: tuple[RankLink, ...],
+    ) -> None:
+        self.links = links  # that the ranks measured as they joined
         self._handles = handles
         self._files = files
         self._steps = RingWriter(files.steps, spec.limit_s)
         self._answers = RingReader(files.answers, 0)
         self._num_submitted = 0
         self._watchdog = Watchdog(handles, self._wake)
+        self._remote = spec.remote
+        self._remote_answers: RemoteAnswers | None = None
+        self._remote_steps: list[SocketWriter] = []
+        for host in spec.remote:
+            steps = FrameSocket(host.steps, spec.limit_s)
+            self._remote_steps.append(SocketWriter(steps))
+            if spec.shape.answering_rank in host.ranks:
+                answers = RingWriter(files.answers, spec.limit_s)
+                self._remote_answers = RemoteAnswers(steps, answers, self._watchdog.fail)
 
     @classmethod
     def start(cls, spec: GroupSpec) -> RankGroup:
         """Returns once all ranks are loaded and alike. Raises GroupLost, ValueError."""
-        files = _GroupFiles.create(spec)
-        handles: list[RankHandle] = []
+        files = HostFiles.create(spec.local_ranks, spec.shape)
+        environment = rank_environment(spec.num_threads, spec.environment)
+        handles: list[Handle] = []
         try:
-            for rank in range(spec.shape.num_ranks):
-                handles.append(_spawn(spec, files, rank))
-            _shake_hands(handles, spec.ready_s)
+            for rank in spec.local_ranks:
+                start = spec.start(rank)
+                handles.append(spawn_rank(start, files, spec.inherited, environment))
+            handles += _remote_handles(spec)
+            links = shake_hands(handles, spec.ready_s)
         except BaseException:
             for each in handles:
                 each.close()
             files.close()
+            for host in spec.remote:
+                host.close()
             raise
-        return cls(handles, files, spec)
+        return cls(handles, files, spec, links)
 
     @property
     def pids(self) -> list[int]:
-        return [each.process.pid for each in self._handles]
+        """Of this host's ranks."""
+        return [each.process.pid for each in self._handles if isinstance(each, RankHandle)]
 
     @property
     def loss(self) -> str | None:
@@ -108,10 +145,19 @@ class RankGroup:
         """The number of the step. Raises GroupLost; ValueError for a plan larger than the ring."""
         self._check()
         step = self._num_submitted
-        self._steps.write(Record(step, plan))
+        self._write(Record(step, plan))
         self._num_submitted += 1
         self._watchdog.expect(step, budget_s)
         return step
+
+    def _write(self, record: Record) -> None:
+        """Other hosts first: their ranks get it later."""
+        try:
+            for each in self._remote_steps:
+                each.write(record)
+        except ConnectionLost as error:
+            raise GroupLost(f"a host of this group is lost: {error}") from None
+        self._steps.write(record)
 
     def take(self, limit_s: float | None = 0.0) -> Record | None:
         """The next answer, in order of steps; None after the limit. Raises GroupLost."""
@@ -136,16 +182,18 @@ class RankGroup:
         """Ranks end as their control sockets close; those that do not are killed."""
         self._watchdog.close()
         for each in self._handles:
-            with contextlib.suppress(OSError):  # the rank has ended
-                each.control.shutdown(socket.SHUT_RDWR)
+            each.stop()
+        if self._remote_answers is not None:
+            self._remote_answers.close()
         deadline = time.monotonic() + STOP_S
         for each in self._handles:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(max(0.0, deadline - time.monotonic()))
+            each.wait(max(0.0, deadline - time.monotonic()))
             each.close()
         self._steps.close()
         self._answers.close()
         self._files.close()
+        for host in self._remote:
+            host.close()
 
     def __enter__(self) -> RankGroup:
         return self
@@ -154,99 +202,13 @@ class RankGroup:
         self.close()
 
 
-@dataclass(frozen=True)
-class _GroupFiles:
-    """What the processes of a group share."""
-
-    steps: RingFiles
-    answers: RingFiles
-    mesh_memory: int
-    folder: tempfile.TemporaryDirectory[str]
-
-    @classmethod
-    def create(cls, spec: GroupSpec) -> _GroupFiles:
-        return cls(
-            create_ring(spec.shape.num_ranks),
-            create_ring(1),
-            create_mesh_memory(spec.shape),
-            tempfile.TemporaryDirectory(prefix="hearth-group-"),
-        )
-
-    def start(self, spec: GroupSpec, rank: int) -> Start:
-        return Start(
-            rank=rank,
-            tp=spec.shape.tp,
-            pp=spec.shape.pp,
-            entry=spec.entry,
-            config=spec.config,
-            leader_pid=os.getpid(),
-            transport=spec.transport,
-            mesh_memory=self.mesh_memory,
-            rendezvous=f"file://{self.folder.name}/rendezvous",
-            limit_s=spec.limit_s,
-            steps=self.steps,
-            answers=self.answers,
-        )
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        return (*self.steps.fds, *self.answers.fds, self.mesh_memory)
-
-    def close(self) -> None:
-        self.steps.close()
-        self.answers.close()
-        os.close(self.mesh_memory)
-        self.folder.cleanup()
-
-
-def _spawn(spec: GroupSpec, files: _GroupFiles, rank: int) -> RankHandle:
-    first = encode(files.start(spec, rank))
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "shared.engine.parallel.processes.rank_process",
-                str(theirs.fileno()),
-            ],
-            pass_fds=(*files.fds, *spec.inherited, theirs.fileno()),
-            env={**os.environ, **_environment(spec)},
-            stdin=subprocess.DEVNULL,
-        )
-    handle = RankHandle(rank, process, os.pidfd_open(process.pid), ours)
-    with contextlib.suppress(OSError):  # it has ended already: the handshake says why
-        ours.send(first)
-    return handle
-
-
-def _environment(spec: GroupSpec) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # Ranks wait for each other: threads that spin would take the others' processors.
-    defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.num_threads)}
-    return {**defaults, "OMP_WAIT_POLICY": "passive", **spec.environment}
-
-
-def _shake_hands(handles: list[RankHandle], ready_s: float) -> None:
-    """Raises GroupLost, which names the rank that ended, is stopped or late, or differs."""
-    found: dict[int, RankIdentity] = {}
-    stopped = StoppedRanks()
-    deadline = time.monotonic() + ready_s
-    while missing := [each for each in handles if each.rank not in found]:
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise GroupLost(f"rank {missing[0].rank} is not ready after {ready_s:g} s")
-        if (line := stopped.check(handles)) is not None:
-            raise GroupLost(line)
-        for each in ended(handles, min(remaining_s, TICK_S)):
-            message = each.receive() if each.rank not in found else None
-            if isinstance(message, Ready):
-                found[each.rank] = message.identity
-            elif message is not None:
-                raise GroupLost(f"rank {each.rank} failed: {message.line}")
-            elif (reason := failure_of([each])) is not None:
-                raise GroupLost(reason)
-    if (line := difference([found[each.rank] for each in handles])) is not None:
-        raise GroupLost(line)
-    for each in handles:
-        each.control.send(encode(Go()))
+def _remote_handles(spec: GroupSpec) -> list[Handle]:
+    """Of ranks that other hosts start now."""
+    found: list[Handle] = []
+    for host in spec.remote:
+        for rank in host.ranks:
+            control = host.sockets["control", rank]
+            limits = {"limit_s": spec.limit_s, "silent_s": spec.silent_s}
+            found.append(RemoteHandle(rank, host.name, control, **limits))
+            found[-1].send(spec.start(rank))
+    return found

@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
 import torch
 
-from shared.engine.parallel.collectives import distributed_mesh
+from shared.engine.parallel.collectives import GlooTransport, distributed_mesh, open_store
+from shared.engine.parallel.host_transport import HostTransport
+from shared.engine.parallel.lanes import Exchange
+from shared.engine.parallel.link_measure import measure_links
 from shared.engine.parallel.mesh import LocalMesh, Mesh
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.rank_messages import Start
-from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
+from shared.engine.parallel.rank_mesh import RankMesh, Transport
+from shared.engine.parallel.shared_memory_mesh import SharedMemoryTransport, shared_memory_mesh
 
 
-def connect(start: Start, transport: str) -> Mesh:
+def connect(start: Start, transport: str, exchange: Exchange = "fp32") -> Mesh:
     """Raises ValueError for an unknown transport, RankLost if the ranks do not meet."""
     shape = start.shape
     if shape.num_ranks == 1:
-        return LocalMesh()
+        return LocalMesh(exchange)
     match transport:
         case "shared_memory":
-            return shared_memory_mesh(start.mesh_memory, shape, start.rank, limit_s=start.limit_s)
+            place = start.mesh_memory, shape, start.rank
+            return shared_memory_mesh(*place, exchange, start.limit_s)
+        case "hosts":
+            return RankMesh(_between_hosts(start), exchange)
         case "gloo":
-            return distributed_mesh(start.rendezvous, shape, start.rank, limit_s=start.limit_s)
+            return distributed_mesh(
+                *(start.rendezvous, shape, start.rank), exchange=exchange, limit_s=start.limit_s
+            )
         case "nccl":
             device = torch.device("cuda", start.rank)
             torch.cuda.set_device(device)
             return distributed_mesh(
                 *(start.rendezvous, shape, start.rank),
+                exchange=exchange,
                 backend="nccl",
                 device=device,
                 limit_s=start.limit_s,
             )
-    raise ValueError(f"no transport {transport!r}: shared_memory, gloo or nccl")
+    raise ValueError(f"no transport {transport!r}: shared_memory, gloo, nccl or hosts")
+
+
+def _between_hosts(start: Start) -> Transport:
+    """`rendezvous`: store://HOST:PORT/KEY."""
+    parts = urlsplit(start.rendezvous)
+    if parts.scheme != "store" or parts.hostname is None or parts.port is None:
+        raise ValueError(f"rendezvous {start.rendezvous!r} is not store://HOST:PORT/KEY")
+    store = open_store(parts.hostname, parts.port, parts.path, start.limit_s)
+    place = start.shape, start.rank
+    between = GlooTransport(store, *place, start.address, start.limit_s)
+    inside = SharedMemoryTransport(start.mesh_memory, *place, start.limit_s)
+    return HostTransport(inside, between, start.hosts)
+
+
+def measured(mesh: Mesh, hosts: Sequence[str]) -> tuple[RankLink, ...]:
+    """The links that this rank measured. Raises RankLost."""
+    return measure_links(mesh.transport, hosts) if isinstance(mesh, RankMesh) else ()

@@ -3,8 +3,9 @@
 leader          rank
   ── Start ──────▶   spawned
   ◀───── Ready ──    loaded, or Failed
-  ── Go ─────────▶   all ranks are alike: it waits for steps
+  ── Go ─────────▶   all ranks are alike: it waits for steps; else Rejected
   ◀──── Failed ──    at any time, before it exits
+  ◀───── Alive ──    four times a second, from another host
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.ring import RingFiles
 
+NO_RING = RingFiles(-1, (), 0, 0)
 MAX_MESSAGE_BYTES = 128 * 1024  # of a datagram between two processes
 
 
@@ -34,13 +37,17 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     pp: int
     entry: str  # module:name
     config: bytes
-    leader_pid: int
     transport: str
-    mesh_memory: int
-    rendezvous: str
     limit_s: float
-    steps: RingFiles
-    answers: RingFiles
+    hosts: tuple[str, ...]  # of each rank
+    rendezvous: str = ""
+    # of the rank's host:
+    address: str = ""  # by which ranks of other hosts reach it
+    leader_pid: int = 0
+    mesh_memory: int = -1
+    steps: RingFiles = NO_RING
+    step_reader: int = 0
+    answers: RingFiles = NO_RING
 
     @property
     def shape(self) -> MeshShape:
@@ -51,16 +58,27 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     pass
 
 
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The group does not start. The rank ends."""
+
+    line: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     identity: RankIdentity
+    links: tuple[RankLink, ...] = ()  # that this rank has measured
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     line: str
 
 
-ToRank = Start | Go
-ToLeader = Ready | Failed
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The rank's host runs, and will say how the rank ends."""
+
+
+ToRank = Start | Go | Rejected
+ToLeader = Ready | Failed | Alive
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
 

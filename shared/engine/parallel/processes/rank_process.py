@@ -19,9 +19,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from shared.engine.parallel.lanes import Exchange
+from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.rank_messages import (
     MAX_MESSAGE_BYTES,
     Failed,
@@ -59,6 +61,7 @@ class RankContext:
     """What a rank's work is created from: `entry(context) -> RankWork`."""
 
     start: Start
+    links: list[RankLink] = field(default_factory=list)  # measured by `mesh`
 
     @property
     def rank(self) -> int:
@@ -68,11 +71,13 @@ class RankContext:
     def config(self) -> bytes:
         return self.start.config
 
-    def mesh(self, transport: str | None = None) -> Mesh:
+    def mesh(self, transport: str | None = None, exchange: Exchange = "fp32") -> Mesh:
         """The rank's group; `transport` other than that of the group is for tests."""
         from shared.engine.parallel.processes import meshes  # torch, which not every work needs
 
-        return meshes.connect(self.start, transport or self.start.transport)
+        mesh = meshes.connect(self.start, transport or self.start.transport, exchange)
+        self.links.extend(meshes.measured(mesh, self.start.hosts))
+        return mesh
 
 
 Entry = Callable[[RankContext], RankWork]
@@ -133,7 +138,7 @@ class _Control:
 def run_steps(start: Start, work: RankWork) -> None:
     """Ends with an exception only."""
     answering_rank = start.shape.answering_rank
-    steps = RingReader(start.steps, start.rank)
+    steps = RingReader(start.steps, start.step_reader)
     answers = RingWriter(start.answers, start.limit_s) if start.rank == answering_rank else None
     while True:
         record = steps.read(None)
@@ -151,8 +156,9 @@ def main(control_fd: int) -> None:
     start = control.receive_start()
     die_with(start.leader_pid)
     try:
-        work = load_entry(start.entry)(RankContext(start))
-        control.send(Ready(work.identity))
+        context = RankContext(start)
+        work = load_entry(start.entry)(context)
+        control.send(Ready(work.identity, tuple(context.links)))
         control.wait_for_go()
         run_steps(start, work)
     except BaseException as error:

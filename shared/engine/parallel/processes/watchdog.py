@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -21,7 +22,9 @@ from shared.engine.parallel.processes.rank_messages import (
     Failed,
     Ready,
     ToLeader,
+    ToRank,
     decode_to_leader,
+    encode,
 )
 
 TICK_S = 0.25  # budgets are checked as often; an ended rank is noticed at once
@@ -32,21 +35,72 @@ class GroupLost(RuntimeError):
     """The ranks of a group have ended; the message says which one caused it."""
 
 
+class Handle(Protocol):
+    """A rank at its leader. `fds`: readable when it has ended or sent a message."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def fds(self) -> tuple[int, ...]: ...
+
+    def send(self, message: ToRank) -> None:
+        """Nothing if the rank has ended."""
+
+    def receive(self) -> ToLeader | None:
+        """A message that has come, if any. Damaged ones count as a failure of the rank."""
+
+    def has_ended(self) -> bool: ...
+
+    def ending(self) -> str:
+        """How it ended."""
+
+    def is_stopped(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def stop(self) -> None:
+        """It ends by itself."""
+
+    def wait(self, limit_s: float) -> None:
+        """For its end."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class RankHandle:
-    """A rank process at its leader."""
+    """A rank process of this host. See Handle."""
 
     rank: int
     process: subprocess.Popen[bytes]
     pidfd: int
     control: socket.socket
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return self.pidfd, self.control.fileno()
+
+    def send(self, message: ToRank) -> None:
+        with contextlib.suppress(OSError):
+            self.control.send(encode(message))
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):  # the rank has ended
+            self.control.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, limit_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
+
+    def has_ended(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
     def receive(self) -> ToLeader | None:
-        """A message that has come, if any. Damaged ones count as a failure of the rank."""
         try:
             data = self.control.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
             return decode_to_leader(data) if data else None
@@ -73,17 +127,17 @@ class RankHandle:
         os.close(self.pidfd)
 
 
-def ended(handles: Sequence[RankHandle], limit_s: float) -> list[RankHandle]:
-    """Those whose process has ended or whose control socket is readable, within the limit."""
+def ended(handles: Sequence[Handle], limit_s: float) -> list[Handle]:
+    """Those that have ended or sent a message, within the limit."""
     poll = select.poll()
-    by_fd = {fd: each for each in handles for fd in (each.pidfd, each.control.fileno())}
+    by_fd = {fd: each for each in handles for fd in each.fds}
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
     ready = {by_fd[fd].rank for fd, _ in poll.poll(limit_s * 1000)}
     return [each for each in handles if each.rank in ready]
 
 
-def failure_of(handles: Sequence[RankHandle]) -> str | None:
+def failure_of(handles: Sequence[Handle]) -> str | None:
     """Why the first of these has ended; None for one that has only said that it is ready.
 
     A killed rank is named before those that failed because it no longer answered.
@@ -95,7 +149,7 @@ def failure_of(handles: Sequence[RankHandle]) -> str | None:
             lines.append((1, f"rank {each.rank} failed: {message.line}"))
         elif isinstance(message, Ready):
             lines.append((2, f"rank {each.rank} said twice that it is ready"))
-        elif select.select([each.pidfd], [], [], 0)[0]:
+        elif each.has_ended():
             lines.append((0, f"rank {each.rank} ended: {each.ending()}"))
     return min(lines, default=(0, None))[1]
 
@@ -106,7 +160,7 @@ class StoppedRanks:
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
-    def check(self, handles: Sequence[RankHandle]) -> str | None:
+    def check(self, handles: Sequence[Handle]) -> str | None:
         """Names a rank that has been stopped for too long."""
         now = time.monotonic()
         stopped = [each.rank for each in handles if each.is_stopped()]
@@ -121,13 +175,14 @@ class Watchdog:
     Steps are answered in order: the budget of a step begins when the step before it should be done.
     """
 
-    def __init__(self, handles: Sequence[RankHandle], on_lost: Callable[[], None]) -> None:
+    def __init__(self, handles: Sequence[Handle], on_lost: Callable[[], None]) -> None:
         self._handles = handles
         self._stopped = StoppedRanks()
         self._on_lost = on_lost
         self._deadlines: dict[int, tuple[float, float]] = {}  # step -> deadline, budget
         self._lock = threading.Lock()
         self._is_closed = False
+        self._failure: str | None = None
         self.reason: str | None = None
         self._thread = threading.Thread(target=self._watch, name="rank-watchdog", daemon=True)
         self._thread.start()
@@ -138,6 +193,10 @@ class Watchdog:
             start = max(before, time.monotonic())
             self._deadlines[step] = (start + budget_s, budget_s)
 
+    def fail(self, reason: str) -> None:
+        """Ends the group at the next tick, from any thread."""
+        self._failure = reason
+
     def answered(self, step: int) -> None:
         with self._lock:
             self._deadlines.pop(step, None)
@@ -145,7 +204,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_closed:
             reason = failure_of(ended(self._handles, TICK_S)) or self._overdue()
-            reason = reason or self._stopped.check(self._handles)
+            reason = reason or self._stopped.check(self._handles) or self._failure
             if reason is not None and not self._is_closed:
                 self._end(reason)
                 return

@@ -32,9 +32,13 @@ class KvChannel(Generic[T]):
     async def open(
         cls, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]
     ) -> KvChannel[T]:
-        """Takes over the socket. `decoder`: of the messages that arrive."""
+        """Takes over the socket: to a process of this host, or of another one over TCP. `decoder`:
+        of the messages that arrive.
+        """
         connection.setblocking(False)
-        return cls(*await asyncio.open_unix_connection(sock=connection), decoder)
+        if connection.family == socket.AF_UNIX:
+            return cls(*await asyncio.open_unix_connection(sock=connection), decoder)
+        return cls(*await asyncio.open_connection(sock=connection), decoder)
 
     def send(self, message: Any) -> None:
         """Nothing, if the other end is closed: `messages` ends, too."""

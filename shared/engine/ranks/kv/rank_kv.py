@@ -55,10 +55,13 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 class RankKv:
     """The leader opens each direction before it uses it."""
 
-    def __init__(self, channel: KvChannel[ToRank], memory: RankMemory, sent: KvShard) -> None:
+    def __init__(
+        self, channel: KvChannel[ToRank], memory: RankMemory, sent: KvShard, own_host: str
+    ) -> None:
         self._channel = channel
         self._memory = memory
         self._sent = sent
+        self._own_host = own_host
         self._open_pushes: RankPushes | None = None
         self._open_receipts: RankReceipts | None = None
         self._counted = Counted()
@@ -108,6 +111,10 @@ class RankKv:
                 return self._pushes.port.close()
 
     async def _open_receiver(self, command: OpenReceiver) -> DataPlaneAddress:
+        if self._own_host:
+            command = msgspec.structs.replace(
+                command, bind_host=self._own_host, advertised_host=None
+            )
         self._open_receipts = await RankReceipts.open(self._memory, command, self._receipt_ended)
         return self._receipts.port.targets[0].address
 
@@ -167,12 +174,14 @@ class RankKv:
         )
 
 
-def start_rank_kv(descriptor: int, memory: RankMemory, sent: KvShard) -> None:
-    """On a thread of its own, whose failure ends the rank, and the group with it."""
+def start_rank_kv(descriptor: int, memory: RankMemory, sent: KvShard, *, own_host: str) -> None:
+    """On a thread of its own, whose failure ends the rank, and the group with it. `own_host`: where
+    a rank on another host than the leader's receives KV.
+    """
 
     async def serve() -> None:
         channel = await KvChannel.open(socket.socket(fileno=descriptor), _decoder)
-        await RankKv(channel, memory, sent).run()
+        await RankKv(channel, memory, sent, own_host).run()
 
     def run() -> None:
         try:

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import Mesh
-from shared.engine.parallel.mesh_shape import MeshShape, RankLost
-from shared.engine.parallel.rank_mesh import ALL_GATHER_BYTES, RankMesh
+from shared.engine.parallel.mesh_shape import ALL_GATHER_BYTES, MeshShape, RankLost
+from shared.engine.parallel.rank_mesh import RankMesh
 
 T = TypeVar("T")
 WAIT_S = 60.0  # a first run compiles

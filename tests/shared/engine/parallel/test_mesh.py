@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shared.engine.parallel.lane_sums import Exchange, halved_range
-from shared.engine.parallel.lanes import EMPTY_LANE, NUM_LANES, rank_lanes
+from shared.engine.parallel.lane_sums import halved_range
+from shared.engine.parallel.lanes import EMPTY_LANE, NUM_LANES, Exchange, rank_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh, best_of
 from shared.engine.parallel.mesh_shape import MeshShape
 from tests.shared.engine.parallel.rank_threads import run_ranks
@@ -93,7 +93,7 @@ def test_bf16_exchange_sends_half_the_bytes() -> None:
 
     def sent(mesh: Mesh) -> int:
         mesh.add(own_lanes(mesh, lanes), torch.bfloat16)
-        return mesh._transport.num_sent_bytes  # type: ignore[attr-defined]
+        return mesh.transport.num_sent_bytes  # type: ignore[attr-defined]
 
     for tp in (2, 4):
         fp32 = run_ranks(MeshShape(tp), sent)
@@ -106,7 +106,7 @@ def test_halving_sends_fewer_bytes_than_gathering() -> None:
 
     def sent(mesh: Mesh) -> int:
         mesh.add(own_lanes(mesh, lanes), torch.bfloat16)
-        return mesh._transport.num_sent_bytes  # type: ignore[attr-defined]
+        return mesh.transport.num_sent_bytes  # type: ignore[attr-defined]
 
     size = 8 * 64
     assert set(run_ranks(MeshShape(8), sent, "fp32", GATHER)) == {7 * 4 * size}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.parallel import shared_words
-from shared.engine.parallel.lane_sums import Exchange
+from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 from shared.engine.parallel.mesh_memory import SLOT_BYTES, create_mesh_memory, memory_bytes
 from shared.engine.parallel.mesh_shape import MeshShape, RankLost

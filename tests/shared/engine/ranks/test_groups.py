@@ -183,6 +183,17 @@ async def test_group_describes_the_whole_model(single: ModelRunner, group: Group
     for name in ("revision", "kv_layout", "numerics", "vocab_size", "max_context_tokens"):
         assert getattr(group, name) == getattr(single, name)
     await group.check()
+    (link,) = group.links  # of two ranks of this host
+    assert 0 < link.link.latency_s < 0.1
+
+
+async def test_sums_in_bf16_are_those_of_one_process(folder: Path) -> None:
+    rounded = load_runner(folder, activations="bf16-exchange", **OPTIONS)
+    group = load_group(folder, "cpu", MeshShape(2), activations="bf16-exchange", **OPTIONS)
+    expected = await progress_of(InProcessExecutor(rounded), rounded)
+    assert await progress_of(group, group) == expected
+    assert group.numerics == rounded.numerics
+    await group.close()
 
 
 async def test_killed_rank_ends_the_group(folder: Path) -> None:

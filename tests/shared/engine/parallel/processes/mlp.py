@@ -74,7 +74,9 @@ class MlpWork:
 
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
-        self._mlps = {name: Mlp(context.mesh(name)) for name in ("shared_memory", "gloo")}
+        is_on_hosts = context.start.transport == "hosts"
+        names = ("hosts",) if is_on_hosts else ("shared_memory", "gloo")
+        self._mlps = {name: Mlp(context.mesh(name)) for name in names}
 
     def run(self, step: int, plan: bytes) -> bytes:
         transport, rows = msgspec.json.decode(plan)

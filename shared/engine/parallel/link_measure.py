@@ -1,0 +1,61 @@
+"""Latency and rate of the links between ranks, measured as they join."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import torch
+
+from shared.engine.parallel.planning.links import EXCHANGE_LATENCIES, Link, RankLink
+from shared.engine.parallel.rank_mesh import Transport
+
+SMALL_BYTES, LARGE_BYTES = 64, 512 * 1024
+NUM_ROUNDS = 4  # of each size; the first one may wait for the other rank
+
+
+def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink, ...]:
+    """The links that this rank measured with a higher one. `hosts`: of each rank.
+
+    All ranks call it together. One pair stands for each host, and one for each two hosts. Raises
+    RankLost.
+    """
+    found = []
+    for pair in measured_pairs(hosts):
+        if transport.rank not in pair:
+            continue
+        other = sum(pair) - transport.rank
+        is_between = hosts[transport.rank] != hosts[other]
+        link = _measured(transport, other, EXCHANGE_LATENCIES if is_between else 1)
+        if transport.rank == pair[0]:
+            found.append(RankLink(*pair, link))
+    return tuple(found)
+
+
+def measured_pairs(hosts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The first two ranks of each host, then the first ranks of each two hosts."""
+    of_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        of_host.setdefault(host, []).append(rank)
+    for ranks in of_host.values():
+        if len(ranks) > 1:
+            yield ranks[0], ranks[1]
+    yield from combinations([ranks[0] for ranks in of_host.values()], 2)
+
+
+def _measured(transport: Transport, other: int, num_latencies: int) -> Link:
+    small_s = _swap_s(transport, other, SMALL_BYTES)
+    large_s = _swap_s(transport, other, LARGE_BYTES)
+    return Link(small_s / num_latencies, LARGE_BYTES / max(large_s - small_s, 1e-9))
+
+
+def _swap_s(transport: Transport, other: int, num_bytes: int) -> float:
+    """The shortest time in which both ranks have what the other one sent."""
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device)
+    received, times = torch.empty_like(sent), []
+    for _ in range(NUM_ROUNDS):
+        began_at = time.perf_counter()
+        transport.swap(sent, other, received)
+        times.append(time.perf_counter() - began_at)
+    return min(times[1:])

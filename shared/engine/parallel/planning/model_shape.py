@@ -1,0 +1,52 @@
+"""What a plan over links needs to know of a model, from its config alone. No torch."""
+
+from __future__ import annotations
+
+from shared.config import TP_SIZES
+from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.lanes import Exchange
+from shared.engine.parallel.planning.parallel_plan import ModelShape
+from shared.engine.parallel.planning.rank_bytes import num_weights
+from shared.engine.parallel.planning.rank_part import rank_part, whole_model
+from shared.engine.parallel.planning.step_bytes import StepShape
+from shared.engine.parallel.planning.worker_parts import stages_of
+from shared.errors import ConfigError
+
+
+def model_shape(
+    config: ModelConfig,
+    *,
+    item_bytes: int,
+    num_tokens: int,
+    exchange: Exchange,
+    rank_bytes_per_s: float,
+    num_sampled: int | None = None,
+) -> ModelShape:
+    """A step of `num_tokens`, of which `num_sampled` have logits (None: all, a decode step). It
+    takes the time to read all weights once.
+    """
+    weight_bytes = num_weights(config, whole_model(config)) * item_bytes
+    return ModelShape(
+        num_layers=config.num_layers,
+        step=StepShape(
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            item_bytes=item_bytes,
+            num_tokens=num_tokens,
+            num_sampled=num_tokens if num_sampled is None else num_sampled,
+            exchange=exchange,
+        ),
+        compute_s=weight_bytes / rank_bytes_per_s,
+        layers_of=lambda num_stages: [len(each) for each in stages_of(config, num_stages)],
+        tp_sizes=tuple(tp for tp in TP_SIZES if _can_be_cut(config, tp)),
+    )
+
+
+def _can_be_cut(config: ModelConfig, tp: int) -> bool:
+    layers = range(config.num_layers)
+    try:
+        for tp_rank in range(tp):
+            rank_part(config, tp_rank=tp_rank, tp_size=tp, layers=layers)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""How hosts join the ranks of a worker: the leader listens, each other host opens its connections.
+
+    steps     one a host: steps to it, answers from it
+    control   one a rank: the messages of `rank_messages.py`
+    kv        one a rank, which the rank itself reads
+    masks     one, of the answering rank
+
+A host proves that it has the leader's key, which it gets on another, encrypted way. What follows is
+neither encrypted nor authenticated: it is for networks that the operator trusts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from socket import gethostname
+
+import msgspec
+
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket
+from shared.engine.parallel.processes.watchdog import GroupLost
+
+KEY_BYTES = NONCE_BYTES = 32
+HELLO_S = 2.0  # for a connection to prove itself
+POLL_S = 0.1
+SEND_S = 30.0
+
+Role = tuple[str, int]  # kind, rank
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    rank: int
+    proof: bytes
+
+
+@dataclass
+class HostConnections:
+    """Of one host, at either end. `ranks`: those that it runs."""
+
+    name: str
+    ranks: range
+    sockets: dict[Role, socket.socket] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> socket.socket:
+        return self.sockets["steps", self.ranks.start]
+
+    def close(self) -> None:
+        for each in self.sockets.values():
+            each.close()
+
+
+def roles_of(ranks: range, shape: MeshShape) -> Iterator[Role]:
+    yield "steps", ranks.start
+    for rank in ranks:
+        yield "control", rank
+        yield "kv", rank
+    if shape.answering_rank in ranks:
+        yield "masks", shape.answering_rank
+
+
+class HostListener:
+    """At the leader: the last `num_ranks` ranks of the group are other hosts'. Raises OSError for
+    an address that is not this host's.
+    """
+
+    def __init__(self, host: str, shape: MeshShape, num_ranks: int) -> None:
+        self.host, self.shape = host, shape
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self._socket = socket.create_server((host, 0))
+        self._socket.settimeout(POLL_S)
+        self._hosts: list[HostConnections] = []
+        self._next_rank = shape.num_ranks - num_ranks
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def num_missing(self) -> int:
+        return self.shape.num_ranks - self._next_rank
+
+    def assign(self, name: str, num_ranks: int) -> range:
+        """The next ranks are this host's. Raises ValueError if fewer are missing."""
+        with self._lock:
+            if not 1 <= num_ranks <= self.num_missing:
+                raise ValueError(f"{name} offers {num_ranks} ranks: {self.num_missing} are missing")
+            ranks = range(self._next_rank, self._next_rank + num_ranks)
+            self._next_rank = ranks.stop
+            if name in {gethostname(), *(each.name for each in self._hosts)}:
+                name = f"{name} ({ranks.start})"
+            self._hosts.append(HostConnections(name, ranks))
+            return ranks
+
+    def accept(self, limit_s: float) -> list[HostConnections]:
+        """Returns once all hosts have all their connections. Raises GroupLost after the limit."""
+        deadline = time.monotonic() + limit_s
+        while (missing := self._missing()) is not None:
+            if self._is_closed or time.monotonic() > deadline:
+                raise GroupLost(f"{missing} after {limit_s:g} s")
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                raise GroupLost(f"no longer listening: {missing}") from None
+            self._admit(connection)
+        return self._hosts
+
+    def _missing(self) -> str | None:
+        with self._lock:
+            if self.num_missing:
+                return f"{self.num_missing} ranks of other hosts have not joined"
+            for host in self._hosts:
+                if missing := self._open_roles(host):
+                    return f"{host.name} has not opened {missing[0][0]} of rank {missing[0][1]}"
+        return None
+
+    def _open_roles(self, host: HostConnections) -> list[Role]:
+        roles = roles_of(host.ranks, self.shape)
+        return [each for each in roles if each not in host.sockets]
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Closes a connection that does not prove itself, or that no host needs."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        frames = FrameSocket(connection, HELLO_S)
+        try:
+            frames.send(nonce)
+            hello = msgspec.msgpack.decode(frames.receive(HELLO_S), type=Hello)
+        except (ConnectionLost, msgspec.DecodeError):
+            connection.close()
+            return
+        role = hello.kind, hello.rank
+        with self._lock:
+            host = next((each for each in self._hosts if hello.rank in each.ranks), None)
+            is_proven = hmac.compare_digest(hello.proof, _proof(self.key, nonce, role))
+            if host is None or not is_proven or role not in self._open_roles(host):
+                connection.close()
+            else:
+                FrameSocket(connection, SEND_S)
+                host.sockets[role] = connection
+
+    def close(self) -> None:
+        """Of the hosts' connections, those stay open that `accept` has returned."""
+        self._is_closed = True
+        self._socket.close()
+
+
+def open_connections(
+    address: tuple[str, int], key: bytes, name: str, ranks: range, shape: MeshShape
+) -> HostConnections:
+    """At another host. Raises GroupLost."""
+    host = HostConnections(name, ranks)
+    try:
+        for role in roles_of(ranks, shape):
+            host.sockets[role] = connection = socket.create_connection(address, SEND_S)
+            frames = FrameSocket(connection, SEND_S)
+            nonce = frames.receive(SEND_S)
+            frames.send(msgspec.msgpack.encode(Hello(*role, _proof(key, nonce, role))))
+    except (OSError, ConnectionLost) as error:
+        host.close()
+        raise GroupLost(f"cannot join ranks at {address[0]}:{address[1]}: {error}") from None
+    return host
+
+
+def _proof(key: bytes, nonce: bytes, role: Role) -> bytes:
+    return hmac.digest(key, nonce + f"{role[0]} {role[1]}".encode(), "sha256")

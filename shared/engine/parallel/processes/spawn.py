@@ -1,0 +1,97 @@
+"""Starts the rank processes of one host, and what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from shared.engine.parallel.mesh_memory import create_mesh_memory
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.rank_messages import Start, encode
+from shared.engine.parallel.processes.ring import RingFiles, create_ring
+from shared.engine.parallel.processes.watchdog import RankHandle
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@dataclass(frozen=True)
+class HostFiles:
+    """What the processes of a group share on one host. `ranks`: those of the host."""
+
+    ranks: range
+    steps: RingFiles
+    answers: RingFiles
+    mesh_memory: int
+    folder: tempfile.TemporaryDirectory[str]
+
+    @classmethod
+    def create(cls, ranks: range, shape: MeshShape) -> HostFiles:
+        return cls(
+            ranks,
+            create_ring(len(ranks)),
+            create_ring(1),
+            create_mesh_memory(shape),
+            tempfile.TemporaryDirectory(prefix="hearth-group-"),
+        )
+
+    def start(self, start: Start) -> Start:
+        """`start` with this host's files. Ranks of one host meet in a file of it."""
+        return replace(
+            start,
+            leader_pid=os.getpid(),
+            mesh_memory=self.mesh_memory,
+            rendezvous=start.rendezvous or f"file://{self.folder.name}/rendezvous",
+            steps=self.steps,
+            step_reader=start.rank - self.ranks.start,
+            answers=self.answers,
+        )
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return (*self.steps.fds, *self.answers.fds, self.mesh_memory)
+
+    def close(self) -> None:
+        self.steps.close()
+        self.answers.close()
+        os.close(self.mesh_memory)
+        self.folder.cleanup()
+
+
+def spawn_rank(
+    start: Start, files: HostFiles, inherited: Sequence[int], environment: Mapping[str, str]
+) -> RankHandle:
+    """`inherited`: descriptors of the work's own, open in the rank."""
+    first = encode(files.start(start))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "shared.engine.parallel.processes.rank_process",
+                str(theirs.fileno()),
+            ],
+            pass_fds=(*files.fds, *inherited, theirs.fileno()),
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+        )
+    handle = RankHandle(start.rank, process, os.pidfd_open(process.pid), ours)
+    with contextlib.suppress(OSError):  # it has ended already: the handshake says why
+        ours.send(first)
+    return handle
+
+
+def rank_environment(num_threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # Ranks wait for each other: threads that spin would take the others' processors.
+    defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
+    return {**defaults, "OMP_WAIT_POLICY": "passive", **given}

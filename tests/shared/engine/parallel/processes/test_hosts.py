@@ -1,0 +1,185 @@
+"""A group whose last ranks are on another host: two process groups of this machine on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from shared.engine.parallel.collectives import serve_store
+from shared.engine.parallel.mesh import LocalMesh
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.frames import FrameSocket, SocketReader, SocketWriter
+from shared.engine.parallel.processes.group import GroupSpec, RankGroup
+from shared.engine.parallel.processes.join import HostListener, open_connections
+from shared.engine.parallel.processes.records import Record, StepGap
+from shared.engine.parallel.processes.watchdog import GroupLost
+from tests.shared.engine.parallel.processes.mlp import Mlp
+from tests.shared.engine.parallel.processes.test_group import (
+    BUDGET_S,
+    ECHO,
+    MLP,
+    WAIT_S,
+    descriptors_return_to_before,
+    ends_within,
+    plan,
+    spec,
+)
+
+Other = subprocess.Popen
+
+
+@contextmanager
+def two_hosts(shape: MeshShape, entry: str = ECHO, **config: object) -> Iterator[tuple]:
+    """A group with its last ranks on another host, half of them, and that host's process."""
+    num_ranks = shape.num_ranks // 2
+    listener = HostListener("127.0.0.1", shape, num_ranks)
+    ranks = listener.assign("other", num_ranks)
+    numbers = map(str, (ranks.start, num_ranks, shape.tp, shape.pp))
+    module = "tests.shared.engine.parallel.processes.other_host"
+    address = ("127.0.0.1", str(listener.port), listener.key.hex(), "other")
+    command = [sys.executable, "-m", module, *address, *numbers]
+    store, port = serve_store("127.0.0.1") if entry == MLP else (None, 0)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            given = spec(shape.num_ranks, shape.pp, entry, **config)
+            fields = {name: getattr(given, name) for name in ("shape", "entry", "config")}
+            remote = GroupSpec(
+                **fields,
+                transport="hosts",
+                remote=tuple(listener.accept(WAIT_S)),
+                rendezvous=f"store://127.0.0.1:{port}/key",
+                address="127.0.0.1",
+                silent_s=1.0,
+            )
+            listener.close()
+            with RankGroup.start(remote) as group:
+                yield group, other
+        except GroupLost as error:
+            error.add_note(other.communicate(timeout=WAIT_S)[0])
+            raise
+        finally:
+            listener.close()
+            del store
+        assert other.wait(WAIT_S) == 0
+
+
+def ranks_of(other: Other) -> list[int]:
+    with open(f"/proc/{other.pid}/task/{other.pid}/children") as children:  # noqa: PTH123
+        return [int(pid) for pid in children.read().split()]
+
+
+def test_answers_come_in_order_from_another_host() -> None:
+    with descriptors_return_to_before(), two_hosts(MeshShape(2, 2)) as (group, other):
+        steps = [group.submit(plan(text=f"t{i}"), BUDGET_S) for i in range(50)]
+        group.submit(plan(text="a" * 700_000), BUDGET_S)  # several parts
+        answers = [group.take(WAIT_S) for _ in steps]
+        assert answers == [Record(i, f"2:{i}:t{i}".encode()) for i in range(50)]
+        assert group.take(WAIT_S) == Record(50, b"2:50:" + b"a" * 700_000)
+        pids = ranks_of(other)
+        assert len(pids) == len(group.pids) == 2
+    assert ends_within(pids, 1.0)
+
+
+def test_model_across_hosts_has_the_bits_of_one_process() -> None:
+    """Tensor parallelism over four ranks, two on each host: sums cross the hosts."""
+    expected = [Mlp(LocalMesh()).run(rows, step) for step, rows in enumerate((1, 33))]
+    with two_hosts(MeshShape(4), MLP) as (group, _):
+        for rows in (1, 33):
+            group.submit(msgspec.json.encode(("hosts", rows)), BUDGET_S)
+        answers = [group.take(WAIT_S) for _ in expected]
+    assert [answer and answer.data for answer in answers] == expected
+
+
+def test_killed_rank_of_another_host_ends_the_group() -> None:
+    with two_hosts(MeshShape(1, 2)) as (group, other):
+        started = time.monotonic()
+        os.kill(ranks_of(other)[0], signal.SIGKILL)
+        with pytest.raises(GroupLost, match="rank 1 failed: it ended: SIGKILL"):
+            group.take(WAIT_S)
+        assert ends_within(group.pids, 1.0 - (time.monotonic() - started))
+        assert "rank 1: it ended: SIGKILL" in other.communicate(timeout=WAIT_S)[0]
+
+
+def test_lost_connection_ends_the_group_on_both_hosts() -> None:
+    with two_hosts(MeshShape(1, 2)) as (group, other):
+        pids = ranks_of(other)
+        group._remote[0].steps.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(GroupLost, match=r"connection to other is lost|answers .* are lost"):
+            group.take(WAIT_S)
+        assert ends_within([*pids, *group.pids], 1.0)
+        assert "the leader has ended the group" in other.communicate(timeout=WAIT_S)[0]
+
+
+def test_frozen_rank_of_another_host_ends_the_group() -> None:
+    with two_hosts(MeshShape(1, 2)) as (group, other):
+        os.kill(ranks_of(other)[0], signal.SIGSTOP)
+        with pytest.raises(GroupLost, match="rank 1 failed: rank 1 is stopped"):
+            group.take(WAIT_S)
+
+
+def test_frozen_host_ends_the_group_without_a_step() -> None:
+    with two_hosts(MeshShape(1, 2)) as (group, other):
+        os.kill(other.pid, signal.SIGSTOP)
+        with pytest.raises(GroupLost, match="rank 1 is stopped"):
+            group.take(WAIT_S)
+        os.kill(other.pid, signal.SIGCONT)
+
+
+def test_rank_that_differs_is_named_on_both_hosts() -> None:
+    line = "rank 1 has weights digest 'other', another rank has 'digest'"
+    with pytest.raises(GroupLost, match=line) as caught, two_hosts(MeshShape(1, 2), other_rank=1):
+        pass
+    assert caught.value.__notes__ == [f"{line}\n"]
+
+
+def test_step_that_is_missing_ends_the_reader() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        left = socket.create_server(("127.0.0.1", 0))
+        sent = FrameSocket(socket.create_connection(left.getsockname()), 1.0)
+        received = FrameSocket(left.accept()[0], 1.0)
+    writer, reader = SocketWriter(sent), SocketReader(received)
+    writer.write(Record(0, b"zero"))
+    assert reader.take() == Record(0, b"zero")
+    writer.write(Record(2, b"two"))
+    with pytest.raises(StepGap, match="step 2 came, step 1 was expected"):
+        reader.take()
+    for each in (sent, received):
+        each.close()
+    left.close()
+
+
+def test_host_without_the_key_does_not_join() -> None:
+    shape = MeshShape(1, 2)
+    listener = HostListener("127.0.0.1", shape, 1)
+    ranks = listener.assign("other", 1)
+    with pytest.raises(ValueError, match="third offers 1 ranks: 0 are missing"):
+        listener.assign("third", 1)
+    address = "127.0.0.1", listener.port
+    stranger = threading.Thread(
+        target=lambda: open_connections(address, b"x" * 32, "other", ranks, shape).close()
+    )
+    stranger.start()
+    with pytest.raises(GroupLost, match="other has not opened steps of rank 1"):
+        listener.accept(0.3)
+    listener.close()
+    stranger.join()
+
+
+def test_rendezvous_listens_on_its_address_alone() -> None:
+    store, port = serve_store("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    del store

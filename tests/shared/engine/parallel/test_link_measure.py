@@ -1,0 +1,42 @@
+"""Ranks measure the links between them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from shared.engine.parallel.link_measure import measure_links, measured_pairs
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.links import RankLink
+from tests.shared.engine.parallel.rank_threads import run_ranks
+
+HOSTS = ("a", "a", "a", "b")
+
+
+def test_a_pair_stands_for_each_host_and_each_two_hosts() -> None:
+    assert list(measured_pairs(HOSTS)) == [(0, 1), (0, 3)]
+    assert list(measured_pairs("abc")) == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_latency_and_rate_are_those_of_the_link() -> None:
+    """Exchanges between the hosts take 2 ms, of two latencies, and 4 ns a byte."""
+
+    def measured(mesh: Any) -> tuple[RankLink, ...]:
+        transport = mesh.transport
+        swap = transport.swap
+
+        def slow_swap(x: Tensor, rank: int, out: Tensor) -> None:
+            swap(x, rank, out)
+            if 3 in (rank, transport.rank):
+                time.sleep(0.002 + x.numel() * 4e-9)
+
+        transport.swap = slow_swap
+        return measure_links(transport, HOSTS)
+
+    inside, between = sum(run_ranks(MeshShape(4), measured), ())
+    assert (inside.first, inside.second, between.first, between.second) == (0, 1, 0, 3)
+    assert between.link.latency_s >= 0.001 > inside.link.latency_s
+    assert between.link.bytes_per_s == pytest.approx(250e6, rel=0.5)
