@@ -55,11 +55,11 @@ from kernels.torch_ops.select_rows import select_rows as torch_select_rows
 from kernels.torch_ops.top_k import top_k as torch_top_k
 
 if TYPE_CHECKING:
+    from kernels.cpu.compile_plan import CompilePlan as CpuCompilePlan
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
     from kernels.cpu.gemm.lane_linear import LibraryLanes
     from kernels.cpu.host import CpuHost
     from kernels.cpu.layer.fused_layer import PackedLayer
-    from kernels.cpu.warm import CompilePlan as CpuCompilePlan
 
 P = ParamSpec("P")
 R = TypeVar("R")

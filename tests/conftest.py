@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from tests.servers import NatsServer, RedisServer
@@ -19,6 +20,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
 settings.load_profile("untimed")
+
+# structlog's own console shows the variables of each frame: seconds for one traceback.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+)
 
 # Sorted by CPU seconds, slowest first: a long file that starts last leaves the other process idle.
 SLOW_FIRST = (

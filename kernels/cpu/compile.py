@@ -93,6 +93,8 @@ def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[A
 
 class _SharedCache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
+        if not getattr(data.library, "has_code", True):  # see deferred_codegen.py
+            return
         with locked(Path(self.cache_path, "writing.lock")):
             super().save_overload(sig, data)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kernels.cpu import probe, warm
 from kernels.cpu.compile import compile_lock
+from kernels.cpu.compile_plan import CompilePlan
 from kernels.cpu.gemm import compressed_weight, lane_linear, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
 from kernels.cpu.gemm.lane_linear import LibraryLanes
 from kernels.cpu.simd import cpu_features
 from kernels.cpu.simd.intrinsics import FEW_ROWS
-from kernels.cpu.warm import CompilePlan
 from kernels.sum_lanes import SumLanes
 
 

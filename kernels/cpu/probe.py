@@ -56,9 +56,14 @@ def known_failure() -> str | None:
 
 def record(status: int, errors: str) -> None:
     """Stores the result of a child that compiled, for this process and later ones."""
-    if status not in _PASSING:
+    if not is_from_outside(status):
         _result_path().write_text(WORKS if status == 0 else _reason(status, errors))
     failure.cache_clear()
+
+
+def is_from_outside(status: int) -> bool:
+    """Whether a child with this exit status was stopped, by a user or for memory."""
+    return status in _PASSING
 
 
 def _result_path() -> Path:
@@ -87,7 +92,7 @@ def _try(path: Path) -> str:
         child.communicate()
         return f"compiling took more than {TIMEOUT_S:g} s"
     found = WORKS if child.returncode == 0 else _reason(child.returncode, errors)
-    if child.returncode not in _PASSING:
+    if not is_from_outside(child.returncode):
         path.write_text(found)
     return found
 

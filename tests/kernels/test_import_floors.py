@@ -21,13 +21,15 @@ LAYERS = [
 CPU_LAYERS = [
     {"kernels.cpu.host"},
     {"kernels.cpu.warm"},
+    {"kernels.cpu.warm_parts"},
+    {"kernels.cpu.compile_plan"},
     {"kernels.cpu.probe"},
     {"kernels.cpu.attention"},
     {"kernels.cpu.layer"},
     {"kernels.cpu.gemm"},
     {"kernels.cpu.codec"},
     {"kernels.cpu.simd"},
-    {"kernels.cpu.compile"},
+    {"kernels.cpu.compile", "kernels.cpu.deferred_codegen"},
 ]
 GPU_LAYERS = [
     {"kernels.gpu.attention", "kernels.gpu.kv", "kernels.gpu.rows", "kernels.gpu.sampling"},

@@ -163,7 +163,8 @@ def _attend(
     `direct`: an FP32 cache of full squares is read in place.
     """
     _, num_kv_heads, group, head_dim = query.shape
-    max_rows, num_scores = 0, 0
+    # A literal would compile a second variant of `_scratch`.
+    max_rows, num_scores = np.int64(0), np.int64(0)
     for _, low, high, position in runs:
         num_rows, end = (high - low) * group, position + high - low
         max_rows = max(max_rows, num_rows)

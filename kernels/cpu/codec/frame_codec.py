@@ -52,8 +52,15 @@ def encode_frame(payload: Any, out: Any) -> int:
     num_bytes = verbatim + tail.size
     if num_bytes >= payload.size:
         return 0
-    out[verbatim:num_bytes] = tail
+    _copy(tail, out[verbatim:num_bytes])
     return num_bytes
+
+
+@compiled()
+def _copy(source: Any, target: Any) -> None:
+    """Both have one size: numba's assignment compiles the text of an error for others, 1 s."""
+    for i in range(source.size):
+        target[i] = source[i]
 
 
 @compiled()
@@ -84,7 +91,7 @@ def decode_frame(coded: Any, out: Any) -> bool:
     # Codes can require more verbatim bytes than `coded` has: near its end a copy is read instead.
     near_end = np.zeros(2 * _REACH, np.uint8)
     num_near = min(end - first, _REACH)
-    near_end[:num_near] = coded[end - num_near : end]
+    _copy(coded[end - num_near : end], near_end[:num_near])
     start, is_near = coded.ctypes.data, False
     verbatim, limit = start + first, start + end
     for block in range(num_blocks):
@@ -102,5 +109,5 @@ def decode_frame(coded: Any, out: Any) -> bool:
             np.int64(out[block * BLOCK_BYTES :].ctypes.data),
             _ROW_BYTES,
         )
-    out[out.size - num_tail :] = coded[end:]
+    _copy(coded[end:], out[out.size - num_tail :])
     return verbatim == limit

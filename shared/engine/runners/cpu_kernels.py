@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from threading import Event, Thread
 
 import structlog
@@ -12,6 +13,7 @@ from shared.kv_layout import KvLayout
 
 log = structlog.get_logger(__name__)
 
+CLOSE_TIMEOUT_S = 1.0
 _BLOCK = 32
 
 
@@ -65,8 +67,10 @@ class RowKernels:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Waits for the end of the child that compiles: it would outlive this process."""
         self._is_closed.set()
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
 
     def _is_wanted(self) -> bool:
         return not self._is_closed.is_set()

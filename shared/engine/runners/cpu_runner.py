@@ -120,7 +120,7 @@ class CpuRunner(ModelRunner):
 
     async def close(self) -> None:
         if self._row_kernels is not None:
-            self._row_kernels.close()
+            await self._row_kernels.close()
         await super().close()
 
     def _run(self, inputs: StepInputs) -> StepOutput:

@@ -1,0 +1,155 @@
+"""Runs a part of a model's kernels once, which compiles them; the child processes of warm.py.
+
+Machine code depends on dtypes and layouts, not on sizes, so small tensors replace the model's.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.compile import locked
+from kernels.cpu.compile_plan import CompilePlan
+from kernels.cpu.deferred_codegen import defer_codegen
+from kernels.sum_lanes import SumLanes
+
+_FEW, _MANY = 1, 65  # rows: for one thread, and for all
+_BLOCK = 32  # of rows, of columns, and of K
+
+
+def main(part: str, mode: str, plan: CompilePlan) -> None:
+    gc.disable()  # collections take a tenth of the time of a process this short
+    if mode == "deferred":
+        defer_codegen()
+    match part:
+        case "attention":
+            _compile_attention(plan)
+        case "layers":
+            _compile_layers(plan)
+        case _:
+            marker = plan.marker("rows")
+            with locked(marker.with_suffix(".lock")):
+                if not marker.exists():
+                    compile_layers_by_rows(plan)
+                    marker.touch()
+
+
+def _compile_attention(plan: CompilePlan) -> None:
+    from kernels.cpu.attention.prefill_attention import prefill_attention
+    from kernels.cpu.codec import frame_codec
+    from kernels.cpu.layer.rms_norm import rms_norm
+
+    query, cache = _zeros(plan, 2, 1, plan.head_dim), _cache(plan)
+    table, lens, starts = torch.zeros(1, 1).long(), torch.tensor([2]), torch.tensor([0, 2])
+    if plan.has_plain_attention:
+        prefill_attention(query, cache, table, starts, lens, 1.0)
+    if plan.has_masked_attention:
+        prefill_attention(query, cache, table, starts, lens, 1.0, lower=torch.zeros(2).int())
+    rms_norm(_zeros(plan, _FEW, _BLOCK), _zeros(plan, _BLOCK), 0.0)
+    if plan.dtype == "bfloat16":
+        frame = torch.zeros(frame_codec.BLOCK_BYTES, dtype=torch.uint8).numpy()
+        coded = frame.copy()
+        num_bytes = frame_codec.encode_frame(frame, coded)
+        frame_codec.decode_frame(coded[:num_bytes], frame)
+
+
+def _compile_layers(plan: CompilePlan) -> None:
+    from kernels.cpu.gemm.argmax import packed_argmax
+    from kernels.cpu.gemm.compressed_weight import CompressedWeight
+    from kernels.cpu.gemm.decompress_rows import select_rows
+    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+
+    if plan.is_blocked:
+        _Layer(plan).run(_FEW)
+        head, x = _weight(plan, _BLOCK, _BLOCK), _zeros(plan, _FEW, _BLOCK)
+        packed = for_products(head)
+        packed_linear(x, packed, dtype=torch.float32)
+        packed_argmax(x, packed)
+        if isinstance(head, CompressedWeight):
+            select_rows(head, torch.zeros(1).long())
+        return
+    _compile_single_operations(plan)
+
+
+def _compile_single_operations(plan: CompilePlan) -> None:
+    from kernels.cpu.attention.rotate_and_store import rotate_and_store
+    from kernels.cpu.layer.gated import gelu_and_mul, silu_and_mul
+    from kernels.cpu.layer.rms_norm import rms_norm
+
+    cos, sin = torch.zeros(2, _MANY, plan.head_dim // 2)
+    for num_rows in (_FEW, _MANY):
+        rms_norm(_zeros(plan, num_rows, _BLOCK), _zeros(plan, _BLOCK), 0.0)
+        heads, slots = _zeros(plan, num_rows, 3, plan.head_dim), torch.full((num_rows,), -1)
+        rotate_and_store(heads, cos[:num_rows], sin[:num_rows], _cache(plan), slots)
+    (gelu_and_mul if plan.has_gelu else silu_and_mul)(_zeros(plan, _FEW, 2 * _BLOCK))
+
+
+def compile_layers_by_rows(plan: CompilePlan) -> None:
+    _Layer(plan).run(_FEW, is_by_rows=True)
+
+
+class _Layer:
+    """A decoder layer of the plan's dtype and layouts, with the smallest possible sizes."""
+
+    def __init__(self, plan: CompilePlan) -> None:
+        from kernels.cpu.layer.fused_layer import packed_layer
+
+        self._plan = plan
+        self._num_heads = _BLOCK // gcd(_BLOCK, plan.head_dim)
+        width = self._num_heads * plan.head_dim
+        shapes = (3 * width, _BLOCK), (_BLOCK, width), (2 * _BLOCK, _BLOCK), (_BLOCK, _BLOCK)
+        kernel = packed_layer(
+            (_zeros(plan, _BLOCK), _zeros(plan, _BLOCK)),
+            [_weight(plan, *shape) for shape in shapes],
+            (SumLanes.of((0, width)), SumLanes.of((0, _BLOCK))),
+            qkv_bias=None,
+            head_norms=(),
+            post_norms=(),
+            eps=1.0,
+            has_unit_offset=False,
+            activation="gelu_pytorch_tanh" if plan.has_gelu else "silu",
+        )
+        if kernel is None:
+            raise ValueError(f"no kernel for layers of {plan}")
+        self._kernel = kernel
+
+    def run(self, num_rows: int, *, is_by_rows: bool = False) -> None:
+        plan, heads = self._plan, self._num_heads
+        x = _zeros(plan, num_rows, _BLOCK)
+        cache = torch.zeros(2, 1, heads, plan.block_size, plan.head_dim, dtype=x.dtype)
+        cos, sin = torch.zeros(2, num_rows, plan.head_dim // 2)
+        slots = torch.full((num_rows,), -1)
+        self._kernel.pre_attention(x, cos, sin, cache, slots, is_by_rows=is_by_rows)
+        self._kernel.post_attention(
+            x, _zeros(plan, num_rows, heads, plan.head_dim), is_by_rows=is_by_rows
+        )
+
+
+def _zeros(plan: CompilePlan, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=getattr(torch, plan.dtype))
+
+
+def _cache(plan: CompilePlan) -> Tensor:
+    return _zeros(plan, 2, 1, 1, plan.block_size, plan.head_dim)
+
+
+def _weight(plan: CompilePlan, num_rows: int, width: int) -> Any:
+    from kernels.cpu.gemm.compressed_weight import compress_weight
+    from kernels.cpu.gemm.linear import pack_weight
+
+    weight = _zeros(plan, num_rows, width)
+    compressed = compress_weight(weight) if plan.is_compressed else None
+    return pack_weight(weight) if compressed is None else compressed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], CompilePlan(**json.loads(sys.argv[3])))
+    sys.stdout.flush()
+    os._exit(0)
