@@ -164,6 +164,7 @@ async def assert_equal_parts(
     target=sizes,
     num_groups=st.sampled_from([1, 2]),
     heads=st.sampled_from([(8, 1), (8, 2), (8, 8), (16, 4)]),
+    num_layers=st.sampled_from([3, 4, 5]),  # some stages have no layer of a group
     chunks=st.lists(st.integers(1, 16), min_size=1, max_size=3),
 )
 def test_each_process_receives_all_of_its_part_and_no_byte_more(
@@ -171,9 +172,10 @@ def test_each_process_receives_all_of_its_part_and_no_byte_more(
     target: tuple[int, int],
     num_groups: int,
     heads: tuple[int, int],
+    num_layers: int,
     chunks: list[int],
 ) -> None:
     num_heads, num_kv_heads = heads
-    layout = layout_of(4, num_kv_heads, num_groups)
+    layout = layout_of(num_layers, num_kv_heads, num_groups)
     held, wanted = (shards_of(layout, num_heads, *each) for each in (source, target))
     asyncio.run(cross(layout, held, wanted, chunks))

@@ -56,8 +56,9 @@ async def test_error_of_one_part_cancels_the_others_and_is_raised_after_them(fai
     push = JoinedPush(parts)
     running = asyncio.create_task(push.run())
     push.computed(5)
-    with pytest.raises(LinkLost, match="gone"):
-        await running
+    async with asyncio.timeout(5):
+        with pytest.raises(LinkLost, match="gone"):
+            await running
     assert all(part.has_ended for part in parts)
 
 
