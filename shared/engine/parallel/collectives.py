@@ -151,7 +151,11 @@ def serve_store(host: str) -> tuple[dist.Store, int]:
     """
     server = socket.create_server((host, 0))
     port = server.getsockname()[1]
-    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
+    options: Any = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": server.detach(),
+    }
     return dist.TCPStore(host, port, **options), port
 
 

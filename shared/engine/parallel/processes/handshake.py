@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.rank_messages import (
+    Failed,
     Go,
     RankIdentity,
     Ready,
@@ -58,7 +59,7 @@ def _all_ready(
             if isinstance(message, Ready):
                 found[each.rank] = message.identity
                 links += message.links
-            elif message is not None:
+            elif isinstance(message, Failed):
                 raise GroupLost(f"rank {each.rank} failed: {message.line}")
             elif (reason := failure_of([each])) is not None:
                 raise GroupLost(reason)
