@@ -151,7 +151,7 @@ def serve_store(host: str) -> tuple[dist.Store, int]:
     """
     server = socket.create_server((host, 0))
     port = server.getsockname()[1]
-    options: dict[str, Any] = {
+    options: Any = {
         "is_master": True,
         "wait_for_workers": False,
         "master_listen_fd": server.detach(),

@@ -69,6 +69,7 @@ def two_hosts(shape: MeshShape, entry: str = ECHO, **config: object) -> Iterator
             raise
         finally:
             listener.close()
+            other.send_signal(signal.SIGCONT)
             del store
         assert other.wait(WAIT_S) == 0
 
@@ -132,7 +133,6 @@ def test_frozen_host_ends_the_group_without_a_step() -> None:
         os.kill(other.pid, signal.SIGSTOP)
         with pytest.raises(GroupLost, match="rank 1 is stopped"):
             group.take(WAIT_S)
-        os.kill(other.pid, signal.SIGCONT)
 
 
 def test_rank_that_differs_is_named_on_both_hosts() -> None:
