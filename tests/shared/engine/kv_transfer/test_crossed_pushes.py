@@ -54,8 +54,8 @@ def memory_of(layout: KvLayout, shard: KvShard, whole: torch.Tensor) -> RankMemo
     for group in range(len(layout.groups)):
         held = in_group(layout, group, shard)
         part = whole[held.first_layer : held.layers.stop, :, :, shard.first_head : shard.heads.stop]
-        for table in (SOURCE_TABLES[group], TARGET_TABLES[group]):
-            cache[: held.num_layers, :, table] = part[:, :, table]
+        table = SOURCE_TABLES[group]  # no block of another group
+        cache[: held.num_layers, :, table] = part[:, :, table]
     return RankMemory(KvCopies(cache, local), layout, shard, NUMERICS)
 
 
