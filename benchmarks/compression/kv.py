@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, frame_header, process
 from benchmarks.report import Bar, Row, at_least, write_result
 from shared.engine.kv_codec import Bf16FrameCodec
+from shared.engine.runner import KvRun
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY
@@ -78,9 +79,8 @@ async def demo_kv() -> list[Bytes]:
         await worker.run(sequence)
         for index in range(NUM_FRAMES):
             frame = np.empty(num_tokens * per_token, np.uint8)
-            await worker.runner.read_kv(
-                sequence.block_tables[0], index * num_tokens, num_tokens, frame.data
-            )
+            run = KvRun(sequence.block_tables[0], index * num_tokens, num_tokens)
+            await worker.runner.read_kv(run, frame.data)
             frames.append(frame)
     await worker.runner.close()
     return frames

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.model_8b import folder_of, loader, prefill_step
 from benchmarks.gpu_kit.session import Session
+from shared.engine.runner import KvRun
 
 PLACEMENT = b"gpu-kit---------"
 NUM_TOKENS, REPETITIONS = 8192, 3
@@ -130,7 +131,7 @@ async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, numbe
         )
 
         async def fill(view: memoryview) -> None:
-            await runner.read_kv(table, first, count, view)
+            await runner.read_kv(KvRun(table, first, count), view)
 
         await link.send(header, fill)
 
@@ -158,7 +159,7 @@ async def _digest(runner: Any, table: list[int], num_tokens: int) -> bytes:
     for first in range(0, num_tokens, 64):
         count = min(64, num_tokens - first)
         part = memoryview(view)[: count * runner.kv_layout.bytes_per_token]
-        await runner.read_kv(table, first, count, part)
+        await runner.read_kv(KvRun(table, first, count), part)
         digest.update(part)
     return digest.digest()
 
@@ -172,7 +173,9 @@ class Writer:
         self._runner, self._table = runner, table
 
     async def frame(self, header: Any, payload: memoryview) -> None:
-        await self._runner.write_kv(self._table, header.first_token, header.num_tokens, payload)
+        await self._runner.write_kv(
+            KvRun(self._table, header.first_token, header.num_tokens), payload
+        )
         self.num_tokens += header.num_tokens
         self.arrived.set()
 

@@ -133,35 +133,30 @@ class StepOutput(msgspec.Struct, frozen=True):
     late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
 
 
+class KvRun(msgspec.Struct, frozen=True):
+    """Tokens [first_token, first_token + num_tokens) of a group of layers, whose block table it is.
+
+    `shard`: some of the group's layers and heads, counted in it; None: all that a memory holds.
+    """
+
+    block_table: Sequence[int]
+    first_token: int
+    num_tokens: int
+    group: int = 0
+    shard: KvShard | None = None
+
+
 class KvMemory(Protocol):
     """The paged cache of a process: all of the model's KV, or one rank's part of it."""
 
     kv_layout: KvLayout  # of the whole model
     numerics: Numerics
 
-    async def read_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-        shard: KvShard | None = None,
-    ) -> None:
-        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`: the layers and
-        heads of `shard`, counted in the group whose block table it is; None: all of them.
-        """
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        """Copies the KV of the run into `out`."""
         ...
 
-    async def write_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-        shard: KvShard | None = None,
-    ) -> None:
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...
 

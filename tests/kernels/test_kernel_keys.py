@@ -20,7 +20,7 @@ if IS_INTERPRETED:
 from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runner import Penalties, PromptSuccessors, StepInputs, TokenMasks
+from shared.engine.runner import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.runners.cuda_runner import warm_up
 from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
 from shared.engine.runners.model_runner import ModelExecutor
@@ -112,6 +112,6 @@ def test_pushes_of_a_warm_worker_compile_nothing(executor: ModelExecutor, fake: 
     fake.compiled.clear()
     for first, num_tokens in ((0, 1), (0, 16), (3, 20), (16, 300)):
         wire = memoryview(bytearray(num_tokens * executor.kv_layout.bytes_per_token))
-        executor.read_kv(list(range(20)), first, num_tokens, wire)
-        executor.write_kv(list(range(20)), first, num_tokens, wire)
+        executor.read_kv(KvRun(list(range(20)), first, num_tokens), wire)
+        executor.write_kv(KvRun(list(range(20)), first, num_tokens), wire)
     assert Counter(each.name for each in fake.compiled) == {}

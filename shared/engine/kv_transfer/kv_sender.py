@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.clock import Clock
-from shared.engine.runner import KvMemory
+from shared.engine.runner import KvMemory, KvRun
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
 from shared.kv_wire.shards import in_groups, parts_of_groups
@@ -187,8 +187,6 @@ class KvSender:
         )
 
     def _fill(self, header: FrameHeader) -> Callable[[memoryview], Awaitable[None]]:
-        group = header.group
-        run = self._sequence.block_tables[group], header.first_token, header.num_tokens
-        if (part := self._parts[group]) is None:
-            return lambda view: self._memory.read_kv(*run, view, group)
-        return lambda view: self._memory.read_kv(*run, view, group, part)
+        table, part = self._sequence.block_tables[header.group], self._parts[header.group]
+        run = KvRun(table, header.first_token, header.num_tokens, header.group, part)
+        return lambda view: self._memory.read_kv(run, view)

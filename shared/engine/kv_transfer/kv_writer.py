@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from shared.engine.runner import KvMemory
+from shared.engine.runner import KvMemory, KvRun
 from shared.errors import FrameRefused
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.coverage import Coverage
@@ -73,11 +73,10 @@ class KvWriter:
         group, num_tokens = header.group, header.num_tokens
         coverage = self._coverages[group]
         coverage.take(part, num_tokens)
-        run = self._sequence.block_tables[group], header.first_token, num_tokens
-        if part == self._wholes[group]:
-            await self._memory.write_kv(*run, payload, group)
-        else:
-            await self._memory.write_kv(*run, payload, group, part)
+        table = self._sequence.block_tables[group]
+        shard = None if part == self._wholes[group] else part
+        run = KvRun(table, header.first_token, num_tokens, group, shard)
+        await self._memory.write_kv(run, payload)
         coverage.hold(part, num_tokens)
         self.num_cached_tokens = header.num_cached_tokens
         if self.is_complete:

@@ -13,7 +13,7 @@ from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runner import StepInputs
+from shared.engine.runner import KvRun, StepInputs
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.kv_sizing import num_blocks_in
 from shared.engine.runners.model_loading import (
@@ -133,5 +133,5 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     ):
         executor.run(step)
     wire = memoryview(bytearray(kv_layout.group_bytes_per_token(0)))
-    executor.read_kv([0], 0, 1, wire)
-    executor.write_kv([0], 0, 1, wire)
+    executor.read_kv(KvRun([0], 0, 1), wire)
+    executor.write_kv(KvRun([0], 0, 1), wire)

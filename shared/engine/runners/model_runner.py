@@ -7,7 +7,7 @@ wait for a step, nor a step for a push. `CpuRunner` and `CudaRunner` add the dev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,7 @@ from shared.engine.kv_copies import KvCopies, any_thread
 from shared.engine.layers.attention_inputs import build_attention_inputs
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
-from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.step_deadline import StepBudget, step_units
 from shared.engine.runners.warm_up import idle_step
@@ -29,7 +29,7 @@ from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
 from shared.engine.sampling.mask_words import join_masks
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
-from shared.kv_layout import KvLayout, KvShard
+from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
 from shared.numerics import Activations, Mode
 
@@ -196,31 +196,11 @@ class ModelRunner:
         )
         await _on(self._step_thread, self.executor.run, step)
 
-    async def read_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-        shard: KvShard | None = None,
-    ) -> None:
-        run = block_table, first_token, num_tokens, out, group, shard
-        await _on(self._copy_thread, self.executor.read_kv, *run)
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        await _on(self._copy_thread, self.executor.read_kv, run, out)
 
-    async def write_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-        shard: KvShard | None = None,
-    ) -> None:
-        write = self.executor.write_kv
-        await _on(
-            self._copy_thread, write, block_table, first_token, num_tokens, payload, group, shard
-        )
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        await _on(self._copy_thread, self.executor.write_kv, run, payload)
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await _on(self._step_thread, self.executor.zero_blocks, block_ids)

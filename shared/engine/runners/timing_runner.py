@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.clock import Clock
-from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
+from shared.engine.runner import KvRun, SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
-from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv, Reach, first_seen
+from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
 from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
@@ -116,31 +116,16 @@ class TimingRunner:
     async def check(self) -> None:
         await self._clock.sleep(self._cost.base_s)
 
-    async def read_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-        shard: KvShard | None = None,  # one layer of one head: all of them
-    ) -> None:
-        states = self._kv[self._slots(block_table, first_token, num_tokens)]
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        """One layer of one head: every shard is all of them."""
+        states = self._kv[self._slots(run.block_table, run.first_token, run.num_tokens)]
         # [tokens, 16] to the wire's [layers=1, 2, tokens, heads=1, head_dim=8]
-        out[:] = states.reshape(num_tokens, 2, STATE_BYTES // 2).transpose(1, 0, 2).tobytes()
+        out[:] = states.reshape(run.num_tokens, 2, STATE_BYTES // 2).transpose(1, 0, 2).tobytes()
 
-    async def write_kv(
-        self,
-        block_table: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-        shard: KvShard | None = None,  # one layer of one head: all of them
-    ) -> None:
-        halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, STATE_BYTES // 2)
-        states = halves.transpose(1, 0, 2).reshape(num_tokens, STATE_BYTES)
-        self._kv[self._slots(block_table, first_token, num_tokens)] = states
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, run.num_tokens, STATE_BYTES // 2)
+        states = halves.transpose(1, 0, 2).reshape(run.num_tokens, STATE_BYTES)
+        self._kv[self._slots(run.block_table, run.first_token, run.num_tokens)] = states
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         self._kv.reshape(self.num_blocks, -1)[block_ids] = 0

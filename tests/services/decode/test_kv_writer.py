@@ -8,6 +8,7 @@ import pytest
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.kv_transfer.kv_writer import KvWriter
+from shared.engine.runner import KvRun
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import FrameRefused
 from shared.kv_wire.link import FrameHeader
@@ -15,16 +16,9 @@ from tests.simulation.world.clock import VirtualClock, run
 
 
 class SlowRunner(TimingRunner):
-    async def write_kv(
-        self,
-        block_table: list[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-    ) -> None:
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
         await asyncio.sleep(0.1)  # virtual
-        await super().write_kv(block_table, first_token, num_tokens, payload, group)
+        await super().write_kv(run, payload)
 
 
 def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:

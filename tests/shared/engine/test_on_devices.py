@@ -15,6 +15,7 @@ import torch
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine
 from shared.engine.inputs import build_inputs
+from shared.engine.runner import KvRun
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import HearthError
@@ -132,9 +133,9 @@ def test_moved_kv_gives_the_same_tokens(model_dir: Path, device: str) -> None:
 
     async def move() -> None:
         wire = bytearray(len(PROMPT) * source.kv_layout.bytes_per_token)
-        await source.read_kv(line.block_table, 0, len(PROMPT), memoryview(wire))
+        await source.read_kv(KvRun(line.block_table, 0, len(PROMPT)), memoryview(wire))
         payload = memoryview(bytes(wire))
-        await target.write_kv(moved.block_table, 0, len(PROMPT), payload)
+        await target.write_kv(KvRun(moved.block_table, 0, len(PROMPT)), payload)
 
     asyncio.run(move())
     moved.num_computed = len(PROMPT) - 1

@@ -18,7 +18,7 @@ from services.kv_index.registry import HOLDER
 from shared.block_hash import extend_chain
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
-from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.messages import BlocksStored, KvEvents, Request
 from shared.packing import unpack_hashes
@@ -131,33 +131,19 @@ class MarkedRunner(CopyingRunner):
             self.origins.computed(self.worker_id, sequence, len(slots))
         return output
 
-    async def read_kv(
-        self,
-        block_table: list[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-    ) -> None:
-        number = self.origins.number_of(self._holder(block_table))
-        marks = self._kv[self._slots(block_table, first_token, num_tokens), MARK]
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        number = self.origins.number_of(self._holder(run.block_table))
+        marks = self._kv[self._slots(run.block_table, run.first_token, run.num_tokens), MARK]
         self.origins.check_kv(f"{self.worker_id} pushes", number, marks)
-        await super().read_kv(block_table, first_token, num_tokens, out, group)
+        await super().read_kv(run, out)
 
-    async def write_kv(
-        self,
-        block_table: list[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-    ) -> None:
-        sequence = self._holder(block_table)
-        marks = np.frombuffer(payload, np.uint8).reshape(2, num_tokens, -1)[1, :, -1]
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        sequence = self._holder(run.block_table)
+        marks = np.frombuffer(payload, np.uint8).reshape(2, run.num_tokens, -1)[1, :, -1]
         number = self.origins.number_of(sequence)
         self.origins.check_kv(f"{self.worker_id} is sent", number, marks)
-        await super().write_kv(block_table, first_token, num_tokens, payload, group)
-        self.origins.computed(self.worker_id, sequence, first_token + num_tokens)
+        await super().write_kv(run, payload)
+        self.origins.computed(self.worker_id, sequence, run.first_token + run.num_tokens)
 
     def _rows(self, inputs: StepInputs) -> Iterator[tuple[Sequence, list[int], int]]:
         """Each sequence in a step, the slots of its context, and how many are new. A block

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
@@ -17,7 +19,7 @@ from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.loop import EngineLoop
-from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.kv_layout import Reach
@@ -77,30 +79,16 @@ class CopyingRunner(TimingRunner):
         if self.check_raises:
             raise RuntimeError("the device says no")
 
-    async def read_kv(
-        self,
-        block_table: list[int],
-        first_token: int,
-        num_tokens: int,
-        out: memoryview,
-        group: int = 0,
-    ) -> None:
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
-        await super().read_kv(block_table, first_token, num_tokens, out, group)
+        await super().read_kv(run, out)
 
-    async def write_kv(
-        self,
-        block_table: list[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-    ) -> None:
-        table = list(block_table)  # fixes the destination when the copy starts
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        table = list(run.block_table)  # fixes the destination when the copy starts
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
-        await super().write_kv(table, first_token, num_tokens, payload, group)
+        await super().write_kv(replace(run, block_table=table), payload)
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         if self._copy_s:

@@ -15,7 +15,7 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.loop import EngineLoop
-from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import WorkerBusy
@@ -176,16 +176,9 @@ class ZeroCheckingRunner(CopyingRunner):
                 self._check_zeros(table, first)
         return await super().run(inputs)
 
-    async def write_kv(
-        self,
-        block_table: list[int],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        group: int = 0,
-    ) -> None:
-        self._check_zeros(list(block_table), first_token)
-        await super().write_kv(block_table, first_token, num_tokens, payload, group)
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        self._check_zeros(list(run.block_table), run.first_token)
+        await super().write_kv(run, payload)
 
     def _check_zeros(self, table: list[int], first_token: int) -> None:
         slots = self._slots(table, first_token, len(table) * BLOCK_SIZE - first_token)

@@ -18,6 +18,7 @@ from shared.engine.parallel.planning.rank_layout import rank_layout
 from shared.engine.parallel.planning.rank_part import RankPart
 from shared.engine.ranks.kv.leader_sequence import LeaderSequence
 from shared.engine.ranks.kv.rank_memory import RankMemory
+from shared.engine.runner import KvRun
 from shared.kv_layout import KvLayout, KvShard, first_sent
 from shared.kv_wire.link import CompressionCounts, Fill, FrameHeader
 from shared.kv_wire.shards import in_group, sent_shards
@@ -151,10 +152,12 @@ async def assert_equal_parts(
         return
     size = (end - first) * part.num_cells * memory.kv_layout.cell_bytes
     found, expected = bytearray(size), bytearray(size)
-    await memory.read_kv(TARGET_TABLES[group], first, end - first, memoryview(found), group, part)
-    KvCopies(whole, memory.kv_layout).read_kv(
-        SOURCE_TABLES[group], first, end - first, memoryview(expected), group, part
+    source, target = (
+        KvRun(tables[group], first, end - first, group, part)
+        for tables in (SOURCE_TABLES, TARGET_TABLES)
     )
+    await memory.read_kv(target, memoryview(found))
+    KvCopies(whole, memory.kv_layout).read_kv(source, memoryview(expected))
     assert found == expected and any(found)
 
 

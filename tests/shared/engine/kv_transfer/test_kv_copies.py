@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shared.engine.kv_copies import KvCopies
+from shared.engine.runner import KvRun
 from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv
 
 NUM_LAYERS, NUM_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 4, 8, 16, 6
@@ -29,7 +30,7 @@ def read(copies: KvCopies, shard: KvShard | None) -> torch.Tensor:
         (NUM_LAYERS, NUM_HEADS) if shard is None else (shard.num_layers, shard.num_heads)
     )
     out = bytearray(layers * heads * COUNT * copies.kv_layout.cell_bytes)
-    copies.read_kv(TABLE, FIRST, COUNT, memoryview(out), 0, shard)
+    copies.read_kv(KvRun(TABLE, FIRST, COUNT, 0, shard), memoryview(out))
     flat = torch.frombuffer(out, dtype=torch.uint8).view(copies.kv_cache.dtype)
     return flat.view(layers, 2, COUNT, heads, DIM)
 
@@ -43,7 +44,7 @@ def test_part_is_the_slice_of_the_whole(shard: KvShard, dtype: str) -> None:
     part = read(source, shard)
     assert part.equal(read(source, None)[layers, :, :, heads])
     payload = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    target.write_kv(TABLE, FIRST, COUNT, memoryview(payload), 0, shard)
+    target.write_kv(KvRun(TABLE, FIRST, COUNT, 0, shard), memoryview(payload))
     written = read(target, None)
     assert written[layers, :, :, heads].equal(part)
     assert target.kv_cache.count_nonzero() == part.count_nonzero()  # and no other place

@@ -27,7 +27,7 @@ from shared.engine.ranks.kv.group_receive import GroupReceipt, GroupReceivePort
 from shared.engine.ranks.kv.kv_messages import Held
 from shared.engine.ranks.kv.leader_sequence import LeaderSequence
 from shared.engine.ranks.load_group import load_group
-from shared.engine.runner import StepOutput
+from shared.engine.runner import KvRun, StepOutput
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import ConfigError, LinkLost
@@ -321,6 +321,8 @@ async def test_zeroed_blocks_are_zero_on_all_ranks(fleet: Fleet) -> None:
     push.computed(NUM_TOKENS)
     assert await push.run() and await receipt.ended is None
     received = bytearray(b"x" * expected_bytes(single))
-    await single.runner.read_kv(handoff.reserved.block_table, 0, NUM_TOKENS, memoryview(received))
+    await single.runner.read_kv(
+        KvRun(handoff.reserved.block_table, 0, NUM_TOKENS), memoryview(received)
+    )
     assert not any(received)
     await single.receive.forget(handoff.placement_id)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels.device import TritonUnusable
+from shared.engine.runner import KvRun
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.cuda_runner import CudaRunner
 from shared.engine.runners.kv_sizing import KV_SHARE
@@ -111,8 +112,8 @@ async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path)
     line = Blocks(runner.num_blocks).line(PROMPT)
     await runner.run(step_of([(line, len(PROMPT))]))
     wire = bytearray(16 * runner.kv_layout.bytes_per_token)
-    await runner.read_kv(line.block_table, 0, 16, memoryview(wire))
-    await runner.write_kv(line.block_table, 0, 16, memoryview(wire))
+    await runner.read_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
+    await runner.write_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
     await runner.zero_blocks(line.block_table)
     await runner.close()
     assert set(driver.bound.values()) == {INDEX}
@@ -128,8 +129,8 @@ async def test_launch_from_a_thread_on_another_device_raises(model_dir: Path) ->
     with ThreadPoolExecutor(1, "stray") as stray:
         for launch in (
             lambda: executor.run(step_of([(line, len(PROMPT))])),
-            lambda: executor.read_kv(line.block_table, 0, 16, wire),
-            lambda: executor.write_kv(line.block_table, 0, 16, wire),
+            lambda: executor.read_kv(KvRun(line.block_table, 0, 16), wire),
+            lambda: executor.write_kv(KvRun(line.block_table, 0, 16), wire),
             lambda: executor.zero_blocks(line.block_table),
         ):
             with pytest.raises(RuntimeError, match=r"'stray_0' is on cuda:0, .* on cuda:3"):

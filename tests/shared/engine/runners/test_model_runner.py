@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.engine.runner import KvRun
 from shared.engine.runners.load import load_runner, resolve_device
 from shared.errors import CheckpointError, ConfigError
 from tests.shared.engine.support.checkpoints import write_llama
@@ -36,9 +37,9 @@ async def test_kv_moved_to_another_runner_gives_the_same_next_token(
     expected = prefill(source, source_line, 32)[-1]
     for first, num_tokens in ((0, 5), (5, 27), (32, 0), (32, 16), (48, 34)):
         wire = bytearray(num_tokens * source.kv_layout.bytes_per_token)
-        await source.read_kv(source_line.block_table, first, num_tokens, memoryview(wire))
+        await source.read_kv(KvRun(source_line.block_table, first, num_tokens), memoryview(wire))
         payload = memoryview(bytes(wire))  # read-only, as from a shared mapping
-        await target.write_kv(target_line.block_table, first, num_tokens, payload)
+        await target.write_kv(KvRun(target_line.block_table, first, num_tokens), payload)
     target_line.num_computed = len(PROMPT) - 1
     assert torch.equal(advance(target, [(target_line, 1)])[-1], expected)
     await asyncio.gather(source.close(), target.close())
@@ -50,11 +51,11 @@ async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
     prefill(runner, line, 32)
     token_bytes = runner.kv_layout.bytes_per_token
     before = bytearray(80 * token_bytes)
-    await runner.read_kv(line.block_table, 0, 80, memoryview(before))
+    await runner.read_kv(KvRun(line.block_table, 0, 80), memoryview(before))
     payload = np.random.default_rng(0).bytes(21 * token_bytes)
-    await runner.write_kv(line.block_table, 13, 21, memoryview(payload))
+    await runner.write_kv(KvRun(line.block_table, 13, 21), memoryview(payload))
     after = bytearray(80 * token_bytes)
-    await runner.read_kv(line.block_table, 0, 80, memoryview(after))
+    await runner.read_kv(KvRun(line.block_table, 0, 80), memoryview(after))
     await runner.close()
 
     def by_token(wire: bytes) -> np.ndarray:
@@ -70,9 +71,11 @@ async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
 async def test_kv_of_wrong_length_or_range_is_rejected(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     with pytest.raises(ValueError, match="bytes are not 2 tokens"):
-        await runner.read_kv([0], 0, 2, memoryview(bytearray(3)))
+        await runner.read_kv(KvRun([0], 0, 2), memoryview(bytearray(3)))
     with pytest.raises(ValueError, match="lie outside"):
-        await runner.write_kv([0], 15, 2, memoryview(bytes(2 * runner.kv_layout.bytes_per_token)))
+        await runner.write_kv(
+            KvRun([0], 15, 2), memoryview(bytes(2 * runner.kv_layout.bytes_per_token))
+        )
     await runner.close()
 
 

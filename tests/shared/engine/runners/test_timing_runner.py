@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shared.engine.inputs import build_inputs
+from shared.engine.runner import KvRun
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost, TimingRunner
 from shared.messages import LogprobsMode, SamplingParams
 from tests.shared.engine.support.rig import (
@@ -130,9 +131,9 @@ def test_kv_of_wrong_size_is_rejected() -> None:
     rig, sequence = prefilled(tuple(prompt(13)))
     wrong = bytearray(rig.runner.kv_layout.bytes_per_token * 3)
     with pytest.raises(ValueError):
-        rig.runner.read_kv(sequence.block_tables[0], 0, 4, memoryview(wrong)).send(None)
+        rig.runner.read_kv(KvRun(sequence.block_tables[0], 0, 4), memoryview(wrong)).send(None)
     with pytest.raises(ValueError):
-        rig.runner.write_kv(sequence.block_tables[0], 0, 4, memoryview(wrong)).send(None)
+        rig.runner.write_kv(KvRun(sequence.block_tables[0], 0, 4), memoryview(wrong)).send(None)
 
 
 def test_step_takes_the_time_of_the_cost_model() -> None:

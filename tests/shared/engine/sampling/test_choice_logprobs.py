@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.runner import KvRun
 from shared.messages import LogprobsMode, SamplingParams, TokenLogprobs
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.model_worker import Worker
@@ -38,8 +39,8 @@ class Site:
         num_tokens = shared.num_tokens
         payload = bytearray(num_tokens * worker.runner.kv_layout.bytes_per_token)
         pushed = memoryview(payload)
-        await self.prefill.runner.read_kv(source.block_tables[0], 0, num_tokens, pushed)
-        await worker.runner.write_kv(shared.block_tables[0], 0, num_tokens, pushed)
+        await self.prefill.runner.read_kv(KvRun(source.block_tables[0], 0, num_tokens), pushed)
+        await worker.runner.write_kv(KvRun(shared.block_tables[0], 0, num_tokens), pushed)
         worker.engine.activate(shared, num_tokens)
         children = [
             new_sequence(PROMPT, sampling, output_ids=output, choice_index=index)

@@ -9,6 +9,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
+from shared.engine.runner import KvRun
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.runners.model_runner import ModelRunner
@@ -92,5 +93,5 @@ async def push_kv(source: Worker, pushed: Sequence, target: Worker, reserved: Se
         count = num_tokens - first
         payload = memoryview(bytearray(count * layout.group_bytes_per_token(group)))
         tables = pushed.block_tables[group], reserved.block_tables[group]
-        await source.runner.read_kv(tables[0], first, count, payload, group)
-        await target.runner.write_kv(tables[1], first, count, payload, group)
+        await source.runner.read_kv(KvRun(tables[0], first, count, group), payload)
+        await target.runner.write_kv(KvRun(tables[1], first, count, group), payload)

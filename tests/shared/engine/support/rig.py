@@ -19,6 +19,7 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
+from shared.engine.runner import KvRun
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import StepFailed
 from shared.kv_layout import Reach, first_seen
@@ -202,7 +203,7 @@ class Rig:
         """Of the first group."""
         payload = bytearray(self.runner.kv_layout.group_bytes_per_token(0) * num_tokens)
         table = sequence.block_tables[0]
-        finish(self.runner.read_kv(table, first_token, num_tokens, memoryview(payload)))
+        finish(self.runner.read_kv(KvRun(table, first_token, num_tokens), memoryview(payload)))
         return payload
 
     def receive_kv(self, sequence: Sequence, payload: bytes | bytearray, num_computed: int) -> None:
@@ -213,7 +214,7 @@ class Rig:
             begin = max(first, sequence.first_blocks[group] * BLOCK_SIZE)
             if begin < num_computed:
                 part = memoryview(planes[:, begin - first :].tobytes())
-                finish(self.runner.write_kv(table, begin, num_computed - begin, part, group))
+                finish(self.runner.write_kv(KvRun(table, begin, num_computed - begin, group), part))
         self.engine.activate(sequence, num_computed)
 
     def check(self) -> None:
