@@ -101,7 +101,10 @@ class Chaos:
     async def _find_leftovers(self) -> dict[str, dict[str, int]]:
         found = {}
         for name in self.cluster.services:
-            excess = left_behind(self.idle[name], await self.cluster.census(name))
+            now = await self.cluster.census(name)
+            excess = left_behind(
+                self.idle[name], now, num_more_ranks=self.cluster.num_more_ranks("decode")
+            )
             if excess:
                 found[name] = excess
         return found

@@ -27,8 +27,6 @@ PER_REQUEST = frozenset(
 # A link from each prefill worker to each decode worker stays open after its first use, with its
 # staging memory and a task.
 MAX_LINKS = 2
-# A group of ranks has a ring each way, both as descriptor and mapping, and its mesh.
-GROUP, GROUP_MEMFDS = "shared.engine.ranks.group_executor.GroupExecutor", 5
 LINK_TASK = "task FrameDelivery._run"
 # For listening, polling and one connection to each peer, opened when first needed.
 MORE_DESCRIPTORS = 6
@@ -46,16 +44,21 @@ MORE_TASKS = {
 }
 
 
-def left_behind(idle: dict[str, int], now: dict[str, int]) -> dict[str, int]:
-    """The counts of `now` beyond `idle`, the census of the same process before any fault."""
+def left_behind(
+    idle: dict[str, int], now: dict[str, int], *, num_more_ranks: int = 0
+) -> dict[str, int]:
+    """The counts of `now` beyond `idle`, the census of the same process before any fault. Decode
+    workers have `num_more_ranks` processes that receive KV beside their own.
+    """
     found = {name: count for name, count in now.items() if name in PER_REQUEST}
     for name, count in now.items():
         allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)
         if name == LINK_TASK:
-            allowed = MAX_LINKS
+            allowed = MAX_LINKS + num_more_ranks
         if name.startswith("task ") and count > allowed:
             found[name] = count
-    if now["memfds"] > MAX_LINKS + (GROUP_MEMFDS if GROUP in now else 0):
+    # the leader of a group has its rings and its mesh instead of links
+    if now["memfds"] > max(MAX_LINKS + num_more_ranks, idle["memfds"]):
         found["memfds"] = now["memfds"]
     if now["descriptors"] > idle["descriptors"] + MORE_DESCRIPTORS:
         found["descriptors"] = now["descriptors"]

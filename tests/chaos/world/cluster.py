@@ -83,6 +83,11 @@ class ChaosCluster:
     def named(self, role: str) -> list[str]:
         return [name for name, each in self.services.items() if each == role]
 
+    def num_more_ranks(self, role: str) -> int:
+        """Rank processes of these workers beyond one each."""
+        named = self.named(role)
+        return sum(int(self._options_of.get(name, {}).get("tp", 1)) - 1 for name in named)
+
     @property
     def nats_url(self) -> str:
         return self._nats_url_of(MONITOR)

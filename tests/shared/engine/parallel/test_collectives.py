@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.engine.parallel.collectives import DistributedTransport, distributed_mesh
+from shared.engine.parallel.collectives import Backend, DistributedTransport, distributed_mesh
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape, RankLost
@@ -19,7 +19,7 @@ from shared.engine.parallel.rank_mesh import RankMesh
 from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
 from tests.shared.engine.parallel.forked_ranks import run_forked
 from tests.shared.engine.parallel.processes.mlp import Mlp
-from tests.shared.engine.parallel.test_mesh import HALVE, bits, lanes_of, own_lanes
+from tests.shared.engine.parallel.test_mesh import GATHER, HALVE, bits, lanes_of, own_lanes
 
 ROOT = Path(__file__).resolve().parents[4]
 BATCHES = (1, 33, 2)
@@ -69,6 +69,65 @@ def test_halved_sums_over_gloo_have_the_bits_of_one_rank(tmp_path: Path) -> None
 
     expected = b"".join(bits(LocalMesh().add(each, torch.bfloat16)) for each in lanes)
     assert run_forked(4, connect, work) == [expected] * 4
+
+
+HAS_NO_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+
+
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, HAS_NO_TWO_GPUS])]
+)
+@pytest.mark.parametrize("all_gather_bytes", [GATHER, HALVE])
+def test_sums_have_the_bits_of_one_rank_over_gloo_and_nccl(
+    backend: Backend, all_gather_bytes: int, tmp_path: Path
+) -> None:
+    """NCCL has a GPU for each rank; the sums are those of a CPU."""
+    lanes = lanes_of((5, 333), 3)
+
+    def work(mesh: Mesh) -> bytes:
+        own = own_lanes(mesh, lanes).to(device_of(backend, mesh.rank))
+        return bits(mesh.add(own, torch.bfloat16).cpu())
+
+    def connect(rank: int) -> Mesh:
+        transport = transport_of(backend, MeshShape(2), rank, tmp_path)
+        return RankMesh(transport, all_gather_bytes=all_gather_bytes)
+
+    expected = bits(LocalMesh().add(lanes, torch.bfloat16))
+    assert run_forked(2, connect, work) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, HAS_NO_TWO_GPUS])]
+)
+def test_stages_send_hidden_states_over_gloo_and_nccl(backend: Backend, tmp_path: Path) -> None:
+    hidden = lanes_of((7, 65), 5)[0].to(torch.bfloat16)
+
+    def work(mesh: Mesh) -> bytes:
+        if mesh.rank == 0:
+            mesh.send(hidden.to(device_of(backend, 0)))
+            return b""
+        return bits(mesh.recv(hidden.shape, hidden.dtype).cpu())
+
+    def connect(rank: int) -> Mesh:
+        return RankMesh(transport_of(backend, MeshShape(1, 2), rank, tmp_path))
+
+    assert run_forked(2, connect, work) == [b"", bits(hidden)]
+
+
+def device_of(backend: Backend, rank: int) -> torch.device:
+    return torch.device(f"cuda:{rank}" if backend == "nccl" else "cpu")
+
+
+def transport_of(
+    backend: Backend, shape: MeshShape, rank: int, folder: Path
+) -> DistributedTransport:
+    device = device_of(backend, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    address = f"file://{folder}/rendezvous"
+    return DistributedTransport(
+        address, shape, rank, backend=backend, device=device, limit_s=LIMIT_S
+    )
 
 
 @pytest.mark.parametrize("shape", [MeshShape(2), MeshShape(1, 2)])
