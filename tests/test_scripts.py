@@ -225,10 +225,13 @@ def test_long_run_calls(machine: Machine) -> None:
         f"{PYTEST} -m long or not long tests/kernels/gpu 1",
         f"{PYTEST} -m long or not long tests/kernels/gpu 1 {oldest}",
         "python -m tests.simulation.sweep --first 0 --seeds 10000",
+        "python -m tests.simulation.sweep --seeds 2000 --variant layer-groups",
+        "python -m tests.simulation.sweep --seeds 2000 --variant rank-groups",
         "python -m tests.simulation.planted",
         "python -m tests.fuzz.planted",
         "python -m tests.fuzz.run --seconds 1800",
         "python -m tests.chaos --fault kill",
+        "python -m tests.chaos --ranks",
         "python -m tests.chaos --frames",
         "python -m tests.chaos --soak-minutes 15",
     ]
