@@ -33,6 +33,7 @@ from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.runner import StepOutput
 from shared.messages import SamplingParams
 
 LLAMA = {
@@ -54,17 +55,16 @@ class Case:
     tp: int
     pp: int
     num_threads: int
-    num_stages: int = 0  # over which rows are spread; 0: the pipeline's
-    depth: int = 0  # steps in flight; 0: as many as it allows
+    is_overlapped: bool = True  # else a step is submitted once the one before it is answered
+    is_whole: bool = False  # all rows in one step
 
 
 CASES = (
     Case("1 rank, 2 threads", 1, 1, 2),
-    Case("1 rank, 1 thread", 1, 1, 1),
     Case("TP 2", 2, 1, 2),
     Case("PP 2", 1, 2, 2),
-    Case("PP 2, 1 in flight", 1, 2, 2, depth=1),
-    Case("PP 2, whole batch", 1, 2, 2, num_stages=1, depth=1),
+    Case("PP 2, 1 in flight", 1, 2, 2, is_overlapped=False),
+    Case("PP 2, whole batch", 1, 2, 2, is_overlapped=False, is_whole=True),
     Case("TP 4", 4, 1, 4),
 )
 
@@ -74,8 +74,8 @@ class Drive:
 
     def __init__(self, executor: Executor, num_blocks: int, case: Case) -> None:
         self.executor = executor
-        self.depth = case.depth or executor.depth
-        self.num_stages = case.num_stages or executor.num_stages
+        self.case = case
+        self.num_stages = 1 if case.is_whole else executor.num_stages
         self.engine = Engine(
             num_blocks=num_blocks,
             block_size=16,
@@ -83,18 +83,20 @@ class Drive:
             max_batch_tokens=CHUNK,
             max_sequences=BATCH,
         )
-        self._in_flight: deque[tuple[list[ScheduledSequence], int]] = deque()
+        self._in_flight: deque[tuple[list[ScheduledSequence], asyncio.Task[StepOutput]]] = deque()
 
     async def advance(self) -> int:
         """Submits or applies a step. Returns the number of tokens that were drawn."""
         rows, _ = self.engine.schedule(num_stages=self.num_stages)
         if rows:
-            self._in_flight.append((rows, self.executor.submit(rows)))
-        if rows and len(self._in_flight) < self.depth:
+            result = asyncio.ensure_future(self.executor.result(self.executor.submit(rows)))
+            self._in_flight.append((rows, result))
+            if not self.case.is_overlapped:
+                await asyncio.wait((result,))
+        if rows and len(self._in_flight) < self.executor.depth:
             return 0
-        rows, step = self._in_flight.popleft()
-        output = await self.executor.result(step)
-        return sum(len(each.token_ids) for each in self.engine.apply(rows, output))
+        rows, result = self._in_flight.popleft()
+        return sum(len(each.token_ids) for each in self.engine.apply(rows, await result))
 
     def add(self, number: int, num_tokens: int, max_tokens: int) -> Sequence:
         prompt = [(number * 31 + n * 7) % 8000 for n in range(num_tokens)]
@@ -204,7 +206,7 @@ def report(found: dict[Case, list[dict[str, Any]]], file_bytes: int, argv: list[
         }
         for case in CASES
     ]
-    one, _, tp, pp, single, whole, tp4 = CASES
+    one, tp, pp, single, whole, tp4 = CASES
     tokens = {json.dumps(run["tokens"]) for each in found.values() for run in each}
     allowed = 1.15 * file_bytes / 4 + 200e6
     bars = [
