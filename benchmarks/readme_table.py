@@ -98,7 +98,6 @@ BARS = {
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
     "chaos_nats": "The same faults, requests over NATS",
     "chaos_constrained": "Kills and freezes of decode, streams under grammars and calls of tools",
-    "chaos_ranks": "Kills and freezes of single ranks; streams continue at workers of one process",
     "ranks": "Workers of several ranks beside one process",
     "slow_links": "Ranks over slow links between hosts",
     "chaos_soak": "A steady load without a fault",

@@ -55,7 +55,7 @@ async def measure() -> tuple[list[Row], list[Bar]]:
         num_died = sum(pid != pids[name] for name, pid in _pids(target).items())
     assert answers is not None
     num_late = sum(
-        each.num_late_masks - before[name].num_late_masks for name, each in after.items()
+        after[name].num_late_masks - each.num_late_masks for name, each in before.items()
     )
     wrong = [(case, answer) for case, answer in answers if not _is_expected(case, answer)]
     for case, answer in wrong:
