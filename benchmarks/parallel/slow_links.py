@@ -178,7 +178,7 @@ def run_rank(options: dict[str, Any]) -> None:
         activations=options["activations"],
         load_format="dummy",
         num_threads=1,
-        copies=(),
+        kv=(),
         masks=-1,
     )
     executor: Any = SumsAlone(mesh, sum(options["query_lens"]))
