@@ -48,6 +48,7 @@ from shared.engine.parallel.rank_mesh import RankMesh
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_executor import load_rank
 from shared.engine.runners.warm_up import idle_step
+from shared.log import configure_logging
 from shared.numerics import Activations, exchange_of
 
 GBIT_PER_S = 125e6
@@ -163,6 +164,7 @@ class SumsAlone:
 def run_rank(options: dict[str, Any]) -> None:
     """Rank 0 says when steps begin and end, and their times."""
     rank, shape = options["rank"], MeshShape(*options["shape"])
+    configure_logging(f"rank-{rank}")  # stdout has the messages to the benchmark alone
     torch.set_num_threads(1)
     store = RelayedStore(
         open_store("127.0.0.1", options["store"], KEY, WAIT_S), options["relays"][rank]
