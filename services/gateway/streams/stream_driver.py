@@ -6,6 +6,7 @@ Passes each message to `Streams` and performs the actions that `Streams` decides
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -46,6 +47,7 @@ log = structlog.get_logger(__name__)
 
 SUBMIT_TIMEOUT_S = 0.25  # each and the round trip
 RESEND_TIMEOUT_S = 0.5
+MAX_LOST = 64
 
 
 class StreamDriver:
@@ -67,6 +69,7 @@ class StreamDriver:
         self._outbox = Outbox(bus)
         self._background = Background()
         self._is_idle = asyncio.Event()
+        self._lost_last = deque[str](maxlen=MAX_LOST)  # a `Placed` on one may arrive just after
 
     def __len__(self) -> int:
         """Returns the number of open requests."""
@@ -127,6 +130,10 @@ class StreamDriver:
         match message:
             case Placed():
                 self._streams.on_placed(message, now)
+                worker_id = message.worker_id
+                is_live = self._health_monitor.fleet.is_live(worker_id)
+                if worker_id in self._lost_last and not is_live:
+                    self._streams.on_worker_lost(worker_id, now, is_excluded=False)
             case PlacementFailed():
                 self._streams.on_placement_failed(message, now)
             case QueueKeepalive():
@@ -135,6 +142,7 @@ class StreamDriver:
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         now = self._clock.now()
+        self._lost_last.append(process_id)
         is_excluded = loss in (Loss.UNRESPONSIVE, Loss.STUCK, Loss.DISCONNECTED, Loss.DOUBLED)
         self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
         self._streams.on_scheduler_lost(process_id, now)

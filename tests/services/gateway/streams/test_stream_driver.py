@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.gateway.streams.stream_driver import StreamDriver
-from shared.lifecycle.health import TICK_S
+from shared.lifecycle.health import TICK_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
@@ -35,6 +35,7 @@ class Cluster:
         health_monitor = HealthMonitor(self.gateway, clock, SeededRandomness(1), roles=("gateway",))
         self.driver = StreamDriver(self.gateway, clock, health_monitor)
         self.acknowledged: list[tuple[bytes, ...]] = []
+        self.aborted: list[tuple[bytes, str]] = []
 
     async def start(self) -> None:
         await self.driver.start()
@@ -44,8 +45,10 @@ class Cluster:
         await self.worker.subscribe(control("decode", "decode-1"), messages, self._on_control)
 
     def _on_control(self, message: AbortRequest | AckFinished) -> None:
-        assert isinstance(message, AckFinished)
-        self.acknowledged.append(message.placement_ids)
+        if isinstance(message, AbortRequest):
+            self.aborted.append((message.placement_id, message.reason))
+        else:
+            self.acknowledged.append(message.placement_ids)
 
     async def run_request(self, number: int) -> bytes:
         """Runs one request from submission to end. Returns its placement id."""
@@ -83,5 +86,22 @@ def test_stop_flushes_acknowledgements() -> None:
         await cluster.driver.stop()
         await asyncio.sleep(TICK_S / 2)
         assert cluster.acknowledged == [(finished,)]
+
+    run(main())
+
+
+def test_placement_on_a_worker_that_has_just_left_is_given_up_at_once() -> None:
+    """The worker announced its stop before the scheduler's message arrived."""
+
+    async def main() -> None:
+        cluster = Cluster()
+        await cluster.start()
+        cluster.driver.open(request("r1"), Recorder())
+        cluster.driver._on_lost("decode-1", Loss.STOPPED)
+        placed = Placed(request_id="r1", placement_id=b"1" * 16, worker_id="decode-1")
+        await cluster.scheduler.publish(placement("gateway-1"), placed)
+        await asyncio.sleep(TICK_S)
+        assert cluster.aborted == [(b"1" * 16, "superseded")]
+        await cluster.driver.stop()
 
     run(main())
