@@ -39,6 +39,9 @@ from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
+from kernels.reference.rotate_and_store_latent import (
+    rotate_and_store_latent as reference_rotate_and_store_latent,
+)
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
@@ -86,6 +89,7 @@ TRITON_MODULES = {
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "rows.rms_norm",
     "rotate_and_store": "kv.rotate_and_store",
+    "rotate_and_store_latent": "kv.rotate_and_store_latent",
     "sample": "sampling.sample",
     "scatter_blocks": "kv.scatter_blocks",
     "silu_and_mul": "rows.silu_and_mul",
@@ -100,6 +104,7 @@ CPU_MODULES = {
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "layer.rms_norm",
     "rotate_and_store": "attention.rotate_and_store",
+    "rotate_and_store_latent": "attention.rotate_and_store_latent",
     "silu_and_mul": "layer.gated",
 }
 # These need no compiled loops: the library multiplies by unpacked weights and oneDNN's.
@@ -167,6 +172,7 @@ penalize = Operation(torch_penalize)
 prefill_attention = Operation(reference_prefill_attention)
 rms_norm = Operation(reference_rms_norm)
 rotate_and_store = Operation(reference_rotate_and_store)
+rotate_and_store_latent = Operation(reference_rotate_and_store_latent)
 sample = Operation(torch_sample)
 scatter_blocks = Operation(torch_scatter_blocks)
 silu_and_mul = Operation(reference_silu_and_mul)
@@ -191,6 +197,21 @@ def linear(
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def per_head_linear(
+    x: Tensor, weights: Sequence[Tensor], *, is_batch_invariant: bool = False
+) -> Tensor:
+    """x [T, num_heads, K] and a weight [N, K] of each head, packed or not -> [T, num_heads, N].
+
+    One product a head, whose rows do not depend on the others where those of `linear` do not: the
+    rows of the library's batched products do.
+    """
+    products = [
+        linear(x[:, head], weight, is_batch_invariant=is_batch_invariant)
+        for head, weight in enumerate(weights)
+    ]
+    return torch.stack(products, dim=1)
 
 
 def lane_linear(

@@ -40,6 +40,21 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
 
 
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: a token's keys and values are one latent of `kv_rank` elements,
+    and `rope_dim` elements of key with its position, which all heads share.
+
+    A head's query has `nope_dim` elements without a position, and then `rope_dim`. `query_rank`
+    None: one product instead of two of low rank.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`."""
 
@@ -79,6 +94,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None  # then head_dim is of queries, and num_kv_heads 1
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of a head of attention's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def num_layers(self) -> int:

@@ -45,6 +45,11 @@ BACKENDS = {
         "cpu.attention.rotate_and_store",
         "gpu.kv.rotate_and_store",
     ),
+    "rotate_and_store_latent": (
+        "reference.rotate_and_store_latent",
+        "cpu.attention.rotate_and_store_latent",
+        "gpu.kv.rotate_and_store_latent",
+    ),
     "sample": ("torch_ops.sample", None, "gpu.sampling.sample"),
     "scatter_blocks": ("torch_ops.scatter_blocks", None, "gpu.kv.scatter_blocks"),
     "silu_and_mul": ("reference.silu_and_mul", "cpu.layer.gated", "gpu.rows.silu_and_mul"),

@@ -191,11 +191,18 @@ def _launch_latent_attention() -> None:
     """Of one rank of Kimi K2 (8 of 64 heads), and of all heads."""
     from kernels.gpu.attention.decode_attention import decode_attention
     from kernels.gpu.attention.prefill_attention import prefill_attention
+    from kernels.gpu.kv.rotate_and_store_latent import rotate_and_store_latent
 
     cache, tables = _empty(1, 100, 1, 64, 576), _empty(64, 512, dtype=torch.int32)
     lens, starts = _empty(64, dtype=torch.int32), _empty(65, dtype=torch.int32)
     for num_heads in (8, 64):
-        query = _empty(300, num_heads, 576)
+        query, latent, angles = _empty(300, num_heads, 576), _empty(300, 576), _empty(300, 32)
+        angles, slots = angles.float(), _empty(300, dtype=torch.int64)
+        rotate_and_store_latent(
+            *(query[..., 512:], latent, angles, angles, cache, slots),
+            norm=_empty(512),
+            eps=1e-6,
+        )
         options = {"value_dim": 512, "is_batch_invariant": True}
         prefill_attention(query, cache, tables, starts, lens, 0.1, **options)
         decode_attention(query[:64], cache, tables, lens, 0.1, **options)

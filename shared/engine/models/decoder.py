@@ -1,4 +1,4 @@
-"""A dense decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
+"""A decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
+from shared.engine.layers.latent_attention import LatentAttention
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
@@ -30,7 +31,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = GatedMlp(config, dtype=dtype)
 
@@ -64,6 +66,8 @@ class DecoderLayer(nn.Module):
         """The layer as one kernel; None if there is no kernel for it."""
         if self.self_attn.o_proj.mesh is not None:
             return None  # the kernel would sum the lanes itself
+        if isinstance(self.self_attn, LatentAttention):
+            return None
         norms = self.input_layernorm, self.post_attention_layernorm
         return fused_layer(self.self_attn, self.mlp, norms)
 
@@ -94,6 +98,8 @@ class SandwichLayer(DecoderLayer):
 
     def fused(self) -> FusedLayer | None:
         if self.self_attn.o_proj.mesh is not None:
+            return None
+        if isinstance(self.self_attn, LatentAttention):
             return None
         before = self.input_layernorm, self.pre_feedforward_layernorm
         after = self.post_attention_layernorm, self.post_feedforward_layernorm

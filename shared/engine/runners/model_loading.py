@@ -13,9 +13,10 @@ import torch
 
 from shared.clock import Clock, MonotonicClock
 from shared.config import LOAD_FORMATS
-from shared.engine.layers.attention import Attention
+from shared.engine.layers.attention import PagedAttention
+from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import MatrixModule, ProductModule
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.formed_tensors import FormedTensors
@@ -23,7 +24,7 @@ from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
-from shared.kv_layout import KvLayout, PagedKv, Reach, group_layers
+from shared.kv_layout import KvLayout, LatentKv, LayerState, PagedKv, Reach, group_layers
 from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
@@ -80,11 +81,15 @@ def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
     """Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
-    states = [
-        PagedKv(config.num_kv_heads, config.head_dim, dtype, _bounded_reach(config, layer.reach))
-        for layer in config.layers
-    ]
+    states = [_layer_state(config, layer, dtype) for layer in config.layers]
     return KvLayout(group_layers(states), block_size, hash_tokens=block_size)
+
+
+def _layer_state(config: ModelConfig, layer: LayerConfig, dtype: str) -> LayerState:
+    if config.latent is not None:
+        return LatentKv(config.latent.kv_rank, config.latent.rope_dim, dtype)
+    reach = _bounded_reach(config, layer.reach)
+    return PagedKv(config.num_kv_heads, config.head_dim, dtype, reach)
 
 
 def _bounded_reach(config: ModelConfig, reach: Reach) -> Reach:
@@ -139,6 +144,8 @@ def open_weights(
         return
     with open_checkpoint(model_dir) as tensors:
         read = FormedTensors(tensors, config.checkpoint)
+        if read.dropped:
+            log.info("tensors_not_used", count=len(read.dropped), first=read.dropped[0])
         yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
 
 
@@ -149,7 +156,7 @@ def finish_model(
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
     for module in model.modules():
-        if isinstance(module, ProductModule):
+        if isinstance(module, ProductModule | LatentExpansion):
             module.pack()
     if activations == "bf16-exchange" and isinstance(model, Decoder):
         model.round_sums()
@@ -161,5 +168,5 @@ def set_mode(model: LayerStack, mode: Mode) -> None:
     for module in model.modules():
         if isinstance(module, MatrixModule):
             module.set_batch_invariance(is_batch_invariant=mode == "exact")
-        elif isinstance(module, Attention):
+        elif isinstance(module, PagedAttention | LatentExpansion):
             module.is_batch_invariant = mode == "exact"

@@ -15,14 +15,20 @@ from shared.errors import CheckpointError
 
 
 class FormedTensors:
-    """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows."""
+    """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows.
+
+    `dropped`: names of the checkpoint that the model does not use.
+    """
 
     def __init__(self, tensors: WeightSource, form: CheckpointForm) -> None:
         """Raises CheckpointError if two tensors have one name."""
         self._tensors = tensors
         self._paired = [(re.compile(pattern), rows) for pattern, rows in form.paired]
         self._source: dict[str, str] = {}
-        for given, name in model_names(tensors.names(), form):
+        names = tensors.names()
+        found = model_names(names, form)
+        self.dropped = sorted(set(names) - {given for given, _ in found})
+        for given, name in found:
             other = self._source.setdefault(name, given)
             if other != given:
                 raise CheckpointError(

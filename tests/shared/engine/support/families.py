@@ -43,6 +43,21 @@ LONGROPE = {
 }
 
 
+# Dense layers only; ranks, dims and eps differ from each other and from their defaults.
+DEEPSEEK = {
+    "head_dim": 8,
+    "num_key_value_heads": 3,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 14,
+    "first_k_dense_replace": 3,
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
+
+
 @dataclass(frozen=True)
 class Family:
     architecture: str
@@ -129,5 +144,10 @@ FAMILIES = {
     "phi3, longrope": Family(
         "Phi3ForCausalLM",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "deepseek": Family("DeepseekV3ForCausalLM", DEEPSEEK),
+    "deepseek, full queries, biases, halves": Family(
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
     ),
 }
