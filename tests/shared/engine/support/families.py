@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.shared.engine.support.checkpoints import write_model
@@ -90,6 +93,30 @@ class MultimodalGemma3(Family):
         )
 
 
+class KimiText(Family):
+    """The names of Kimi K2.5 on the Hub, beside an image encoder and a layer that predicts a second
+    token. (transformers' own writer of this architecture gives other names.)
+    """
+
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        model = write_model(folder, "DeepseekV3ForCausalLM", **{**SHAPE, **self.fields, **options})
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        number = SHAPE["num_hidden_layers"]
+        unused = torch.ones(2)
+        renamed[f"language_model.model.layers.{number}.eh_proj.weight"] = unused
+        renamed["vision_tower.encoder.blocks.0.wqkv.weight"] = unused.clone()
+        renamed["mm_projector.proj.0.weight"] = unused.clone()
+        save_file(renamed, path, {"format": "pt"})
+        config = folder / "config.json"
+        text = {**json.loads(config.read_text()), "model_type": "kimi_k2"}
+        text["architectures"] = ["DeepseekV3ForCausalLM"]
+        whole = {"architectures": [self.architecture], "model_type": "kimi_k25", "eos_token_id": 2}
+        config.write_text(json.dumps({**whole, "text_config": text}))
+        return model
+
+
 FAMILIES = {
     "llama, yarn": Family("LlamaForCausalLM", {"rope_parameters": YARN}),
     "llama, dynamic": Family(
@@ -150,4 +177,5 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
     ),
+    "kimi, text": KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "q_lora_rank": None}),
 }
