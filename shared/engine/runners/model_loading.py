@@ -119,9 +119,12 @@ def empty_model(
 
 @dataclass(frozen=True, slots=True)
 class OpenedWeights:
-    """Tensors by the model's names. `described`: other inputs that determine the weights."""
+    """Tensors by the model's names, and as they are stored. `described`: other inputs that
+    determine the weights.
+    """
 
     tensors: WeightSource
+    stored: WeightSource
     described: bytes
     revision: Callable[[], str]
 
@@ -140,13 +143,13 @@ def open_weights(
         norm_weight = 0.0 if config.has_unit_offset_norms else 1.0
         dummy = DummyTensors(model_dir, model.weight_destinations(), norm_weight=norm_weight)
         described += dummy.identity.encode()
-        yield OpenedWeights(dummy, described, lambda: weights_digest(dummy, described))
+        yield OpenedWeights(dummy, dummy, described, lambda: weights_digest(dummy, described))
         return
     with open_checkpoint(model_dir) as tensors:
         read = FormedTensors(tensors, config.checkpoint)
         if read.dropped:
             log.info("tensors_not_used", count=len(read.dropped), first=read.dropped[0])
-        yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
+        yield OpenedWeights(read, tensors, described, lambda: weights_digest(tensors, described))
 
 
 def finish_model(
