@@ -10,7 +10,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
 
 
@@ -19,7 +19,7 @@ class Attention(nn.Module):
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
@@ -45,9 +45,11 @@ class Attention(nn.Module):
         self.parts = {} if config.has_fused_projections else {"qkv_proj": parts}
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.has_qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, config, dtype=dtype)
+        if config.has_qk_norm or layer.has_weightless_qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, config, dtype=dtype, has_weight=config.has_qk_norm)
+                for _ in range(2)
+            )
 
     def destinations(self) -> dict[str, Tensor]:
         return child_destinations(self, self.parts)
@@ -68,6 +70,8 @@ class Attention(nn.Module):
 
     def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape."""
+        if inputs.query_factors is not None:
+            query = (query.float() * inputs.query_factors[:, None, None]).to(query.dtype)
         out: Tensor | None = None
         if inputs.prefill is not None:
             rows = inputs.prefill.rows

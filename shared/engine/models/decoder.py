@@ -30,7 +30,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        self.self_attn = Attention(config, layer, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = GatedMlp(config, dtype=dtype)
 
@@ -128,11 +128,13 @@ class LayerStack(nn.Module):
         """x [T, hidden], positions [T]; KV cache and inputs of each layer -> [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
+        unrotated = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
         update = None
         for layer, each, kv_cache, own in zip(
             self.layers, self.layer_config.layers, kv_caches, inputs, strict=True
         ):
-            angles = cos[each.rope_index], sin[each.rope_index]
+            index = each.rope_index
+            angles = unrotated if index is None else (cos[index], sin[index])
             x, update = layer(x, update, *angles, kv_cache, own)
         return x if update is None else x + update
 
