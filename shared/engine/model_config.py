@@ -55,11 +55,23 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_rank: int | None = None
 
 
+class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries at position p are multiplied by log1p(floor((p + 1) / floor_scale)) * scale + 1.
+
+    Scalable-Softmax (Nakanishi 2025), as in Llama 4: attention over more keys stays as sharp.
+    """
+
+    floor_scale: float
+    scale: float
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`."""
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation."""
 
     reach: Reach = None
-    rope_index: int = 0
+    rope_index: int | None = 0
+    query_temperature: QueryTemperature | None = None
+    has_weightless_qk_norm: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,12 +10,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.engine.model_config import ModelConfig
-from shared.engine.models import deepseek, gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from shared.engine.models import (
+    deepseek,
+    gemma2,
+    gemma3,
+    llama,
+    llama4,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]
 FAMILIES: dict[str, Configure] = {
     "LlamaForCausalLM": llama.configure,
+    "Llama4ForCausalLM": llama4.configure,
+    "Llama4ForConditionalGeneration": llama4.configure_text_part,
     "MistralForCausalLM": mistral.configure,
     "Qwen2ForCausalLM": qwen2.configure,
     "Qwen3ForCausalLM": qwen3.configure,

@@ -72,6 +72,15 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
     return fields
 
 
+def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a multimodal model's text part. Raises CheckpointError if it is missing."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("text_config is missing")
+    names = ("tie_word_embeddings", "quantization_config")
+    return {**text, **{name: given[name] for name in names if name in given}}
+
+
 def decoder_config(
     fields: ConfigFields,
     *,

@@ -32,7 +32,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         attention = Attention if config.latent is None else LatentAttention
-        self.self_attn = attention(config, dtype=dtype)
+        self.self_attn = attention(config, layer, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = GatedMlp(config, dtype=dtype)
 
@@ -134,11 +134,13 @@ class LayerStack(nn.Module):
         """x [T, hidden], positions [T]; KV cache and inputs of each layer -> [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
+        unrotated = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
         update = None
         for layer, each, kv_cache, own in zip(
             self.layers, self.layer_config.layers, kv_caches, inputs, strict=True
         ):
-            angles = cos[each.rope_index], sin[each.rope_index]
+            index = each.rope_index
+            angles = unrotated if index is None else (cos[index], sin[index])
             x, update = layer(x, update, *angles, kv_cache, own)
         return x if update is None else x + update
 

@@ -20,6 +20,7 @@ from shared.engine.models.config_fields import (
     config_fields,
     decoder_config,
     layer_ropes,
+    text_fields,
 )
 from shared.engine.models.rope_config import softmax_mscale
 from shared.errors import CheckpointError
@@ -72,11 +73,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
     """The text part of Kimi K2.5, which is served for text only."""
-    text = given.get("text_config")
-    if not isinstance(text, dict):
-        raise CheckpointError("text_config is missing")
-    above = {name: given[name] for name in ("quantization_config",) if name in given}
-    config = configure({"tie_word_embeddings": False, **text, **above})
+    config = configure({"tie_word_embeddings": False, **text_fields(given)})
     form = replace(
         config.checkpoint,
         renames=TEXT_PART.renames,

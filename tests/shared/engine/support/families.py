@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_model
 
 # 3 query heads share one KV head; windows end within a block and within a tile
 SHAPE = {
@@ -60,6 +60,23 @@ DEEPSEEK = {
     "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
 
+# chunks and steps of the temperature that a prompt crosses several times; both rope factors equal
+LLAMA4 = {
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 80,
+    "num_hidden_layers": 4,
+    "moe_layers": [],
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 4,
+    "attn_scale": 0.4,
+    "rope_parameters": {
+        **LLAMA3_ROPE,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -68,6 +85,32 @@ class Family:
 
     def write(self, folder: Path, **options: Any) -> PreTrainedModel:
         return write_model(folder, self.architecture, **{**SHAPE, **self.fields, **options})
+
+
+class MultimodalLlama4(Family):
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        }
+        text = {"vocab_size": 199, "initializer_range": 0.25, "pad_token_id": 0, "eos_token_id": 2}
+        return write_model(
+            folder,
+            self.architecture,
+            text_config={**text, **SHAPE, **self.fields},
+            vision_config=vision,
+            image_token_index=0,
+            boi_token_index=1,
+            eoi_token_index=3,
+            **options,
+        )
 
 
 class MultimodalGemma3(Family):
@@ -163,6 +206,22 @@ FAMILIES = {
         },
     ),
     "gemma3, text of a multimodal one": MultimodalGemma3("Gemma3ForConditionalGeneration", GEMMA3),
+    "llama4": Family("Llama4ForCausalLM", LLAMA4),
+    "llama4, listed layers, no norms": Family(
+        "Llama4ForCausalLM",
+        {**LLAMA4, "use_qk_norm": False, "no_rope_layers": [0, 1, 1, 0], "attention_bias": True},
+    ),
+    "llama4, no temperature": Family(
+        "Llama4ForCausalLM",
+        {
+            **LLAMA4,
+            "num_hidden_layers": 5,
+            "no_rope_layers": [],
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "llama4, text of a multimodal one": MultimodalLlama4("Llama4ForConditionalGeneration", LLAMA4),
     "phi3": Family("Phi3ForCausalLM", {}),
     "phi3, window, partly rotated": Family(
         "Phi3ForCausalLM",
