@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.kv_layout import Reach, Window
+from shared.engine.checkpoint_form import CheckpointForm
+from shared.kv_layout import Reach
 
 
 class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
@@ -39,19 +40,18 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
 
 
-class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`window`: the last tokens that attention sees, None: all; `rope_index` indexes `ropes`."""
+class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`."""
 
-    window: int | None = None
+    reach: Reach = None
     rope_index: int = 0
 
-    @property
-    def reach(self) -> Reach:
-        return None if self.window is None else Window(self.window)
 
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`max_position_embeddings` is the longest context served, in tokens.
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_position_embeddings` is the longest context served, in tokens."""
+    The revision of weights depends on the encoded config: a new field needs a default.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -75,7 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_post_norms: bool = False  # a norm also after attention and MLP
     has_unit_offset_norms: bool = False  # the checkpoint stores a norm's weight minus 1
     has_fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
-    is_text_part: bool = False  # the checkpoint also has an image encoder
+    checkpoint: CheckpointForm = CheckpointForm()
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

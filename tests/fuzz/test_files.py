@@ -28,10 +28,11 @@ from services.gateway.text.model_files import ModelFiles
 from services.local.credentials import Credential
 from services.local.join import signalled_process
 from services.local.state import ClusterState, StateDir, running_cluster
+from shared.engine.checkpoint_form import TEXT_PART
 from shared.engine.models import FAMILIES
 from shared.engine.models.checkpoint_config import read_config
+from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
-from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.shared_file import (
     PackedFile,
     Source,
@@ -240,7 +241,7 @@ def test_weights(shard: bytes | None, index: bytes | None) -> None:
 
     def read() -> None:
         with open_checkpoint(folder) as tensors:
-            weights_digest(TextTensors(tensors), b"")
+            weights_digest(FormedTensors(tensors, TEXT_PART), b"")
 
     reads_or_rejects_clearly(read, CheckpointError)
 

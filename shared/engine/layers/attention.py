@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kernels.ops import decode_attention, prefill_attention, rotate_and_store
 from shared.engine.layers.attention_inputs import AttentionInputs
+from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.model_config import ModelConfig
@@ -39,11 +40,17 @@ class Attention(nn.Module):
             dtype=dtype,
             lane_borders=head_lanes(config.num_heads, config.head_dim),
         )
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.parts = {} if config.has_fused_projections else {"qkv_proj": parts}
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.has_qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config, dtype=dtype)
+
+    def destinations(self) -> dict[str, Tensor]:
+        return child_destinations(self, self.parts)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs

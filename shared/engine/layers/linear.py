@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,18 @@ class Linear(ProductModule):
         self.mesh, self.lanes = mesh, lanes
         self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()
+
+    def destinations(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {"weight": self.parameter}
+        return found if self.bias is None else {**found, "bias": self.bias}
+
+    def part_destinations(self, rows: Mapping[str, int]) -> dict[str, Tensor]:
+        """Of the linear layers that a checkpoint has instead of this one: name -> output rows."""
+        return {
+            f"{part}.{kind}": tensor
+            for kind, whole in self.destinations().items()
+            for part, tensor in zip(rows, whole.split(list(rows.values())), strict=True)
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh is None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import gelu_and_mul, silu_and_mul
+from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
 from shared.engine.parallel.cuts import column_lanes
@@ -22,6 +23,11 @@ class GatedMlp(nn.Module):
         self.down_proj = Linear(inner, hidden, has_bias=has_bias, dtype=dtype, lane_borders=lanes)
         self.activation = config.activation
         self.gate = GATES[config.activation]
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.parts = {} if config.has_fused_projections else {"gate_up_proj": parts}
+
+    def destinations(self) -> dict[str, Tensor]:
+        return child_destinations(self, self.parts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate(self.gate_up_proj(x)))

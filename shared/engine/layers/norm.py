@@ -14,6 +14,9 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
         self.has_unit_offset = config.has_unit_offset_norms
 
+    def destinations(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, has_unit_offset=self.has_unit_offset)
 

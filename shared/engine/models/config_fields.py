@@ -14,6 +14,7 @@ import msgspec
 from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.models.rope_config import RopeFields, rope_config, rope_fields, served_context
 from shared.errors import CheckpointError
+from shared.kv_layout import Reach, Window
 
 # Limits far above any model: a larger value is an error instead of exhausting the memory.
 Positive = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
@@ -100,7 +101,7 @@ def decoder_config(
         attention_scale=head_dim**-0.5,
         layers=tuple(
             LayerConfig(
-                window=fields.sliding_window if layer_type == SLIDING else None,
+                reach=_reach(fields, layer_type),
                 rope_index=len(ropes) - 1 if layer_type == SLIDING else 0,
             )
             for layer_type in layer_types
@@ -108,6 +109,13 @@ def decoder_config(
         ropes=tuple(rope_config(rope) for rope in ropes),
         has_tied_embeddings=fields.tie_word_embeddings,
     )
+
+
+def _reach(fields: ConfigFields, layer_type: str) -> Reach:
+    if layer_type == FULL:
+        return None
+    assert fields.sliding_window is not None  # see _layer_types
+    return Window(fields.sliding_window)
 
 
 def _num_kv_heads(fields: ConfigFields) -> int:

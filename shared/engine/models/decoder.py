@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from kernels.ops import SumLanes
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
+from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
-from shared.engine.layers.linear import Linear
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 
 
@@ -27,12 +27,15 @@ class DecoderLayer(nn.Module):
     output of a layer's MLP.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.self_attn = Attention(config, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = GatedMlp(config, dtype=dtype)
+
+    def destinations(self) -> dict[str, Tensor]:
+        return child_destinations(self)
 
     def forward(
         self,
@@ -68,8 +71,8 @@ class DecoderLayer(nn.Module):
 class SandwichLayer(DecoderLayer):
     """Also has a norm after attention and one after the MLP."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype=dtype)
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, dtype=dtype)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
 
@@ -107,7 +110,9 @@ class LayerStack(nn.Module):
         super().__init__()
         self.layer_config = config
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
-        self.layers = nn.ModuleList(layer_class(config, dtype=dtype) for _ in config.layers)
+        self.layers = nn.ModuleList(
+            layer_class(config, layer, dtype=dtype) for layer in config.layers
+        )
         with torch.device("cpu"):  # for the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
         self.register_buffer("cos", cos, persistent=False)
@@ -153,18 +158,11 @@ class LayerStack(nn.Module):
 
     def layer_destinations(self, first_layer: int = 0) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> their destinations; fused parameters are split."""
-        config = self.layer_config
-        parts = {} if config.has_fused_projections else _fused_parts(config)
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers, first_layer):
-            for name, module in layer.named_modules():
-                place = f"model.layers.{index}.{name}"
-                if isinstance(module, RMSNorm):
-                    found[f"{place}.weight"] = module.weight
-                elif isinstance(module, Linear):
-                    rows = parts.get(name, {name: module.parameter.shape[0]})
-                    for part, tensor in _cut(module, rows).items():
-                        found[f"model.layers.{index}.{part}"] = tensor
+            assert isinstance(layer, DecoderLayer)
+            for name, tensor in layer.destinations().items():
+                found[f"model.layers.{index}.{name}"] = tensor
         return found
 
 
@@ -206,30 +204,3 @@ class Decoder(LayerStack):
             found["lm_head.weight"] = self.lm_head.parameter
         found |= self.layer_destinations()
         return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def _fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """Fused layer -> the checkpoint's layers that it consists of, and their output rows."""
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
-    return {
-        "self_attn.qkv_proj": {
-            "self_attn.q_proj": query,
-            "self_attn.k_proj": key,
-            "self_attn.v_proj": key,
-        },
-        "mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
-    }
-
-
-def _cut(linear: Linear, parts: dict[str, int]) -> dict[str, Tensor]:
-    """The output rows of a linear layer, by the names of its parts."""
-    sizes = list(parts.values())
-    named = {
-        f"{part}.weight": tensor
-        for part, tensor in zip(parts, linear.parameter.split(sizes), strict=True)
-    }
-    if linear.bias is not None:
-        for part, tensor in zip(parts, linear.bias.split(sizes), strict=True):
-            named[f"{part}.bias"] = tensor
-    return named

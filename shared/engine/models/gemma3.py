@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shared.engine.checkpoint_form import TEXT_PART
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.config_fields import FULL, SLIDING, ConfigFields, config_fields, rope_of
 from shared.engine.models.gemma2 import gemma_decoder
@@ -47,7 +48,7 @@ def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError("text_config is missing")
     names = ("tie_word_embeddings", "quantization_config")
     above = {name: given[name] for name in names if name in given}
-    return replace(configure({**text, **above}), is_text_part=True)
+    return replace(configure({**text, **above}), checkpoint=TEXT_PART)
 
 
 def _ropes(fields: ConfigFields) -> dict[str, Any]:

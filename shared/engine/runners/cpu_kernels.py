@@ -26,7 +26,7 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         config.num_kv_heads * config.head_dim,
     )
     is_masked = [
-        layer.window is not None or config.attention_softcap is not None for layer in config.layers
+        layer.reach is not None or config.attention_softcap is not None for layer in config.layers
     ]
     has_layer_kernel = (
         cpu_host().has_gemm(kv_layout.dtype)

@@ -18,8 +18,8 @@ from shared.engine.layers.linear import MatrixModule, ProductModule
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.dummy_weights import DummyTensors
+from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
-from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
@@ -138,7 +138,7 @@ def open_weights(
         yield OpenedWeights(dummy, described, lambda: weights_digest(dummy, described))
         return
     with open_checkpoint(model_dir) as tensors:
-        read: WeightSource = TextTensors(tensors) if config.is_text_part else tensors
+        read = FormedTensors(tensors, config.checkpoint)
         yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
 
 

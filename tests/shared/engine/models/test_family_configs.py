@@ -114,7 +114,7 @@ def test_published_config_equals_its_rewrite_by_transformers(tmp_path: Path, kin
 def test_windows_apply_to_the_right_layers(tmp_path: Path) -> None:
     def windows(kind: str, **changes: Any) -> list[int | None]:
         config = _read(tmp_path, {**_written(kind), **changes})
-        return [layer.window for layer in config.layers]
+        return [layer.reach and layer.reach.tokens for layer in config.layers]
 
     assert windows("MistralForCausalLM", sliding_window=7) == [7] * 8
     assert windows("MistralForCausalLM, no window") == [None] * 8
@@ -129,7 +129,7 @@ def test_gemma3_has_a_rope_for_each_kind_of_layer(tmp_path: Path) -> None:
     config = _read(tmp_path, _written("Gemma3ForCausalLM"))
     assert [rope.theta for rope in config.ropes] == [500_000.0, 5_000.0]
     assert [layer.rope_index for layer in config.layers] == [1, 1, 1, 1, 1, 0, 1, 1]
-    assert all((layer.window is None) == (layer.rope_index == 0) for layer in config.layers)
+    assert all((layer.reach is None) == (layer.rope_index == 0) for layer in config.layers)
 
 
 @pytest.mark.parametrize("older", ["su", "yarn"])

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shared.engine.checkpoint_form import TEXT_PART
 from shared.engine.codec.compress import compress_folder
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.dummy_weights import DummyTensors
+from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint
-from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.weight_source import WeightSource, read_tensor
 from tests.shared.engine.codec.folders import Silent
 
@@ -47,7 +48,7 @@ def opened(kind: str, folder: Path) -> Iterator[WeightSource]:
     with ExitStack() as stack:
         where = folder / ("bundle" if kind == "bundle" else "plain")
         tensors = stack.enter_context(open_checkpoint(where))
-        yield TextTensors(tensors) if kind == "text" else tensors
+        yield FormedTensors(tensors, TEXT_PART) if kind == "text" else tensors
 
 
 @pytest.mark.parametrize("kind", ["plain", "bundle", "dummy", "text"])

@@ -1,0 +1,86 @@
+"""A checkpoint's tensors by the model's names, with rows in the model's order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.engine.checkpoint_form import CheckpointForm, PairedRows
+from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
+from shared.errors import CheckpointError
+
+
+class FormedTensors:
+    """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows."""
+
+    def __init__(self, tensors: WeightSource, form: CheckpointForm) -> None:
+        """Raises CheckpointError if two tensors have one name."""
+        self._tensors = tensors
+        self._paired = [(re.compile(pattern), rows) for pattern, rows in form.paired]
+        self._source: dict[str, str] = {}
+        for given, name in model_names(tensors.names(), form):
+            other = self._source.setdefault(name, given)
+            if other != given:
+                raise CheckpointError(
+                    f"{tensors.path(given)}: tensors {other} and {given} are both {name}"
+                )
+
+    def names(self) -> list[str]:
+        return sorted(self._source)
+
+    def files(self) -> list[Path]:
+        return self._tensors.files()
+
+    def path(self, name: str) -> Path:
+        return self._tensors.path(self._source[name])
+
+    def info(self, name: str) -> TensorInfo:
+        return self._tensors.info(self._source[name])
+
+    def content(self, name: str) -> Content:
+        return self._tensors.content(self._source[name])
+
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
+        """Raises ValueError for a cut through a head of paired rows."""
+        for pattern, rows in self._paired:
+            if pattern.fullmatch(name):
+                _check_heads(name, cut, rows.head)
+                paired = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+                self._tensors.read_into(self._source[name], cut, paired)
+                out.copy_(paired.index_select(0, halves(len(out), rows).to(out.device)))
+                return
+        self._tensors.read_into(self._source[name], cut, out)
+
+
+def model_names(names: list[str], form: CheckpointForm) -> list[tuple[str, str]]:
+    """The checkpoint's name and the model's name of each tensor that is not dropped."""
+    dropped = [re.compile(pattern) for pattern in form.dropped]
+    renames = [(re.compile(pattern), new) for pattern, new in form.renames]
+    found = []
+    for given in names:
+        if any(pattern.match(given) for pattern in dropped):
+            continue
+        name = given
+        for pattern, new in renames:
+            name = pattern.sub(new, name)
+        found.append((given, name))
+    return found
+
+
+def halves(num_rows: int, paired: PairedRows) -> Tensor:
+    """[num_rows] the checkpoint's row of each of the model's rows. Raises ValueError."""
+    if num_rows % paired.head:
+        raise ValueError(f"{num_rows} rows are no heads of {paired.head} rows")
+    rows = torch.arange(num_rows).view(-1, paired.head)
+    rotated = rows[:, paired.first : paired.first + paired.dim]
+    rotated.copy_(torch.cat((rotated[:, ::2], rotated[:, 1::2]), dim=1))
+    return rows.view(-1)
+
+
+def _check_heads(name: str, cut: Cut, head: int) -> None:
+    if any(first % head or end % head for first, end in cut.rows or ()):
+        raise ValueError(f"tensor {name}: rows {cut.rows} cut a head of {head} rows")
