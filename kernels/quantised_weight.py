@@ -6,11 +6,11 @@
 The product is computed in FP32 and rounded once to `dtype`: the bits that a dequantised checkpoint
 has. Transcoding moves codes and scales, and changes none.
 
-A tile of int4 is 512 bytes, nibbles [2, 4, 8, 2, 8]: nibble j of the word of half w, octet o, row r
-and parity b, lower nibbles first, is row 8 · o + r and column 16 · w + 2 · j + b. Shifted words then
-yield pairs of columns of eight rows, as pairs are multiplied. A tile of fp8 is 1024 bytes, [16, 4,
-2, 4, 2]: byte (p, a, h, c, b) is row 16 · h + 4 · a + c and column 2 · p + b, the order in which
-bytes of two registers are interleaved.
+A tile of int4 is 512 bytes, nibbles [2, 4, 8, 2, 8]: nibble j of the word of half w, octet o, row
+r and parity b, lower nibbles first, is row 8 · o + r and column 16 · w + 2 · j + b. Shifted words
+then yield pairs of columns of eight rows, as pairs are multiplied. A tile of fp8 is 1024 bytes,
+[16, 4, 2, 4, 2]: byte (p, a, h, c, b) is row 16 · h + 4 · a + c and column 2 · p + b, the order in
+which bytes of two registers are interleaved.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ LEAST_SCALE = 2.0**-100
 SYMMETRIC_ZERO = 8  # of int4
 
 
+PlaneShape = tuple[torch.dtype, tuple[int, int, int]]
+
+
 @dataclass(frozen=True)
 class Int4Layout:
     """`group`: columns that share a scale; a multiple of 32, or all. Scales are FP32 or BF16."""
@@ -44,7 +47,7 @@ class Int4Layout:
     has_tiny_scales: bool = False
 
     @property
-    def planes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def planes(self) -> dict[str, PlaneShape]:
         strips, steps = _blocks(self.shape)
         groups = -(-self.shape[1] // self.group)
         scales = getattr(torch, self.scale_dtype), (strips, groups, BLOCK)
@@ -60,7 +63,7 @@ class Fp8Layout:
     scale_rows: int
 
     @property
-    def planes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def planes(self) -> dict[str, PlaneShape]:
         strips, steps = _blocks(self.shape)
         scales = strips, BLOCK // self.scale_rows, -(-self.shape[1] // FP8_BLOCK)
         return {
@@ -180,7 +183,8 @@ def fp8_weight(parts: Sequence[Fp8Part], dtype: torch.dtype) -> QuantisedWeight:
     by_row = [
         part.scale.repeat_interleave(FP8_BLOCK, 0)[: len(part.codes)].float() for part in parts
     ]
-    scales = _whole_blocks(torch.cat(by_row), columns=1).view(len(weight.planes["codes"]), BLOCK, -1)
+    whole = _whole_blocks(torch.cat(by_row), columns=1)
+    scales = whole.view(-1, BLOCK, whole.shape[1])
     weight.planes["scales"].copy_(scales[:, :: layout.scale_rows])
     for strip, rows in _row_pieces(joined):
         tiles = _fp8_tiles(_whole_blocks(rows))

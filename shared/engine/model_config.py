@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.quantisation.quantisation import LayerFormats
 from shared.kv_layout import Reach
 
 
@@ -41,10 +42,13 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`."""
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`; `formats` of the
+    weights, None: dense.
+    """
 
     reach: Reach = None
     rope_index: int = 0
+    formats: LayerFormats | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,3 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_quantised(self) -> bool:
+        return any(layer.formats is not None for layer in self.layers)

@@ -182,6 +182,7 @@ def _library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int)
     if isinstance(weight, LibraryLanes):
         return add_lanes(_lane_products(rows, weight.parts, lanes, weight.shape[0]), num_sums)
     sums = x.new_empty((num_sums, len(x), weight.shape[0]), dtype=torch.float32)
+    assert not isinstance(weight, QuantisedWeight)
     for low, high, dense in _dense_pieces(weight):
         parts = [
             pack_for_library(dense[:, first:end].float()) if end > first else None

@@ -46,8 +46,8 @@ def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
     text = given.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError("text_config is missing")
-    names = ("tie_word_embeddings", "quantization_config")
-    above = {name: given[name] for name in names if name in given}
+    name = "tie_word_embeddings"
+    above = {name: given[name]} if name in given else {}
     return replace(configure({**text, **above}), checkpoint=TEXT_PART)
 
 

@@ -20,6 +20,7 @@ from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
+from shared.engine.weights.quantised_tensors import QuantisedTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
@@ -138,7 +139,10 @@ def open_weights(
         yield OpenedWeights(dummy, described, lambda: weights_digest(dummy, described))
         return
     with open_checkpoint(model_dir) as tensors:
-        read = FormedTensors(tensors, config.checkpoint)
+        read: WeightSource = FormedTensors(tensors, config.checkpoint)
+        if (formats := config.layers[0].formats) is not None:
+            destinations = model.weight_destinations()
+            read = QuantisedTensors(read, formats.quantisation, destinations)
         yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
 
 
@@ -151,6 +155,11 @@ def finish_model(
     for module in model.modules():
         if isinstance(module, ProductModule):
             module.pack()
+    if model.layer_config.is_quantised:
+        report = weights_report(model)
+        log.info(
+            "weights_quantised", num=report.num_quantised, num_bytes=report.num_quantised_bytes
+        )
     if activations == "bf16-exchange" and isinstance(model, Decoder):
         model.round_sums()
     model.fuse()

@@ -6,6 +6,7 @@ BF16, decodes it: an instruction looks up 64 bytes in 128 (VPERMI2B of AVX-512 V
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,12 @@ def decode_fp8(_: Any, codes: Any, table: Any, out: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         codes, table, out = args
         lows = [_load(builder, table, at, _BYTES) for at in (0, _REGISTER)]
-        highs = [
-            _load(builder, table, NUM_MAGNITUDES + at, _BYTES) for at in (0, _REGISTER)
-        ]
+        highs = [_load(builder, table, NUM_MAGNITUDES + at, _BYTES) for at in (0, _REGISTER)]
         signs = ir.Constant(_BYTES, [0x80] * _REGISTER)
         for pair in range(_PAIRS):
             code = _load(builder, codes, pair * _REGISTER, _BYTES)
-            low = _looked_up(builder, *lows, code)
-            high = builder.xor(_looked_up(builder, *highs, code), builder.and_(code, signs))
+            low = _looked_up(builder, lows, code)
+            high = builder.xor(_looked_up(builder, highs, code), builder.and_(code, signs))
             for side in range(2):
                 order = [each for lane in LANE_OF[side] for each in (lane, _REGISTER + lane)]
                 mask = ir.Constant(ir.VectorType(_I32, _REGISTER), [int(each) for each in order])
@@ -74,13 +73,13 @@ def decode_fp8(_: Any, codes: Any, table: Any, out: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def _looked_up(builder: Any, first: Any, second: Any, index: Any) -> Any:
+def _looked_up(builder: Any, table: Sequence[Any], index: Any) -> Any:
     """Bytes of a table of 128 by the lower seven bits of each index."""
     name = "llvm.x86.avx512.vpermi2var.qi.512"
     function = builder.module.globals.get(name) or ir.Function(
         builder.module, ir.FunctionType(_BYTES, [_BYTES] * 3), name
     )
-    return builder.call(function, [first, index, second])
+    return builder.call(function, [table[0], index, table[1]])
 
 
 def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:

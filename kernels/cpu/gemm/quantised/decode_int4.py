@@ -1,8 +1,9 @@
 """Decodes a tile of int4, see kernels/quantised_weight.py, to BF16 pairs [16, 32, 2].
 
-A register holds the words of eight rows, two of each row: shifted by 4 · j their lowest nibbles are
-columns 2 · j and 2 · j + 1. A table maps nibbles to FP32; the conversion to BF16 joins two registers
-to a row of the tile. VPERMPS, VCVTNE2PS2BF16: Intel 64 Architectures Software Developer's Manual.
+A register holds the words of eight rows, two of each row: shifted by 4 · j their lowest nibbles
+are columns 2 · j and 2 · j + 1. A table maps nibbles to FP32; the conversion to BF16 joins two
+registers to a row of the tile. (Intel 64 Architectures Software Developer's Manual, VPERMPS,
+VCVTNE2PS2BF16.)
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ _FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 
 
 @intrinsic
-def decode_int4(
-    _: Any, codes: Any, scales: Any, scale_dtype: Any, zeros: Any, out: Any
-) -> Any:
-    """Stores a tile at `out`. All are addresses; `scales` [32] of `scale_dtype`, FP32 or the bits of
-    BF16; `zeros` [32] uint8, or None for a zero of 8.
+def decode_int4(_: Any, codes: Any, scales: Any, scale_dtype: Any, zeros: Any, out: Any) -> Any:
+    """Stores a tile at `out`. All are addresses; `scales` [32] of `scale_dtype`, FP32 or the bits
+    of BF16; `zeros` [32] uint8, or None for a zero of 8.
     """
     has_zeros = zeros != types.none
 

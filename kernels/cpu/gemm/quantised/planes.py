@@ -13,7 +13,7 @@ class Int4Planes(NamedTuple):
     codes: Any  # [N / 32, K / 32, 512]
     scales: Any  # [N / 32, groups, 32] FP32, or the bits of BF16
     zeros: Any  # [N / 32, groups, 32] uint8, or None: 8
-    group_steps: int  # of 32 columns
+    group_steps: Any  # int64: of 32 columns
 
 
 class Fp8Planes(NamedTuple):

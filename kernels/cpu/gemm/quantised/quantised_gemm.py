@@ -39,7 +39,6 @@ from kernels.quantised_weight import Int4Layout, QuantisedWeight
 AHEAD = 4  # tiles that are prefetched before they are decoded
 
 
-
 def planes_for_products(weight: QuantisedWeight) -> Int4Planes | Fp8Planes | None:
     """None if this CPU, or the compiled loops, cannot decode the weight."""
     is_whole = all(size % BLOCK == 0 for size in weight.shape)
