@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.quantisation.quantisation import LayerFormats
 from shared.kv_layout import Reach
 
 
@@ -66,12 +67,15 @@ class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation."""
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation;
+    `formats` of the weights, None: dense.
+    """
 
     reach: Reach = None
     rope_index: int | None = 0
     query_temperature: QueryTemperature | None = None
     has_weightless_qk_norm: bool = False
+    formats: LayerFormats | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,3 +120,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_quantised(self) -> bool:
+        return any(layer.formats is not None for layer in self.layers)

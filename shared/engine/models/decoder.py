@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import SumLanes
+from shared.engine.layers.apply_formats import apply_formats
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
@@ -116,9 +117,11 @@ class LayerStack(nn.Module):
         super().__init__()
         self.layer_config = config
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
-        self.layers = nn.ModuleList(
-            layer_class(config, layer, dtype=dtype) for layer in config.layers
-        )
+        self.layers = nn.ModuleList()
+        for each in config.layers:
+            layer = layer_class(config, each, dtype=dtype)
+            apply_formats(layer, each.formats)
+            self.layers.append(layer)
         with torch.device("cpu"):  # for the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
         self.register_buffer("cos", cos, persistent=False)
