@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.moe_config import MoeConfig
 from shared.engine.quantisation.quantisation import LayerFormats
 from shared.kv_layout import Reach
 
@@ -69,6 +70,8 @@ class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation;
     `formats` of the weights, None: dense.
+
+    `moe`: experts in place of the dense MLP, whose size is the model's `intermediate_size`.
     """
 
     reach: Reach = None
@@ -76,6 +79,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     query_temperature: QueryTemperature | None = None
     has_weightless_qk_norm: bool = False
     formats: LayerFormats | None = None
+    moe: MoeConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -124,3 +128,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def is_quantised(self) -> bool:
         return any(layer.formats is not None for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.moe is not None for layer in self.layers)

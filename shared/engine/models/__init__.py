@@ -21,6 +21,7 @@ from shared.engine.models import (
     qwen2,
     qwen3,
 )
+from shared.engine.models.moe import glm4_moe, mixtral, qwen3_moe
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]
@@ -38,6 +39,9 @@ FAMILIES: dict[str, Configure] = {
     "DeepseekV3ForCausalLM": deepseek.configure,
     "KimiK25ForConditionalGeneration": deepseek.configure_text_part,
     "Kimi_K25ForConditionalGeneration": deepseek.configure_text_part,
+    "MixtralForCausalLM": mixtral.configure,
+    "Qwen3MoeForCausalLM": qwen3_moe.configure,
+    "Glm4MoeForCausalLM": glm4_moe.configure,
 }
 
 

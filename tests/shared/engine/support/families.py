@@ -77,6 +77,17 @@ LLAMA4 = {
     },
 }
 
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -237,4 +248,44 @@ FAMILIES = {
         {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
     ),
     "kimi, text": KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "q_lora_rank": None}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "qwen3 moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 17,
+            "num_experts_per_tok": 5,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 moe, plain weights, each second layer": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "glm4 moe": Family("Glm4MoeForCausalLM", GLM4_MOE),
+    "glm4 moe, norms, biases, plain weights": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **GLM4_MOE,
+            "n_routed_experts": 17,
+            "num_experts_per_tok": 5,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
 }
