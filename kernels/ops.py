@@ -37,7 +37,8 @@ from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_nor
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
-from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
 from kernels.reference.grouped_linear import grouped_linear as reference_grouped_linear
 from kernels.reference.grouped_linear import grouped_sums as reference_grouped_sums
 from kernels.reference.lane_linear import lane_linear as reference_lane_linear
@@ -49,7 +50,6 @@ from kernels.reference.rotate_and_store import rotate_and_store as reference_rot
 from kernels.reference.rotate_and_store_latent import (
     rotate_and_store_latent as reference_rotate_and_store_latent,
 )
-from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.routing import Choice as Choice
 from kernels.routing import ExpertRows as ExpertRows
 from kernels.split_weight import SplitWeight, split_weight
