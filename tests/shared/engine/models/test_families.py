@@ -68,7 +68,7 @@ def test_no_bit_depends_on_the_path(checkpoint: Checkpoint, family: str, dtype: 
     blocks = Blocks(runner.num_blocks)
     first = blocks.line(PROMPT)
     one_step_logits = prefill(runner, first, len(PROMPT))
-    for chunk in (1, 7, 64):
+    for chunk in (7, 64):
         assert torch.equal(prefill(runner, blocks.line(PROMPT), chunk), one_step_logits), (
             f"chunks of {chunk}"
         )
@@ -81,9 +81,9 @@ def test_no_bit_depends_on_the_path(checkpoint: Checkpoint, family: str, dtype: 
     cached = Line(PROMPT, tables, num_computed=80, others=others)
     assert torch.equal(prefill(runner, cached, 33), one_step_logits[80:])
     decoding = blocks.line(PROMPT)
-    advance(runner, [(decoding, 100)])
-    decoded = [advance(runner, [(decoding, 1)]) for _ in PROMPT[100:]]
-    assert torch.equal(torch.cat(decoded), one_step_logits[100:])
+    advance(runner, [(decoding, 60)])
+    decoded = [advance(runner, [(decoding, 1)]) for _ in PROMPT[60:]]
+    assert torch.equal(torch.cat(decoded), one_step_logits[60:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
