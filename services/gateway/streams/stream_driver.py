@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 SUBMIT_TIMEOUT_S = 0.25  # each and the round trip
 RESEND_TIMEOUT_S = 0.5
-MAX_LOST = 64
+MAX_STOPPED = 64
 
 
 class StreamDriver:
@@ -69,7 +69,7 @@ class StreamDriver:
         self._outbox = Outbox(bus)
         self._background = Background()
         self._is_idle = asyncio.Event()
-        self._lost_last = deque[str](maxlen=MAX_LOST)  # a `Placed` on one may arrive just after
+        self._stopped = deque[str](maxlen=MAX_STOPPED)  # a `Placed` on one may arrive just after
 
     def __len__(self) -> int:
         """Returns the number of open requests."""
@@ -132,8 +132,8 @@ class StreamDriver:
                 self._streams.on_placed(message, now)
                 worker_id = message.worker_id
                 is_live = self._health_monitor.fleet.is_live(worker_id)
-                if worker_id in self._lost_last and not is_live:
-                    self._streams.on_worker_lost(worker_id, now, is_excluded=False)
+                if worker_id in self._stopped and not is_live:
+                    self._streams.on_worker_lost(worker_id, now, is_excluded=True)
             case PlacementFailed():
                 self._streams.on_placement_failed(message, now)
             case QueueKeepalive():
@@ -142,7 +142,8 @@ class StreamDriver:
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         now = self._clock.now()
-        self._lost_last.append(process_id)
+        if loss is Loss.STOPPED:  # the others may live, and be silent to this gateway alone
+            self._stopped.append(process_id)
         is_excluded = loss in (Loss.UNRESPONSIVE, Loss.STUCK, Loss.DISCONNECTED, Loss.DOUBLED)
         self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
         self._streams.on_scheduler_lost(process_id, now)

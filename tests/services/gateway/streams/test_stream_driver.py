@@ -105,3 +105,20 @@ def test_placement_on_a_worker_that_has_just_left_is_given_up_at_once() -> None:
         await cluster.driver.stop()
 
     run(main())
+
+
+def test_placement_on_a_worker_that_is_silent_here_alone_is_awaited() -> None:
+    """The scheduler hears the worker; five placements at once would spend all tries."""
+
+    async def main() -> None:
+        cluster = Cluster()
+        await cluster.start()
+        cluster.driver.open(request("r1"), Recorder())
+        cluster.driver._on_lost("decode-1", Loss.UNRESPONSIVE)
+        placed = Placed(request_id="r1", placement_id=b"1" * 16, worker_id="decode-1")
+        await cluster.scheduler.publish(placement("gateway-1"), placed)
+        await asyncio.sleep(TICK_S)
+        assert not cluster.aborted
+        await cluster.driver.stop()
+
+    run(main())
