@@ -141,7 +141,7 @@ LAYERS = {
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
-        " | batching | runners | step_plan | models | weights | layers | sampling"
+        " | batching | runners | step_plan checkpoint_plan | models | weights | layers | sampling"
         " | parallel kv_cache kv_copies codec"
     ),
 }

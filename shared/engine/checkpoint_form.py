@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
 
@@ -40,3 +43,16 @@ TEXT_PART = CheckpointForm(
     ),
     dropped=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
 )
+
+
+def model_names(names: Iterable[str], form: CheckpointForm) -> Iterator[tuple[str, str]]:
+    """The checkpoint's name and the model's name of each tensor that is not dropped."""
+    dropped = [re.compile(pattern) for pattern in form.dropped]
+    renames = [(re.compile(pattern), new) for pattern, new in form.renames]
+    for given in names:
+        if any(pattern.match(given) for pattern in dropped):
+            continue
+        name = given
+        for pattern, new in renames:
+            name = pattern.sub(new, name)
+        yield given, name

@@ -1,0 +1,62 @@
+"""The names and shapes of a model's tensors, as its modules would name them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shared.engine.model_config import LayerConfig, ModelConfig
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def model_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.has_tied_embeddings:
+        found["lm_head.weight"] = (config.vocab_size, hidden)
+    for index, layer in enumerate(config.layers):
+        for name, shape in _layer(config, layer):
+            found[f"model.layers.{index}.{name}"] = shape
+    return found
+
+
+def _layer(config: ModelConfig, layer: LayerConfig) -> Shapes:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if config.has_post_norms:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for name in names:
+        yield f"{name}.weight", (config.hidden_size,)
+    yield from _attention(config)
+    yield from _mlp(config, "mlp", config.intermediate_size)
+
+
+def _attention(config: ModelConfig) -> Shapes:
+    dim, hidden = config.head_dim, config.hidden_size
+    query, key = config.num_heads * dim, config.num_kv_heads * dim
+    rows = {"q_proj": query, "k_proj": key, "v_proj": key}
+    if config.has_fused_projections:
+        rows = {"qkv_proj": query + 2 * key}
+    yield from _linears("self_attn", rows, hidden, has_bias=config.has_qkv_bias)
+    output = {"o_proj": hidden}
+    yield from _linears("self_attn", output, query, has_bias=config.has_output_bias)
+    if config.has_qk_norm:
+        yield from ((f"self_attn.{name}.weight", (dim,)) for name in ("q_norm", "k_norm"))
+
+
+def _mlp(config: ModelConfig, path: str, inner: int) -> Shapes:
+    rows = {"gate_proj": inner, "up_proj": inner}
+    if config.has_fused_projections:
+        rows = {"gate_up_proj": 2 * inner}
+    has_bias = config.has_mlp_bias
+    yield from _linears(path, rows, config.hidden_size, has_bias=has_bias)
+    yield from _linears(path, {"down_proj": config.hidden_size}, inner, has_bias=has_bias)
+
+
+def _linears(path: str, rows: Mapping[str, int], columns: int, *, has_bias: bool) -> Shapes:
+    for name, count in rows.items():
+        yield f"{path}.{name}.weight", (count, columns)
+        if has_bias:
+            yield f"{path}.{name}.bias", (count,)
