@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class PairedRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,17 +23,29 @@ class PairedRows(msgspec.Struct, frozen=True, kw_only=True):
     dim: int
 
 
+class StackedExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts whose weights a checkpoint has as one tensor, as factors on the right of x.
+
+    The model's names end with `experts.gate_up_proj` [num_experts, hidden, 2 · inner], gate first,
+    and `experts.down_proj` [num_experts, inner, hidden]. The model has a weight [N, K] of each.
+    """
+
+    num_experts: int
+    inner: int
+
+
 class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Patterns are regular expressions.
 
     `renames`: pattern in a checkpoint's name -> its replacement, one after the other.
     `dropped`: tensors that the model does not use, by the start of the checkpoint's name.
-    `paired`: by the model's full name.
+    `paired`: by the model's full name. `experts`: those of all layers, None: one tensor of each.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     paired: tuple[tuple[str, PairedRows], ...] = ()
+    experts: StackedExperts | None = None
 
 
 # A language model beside an image encoder: the prefixes that transformers writes, and the
@@ -56,3 +71,32 @@ def model_names(names: Iterable[str], form: CheckpointForm) -> Iterator[tuple[st
         for pattern, new in renames:
             name = pattern.sub(new, name)
         yield given, name
+
+
+class StackedPart(NamedTuple):
+    """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed."""
+
+    index: int
+    first: int
+    end: int | None  # None: all from `first` on
+
+    def shape(self, full: Sequence[int]) -> tuple[int, ...]:
+        """[N, K]; the full shape if it has no experts in it."""
+        if len(full) != 3 or self.index >= full[0]:
+            return tuple(full)
+        end = full[2] if self.end is None else self.end
+        return end - self.first, full[1]
+
+
+def stacked_parts(name: str, experts: StackedExperts | None) -> dict[str, StackedPart]:
+    """The weights that a tensor consists of, by the model's names; none if it is one itself."""
+    if experts is None or not name.endswith((_GATE_UP, _DOWN)):
+        return {}
+    layer, inner = name.rpartition(".")[0], experts.inner
+    is_down = name.endswith(_DOWN)
+    places = {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)}
+    return {
+        f"{layer}.{index}.{part}.weight": StackedPart(index, *place)
+        for index in range(experts.num_experts)
+        for part, place in ({"down_proj": (0, None)} if is_down else places).items()
+    }

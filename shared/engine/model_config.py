@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.moe_config import MoeConfig
 from shared.kv_layout import Reach
 
 
@@ -51,12 +52,16 @@ class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation."""
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation.
+
+    `moe`: experts in place of the dense MLP, whose size is the model's `intermediate_size`.
+    """
 
     reach: Reach = None
     rope_index: int | None = 0
     query_temperature: QueryTemperature | None = None
     has_weightless_qk_norm: bool = False
+    moe: MoeConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,3 +100,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.moe is not None for layer in self.layers)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from msgspec.structs import replace
+
 from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.moe_config import MoeConfig
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -30,7 +33,21 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Shapes:
     for name in names:
         yield f"{name}.weight", (config.hidden_size,)
     yield from _attention(config)
-    yield from _mlp(config, "mlp", config.intermediate_size)
+    if layer.moe is None:
+        yield from _mlp(config, "mlp", config.intermediate_size)
+    else:
+        yield from _experts(config, layer.moe)
+
+
+def _experts(config: ModelConfig, moe: MoeConfig) -> Shapes:
+    yield "mlp.gate.weight", (moe.num_experts, config.hidden_size)
+    if moe.routing.has_choice_bias:
+        yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
+    parts = list(_mlp(replace(config, has_mlp_bias=False), "", moe.intermediate_size))
+    for expert in range(moe.num_experts):
+        yield from ((f"mlp.experts.{expert}{name}", shape) for name, shape in parts)
+    if moe.shared_intermediate_size:
+        yield from _mlp(config, "mlp.shared_experts", moe.shared_intermediate_size)
 
 
 def _attention(config: ModelConfig) -> Shapes:

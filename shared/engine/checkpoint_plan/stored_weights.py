@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.engine.checkpoint_form import model_names
+from shared.engine.checkpoint_form import StackedPart, model_names, stacked_parts
 from shared.engine.checkpoint_plan.headers import StoredTensor, stored_files
 from shared.engine.checkpoint_plan.model_tensors import model_tensors
 from shared.engine.model_config import ModelConfig
@@ -58,7 +58,10 @@ class StoredWeights:
             by_name = {tensor.name: tensor for tensor in tensors}
             for given, name in model_names(by_name, config.checkpoint):
                 is_copy = name == "lm_head.weight" and config.has_tied_embeddings
-                if not is_copy:
+                parts = stacked_parts(name, config.checkpoint.experts)
+                for part, place in parts.items():
+                    yield _part_of(by_name[given], place), part
+                if not parts and not is_copy:
                     yield by_name[given], name
 
     def add_quantised(self, weight: str, shape: tuple[int, ...], num_bytes: int) -> None:
@@ -77,9 +80,21 @@ class StoredWeights:
             if layer is not None and int(layer[1]) not in part.layers:
                 continue
             whole = prod(kind.shape)
-            share = prod(cuts.of(kind.weight).shape(kind.shape)) / whole
+            if _EXPERT.search(kind.weight):  # one dimension is the experts' columns
+                inner = min(kind.shape, key=lambda size: size == config.hidden_size)
+                share = len(part.columns_of(inner)) / inner
+            else:
+                share = prod(cuts.of(kind.weight).shape(kind.shape)) / whole
             saved += round(share * (count * whole * item_bytes - self.quantised[kind]))
         return saved
+
+
+def _part_of(tensor: StoredTensor, place: StackedPart) -> StoredTensor:
+    """One expert's weight of a tensor of all experts."""
+    shape = place.shape(tensor.shape)
+    if place.end is not None and len(tensor.shape) == 3 and tensor.shape[2] < place.end:
+        shape = tensor.shape  # which is not the weight's
+    return tensor._replace(shape=shape)
 
 
 def _kind(weight: str, shape: tuple[int, ...]) -> _Kind:

@@ -51,7 +51,10 @@ class MatrixModule(nn.Module):
 
 
 class ProductModule(MatrixModule):
-    """A module that multiplies with its weight."""
+    """A module that multiplies with its weight. `share`: the part that a token uses."""
+
+    is_compressible = True
+    share = 1.0
 
     def pack(self) -> None:
         """Replaces a dense weight by the form that the device multiplies with."""

@@ -106,9 +106,19 @@ class ModelExecutor(KvCopies):
             return [], [], frozenset()
         sampled = self._sampled(hidden, inputs)
         if inputs.sampling.is_plain_greedy:
-            return self.model.argmax_tokens(sampled).tolist(), [], frozenset()
+            token_ids = self.model.argmax_tokens(sampled).tolist()
+            self._check_routing(sampled)
+            return token_ids, [], frozenset()
         logits = self.model.logits(sampled)
+        self._check_routing(sampled)
         return self._sample_logits(logits, inputs, began_at)
+
+    def _check_routing(self, sampled: Tensor) -> None:
+        """Raises FloatingPointError if a router's logits were no numbers: a token without a choice
+        of experts has NaN in all that follows.
+        """
+        if self.model.config.has_experts and bool(sampled.isnan().any()):
+            raise FloatingPointError("a router's logits are NaN or infinite")
 
     def _sample_logits(
         self, logits: Tensor, inputs: StepInputs, began_at: float

@@ -9,9 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shared.engine.model_config import ModelConfig
+from shared.engine.moe_config import MoeConfig
+from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.kv_plan import KvPlan, kv_plan
-from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
+from shared.engine.parallel.planning.rank_bytes import (
+    kv_values_per_token,
+    num_router_weights,
+    num_weights,
+)
 from shared.engine.parallel.planning.rank_part import RankPart
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.errors import ConfigError
@@ -84,7 +90,7 @@ def plan_memory(
             item_bytes,
             limit,
             step,
-            num_weights(config, part) * item_bytes - saved_bytes(part),
+            _weight_bytes(config, part, item_bytes) - saved_bytes(part),
         )
         for rank, part in enumerate(worker_parts(config, shape))
     ]
@@ -148,13 +154,24 @@ def _rank_memory(
     )
 
 
+def _weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
+    routers = num_router_weights(config, part) * (FP32_BYTES - item_bytes)
+    return num_weights(config, part) * item_bytes + routers
+
+
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:
     """Hidden states before and after a layer, a layer's widest products, and all logits."""
     heads = len(part.heads) + 2 * len(part.kv_heads)
-    widest = max(heads * config.head_dim, 3 * len(part.columns)) * item_bytes
+    columns = max(len(part.columns), *(_expert_columns(layer.moe) for layer in config.layers))
+    widest = max(heads * config.head_dim, 3 * columns) * item_bytes
     hidden = config.hidden_size * (3 * item_bytes + FP32_BYTES)
     logits = step.max_sequences * config.vocab_size * FP32_BYTES if part.has_head else 0
     return step.max_batch_tokens * (widest + hidden) + logits
+
+
+def _expert_columns(moe: MoeConfig | None) -> int:
+    """Of the rows that a token has in its experts."""
+    return 0 if moe is None else moe.experts_per_token * whole_blocks(moe.intermediate_size)
 
 
 def size_text(num_bytes: int) -> str:

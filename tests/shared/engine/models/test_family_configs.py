@@ -93,6 +93,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "llama4_vision_model", "num_hidden_layers": 1},
     },
+    "MixtralForCausalLM": {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "sliding_window": None,
+        "rope_theta": 1_000_000.0,
+    },
+    "Glm4MoeForCausalLM": {
+        "head_dim": 32,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+    },
     "Gemma3ForConditionalGeneration": {
         "eos_token_id": [1, 106],
         "text_config": {
@@ -171,7 +194,7 @@ def test_older_llama4_config_has_numbers_for_flags_and_tokens_of_its_text(tmp_pa
 
 
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "moe": ("LlamaForCausalLM", {"architectures": ["Qwen3MoeForCausalLM"]}, "'Qwen3MoeForCausalL"),
+    "moe": ("LlamaForCausalLM", {"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalL"),
     "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCaus"),
     "none": ("LlamaForCausalLM", {"architectures": None}, "architecture '' is not supported"),
     "quantised": (

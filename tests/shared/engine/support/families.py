@@ -59,6 +59,18 @@ LLAMA4 = {
         "original_max_position_embeddings": 128,
     },
 }
+# of more experts, BF16 chooses others too often: transformers is off by 0.15 with 5
+LLAMA4_EXPERTS = {"moe_layers": None, "num_local_experts": 3, "intermediate_size": 40}
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,11 @@ FAMILIES = {
     ),
     "gemma3, text of a multimodal one": MultimodalGemma3("Gemma3ForConditionalGeneration", GEMMA3),
     "llama4": Family("Llama4ForCausalLM", LLAMA4),
+    "llama4, experts": Family("Llama4ForCausalLM", {**LLAMA4, **LLAMA4_EXPERTS}),
+    "llama4, experts in each second layer": Family(
+        "Llama4ForCausalLM",
+        {**LLAMA4, **LLAMA4_EXPERTS, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+    ),
     "llama4, listed layers, no norms": Family(
         "Llama4ForCausalLM",
         {**LLAMA4, "use_qk_norm": False, "no_rope_layers": [0, 1, 1, 0], "attention_bias": True},
@@ -180,7 +197,9 @@ FAMILIES = {
             "attn_temperature_tuning": False,
         },
     ),
-    "llama4, text of a multimodal one": MultimodalLlama4("Llama4ForConditionalGeneration", LLAMA4),
+    "llama4, text of a multimodal one": MultimodalLlama4(
+        "Llama4ForConditionalGeneration", {**LLAMA4, **LLAMA4_EXPERTS}
+    ),
     "phi3": Family("Phi3ForCausalLM", {}),
     "phi3, window, partly rotated": Family(
         "Phi3ForCausalLM",
@@ -189,5 +208,45 @@ FAMILIES = {
     "phi3, longrope": Family(
         "Phi3ForCausalLM",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "qwen3 moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 17,
+            "num_experts_per_tok": 5,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 moe, plain weights, each second layer": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "glm4 moe": Family("Glm4MoeForCausalLM", GLM4_MOE),
+    "glm4 moe, norms, biases, plain weights": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **GLM4_MOE,
+            "n_routed_experts": 17,
+            "num_experts_per_tok": 5,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
     ),
 }

@@ -1,0 +1,24 @@
+"""Reads the weight of one expert from a checkpoint's tensor of all experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shared.engine.checkpoint_form import StackedPart
+from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.weight_source import WeightSource
+
+
+def read_stacked(
+    part: StackedPart, tensors: WeightSource, name: str, cut: Cut, out: Tensor
+) -> None:
+    """`cut`: of the weight [N, K]. The expert's rows of its columns K are read."""
+    full = tensors.info(name).shape
+    shape = part.shape(full)
+    low, high = cut.columns or (0, shape[1])
+    expert = torch.empty((1, high - low, full[2]), dtype=out.dtype)
+    tensors.read_into(name, Cut(((part.index, part.index + 1),), (low, high)), expert)
+    weight = expert[0, :, part.first : part.first + shape[0]].T
+    for (rows, *_), place in Cut(cut.rows).slices(shape):
+        out[place].copy_(weight[rows])
