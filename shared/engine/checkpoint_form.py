@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import msgspec
 
@@ -73,7 +73,8 @@ def model_names(names: Iterable[str], form: CheckpointForm) -> Iterator[tuple[st
         yield given, name
 
 
-class StackedPart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StackedPart:
     """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed."""
 
     index: int

@@ -152,7 +152,7 @@ def _fits(stored: tuple[int, ...], part: str, shape: tuple[int, ...]) -> bool:
         case "weight_shape":
             return stored == (2,)
         case "weight_packed":  # 8 or 4 codes of 4 or 8 bits in an INT32
-            return stored in ((shape[0], shape[1] // codes) for codes in (4, 8))
+            return stored in [(shape[0], shape[1] // codes) for codes in (4, 8)]
         case "weight_scale_inv":
             return stored == (-(-shape[0] // 128), -(-shape[1] // 128))
         case "weight_scale":
