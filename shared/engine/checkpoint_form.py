@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -60,17 +60,19 @@ TEXT_PART = CheckpointForm(
 )
 
 
-def model_names(names: Iterable[str], form: CheckpointForm) -> Iterator[tuple[str, str]]:
+def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, str]]:
     """The checkpoint's name and the model's name of each tensor that is not dropped."""
     dropped = [re.compile(pattern) for pattern in form.dropped]
     renames = [(re.compile(pattern), new) for pattern, new in form.renames]
+    found = []
     for given in names:
         if any(pattern.match(given) for pattern in dropped):
             continue
         name = given
         for pattern, new in renames:
             name = pattern.sub(new, name)
-        yield given, name
+        found.append((given, name))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

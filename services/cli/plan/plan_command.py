@@ -103,19 +103,7 @@ def plan(
             0 if stored is None else stored.saved_bytes(config, part, ITEM_BYTES[dtype])
         ),
     )
-    refusal = _refusal(config, 1 if tp is None else tp)
-    show_plan(ranks, over_links, stored, context=context, is_json=json, refusal=refusal)
-
-
-def _refusal(config: ModelConfig, tp: int) -> str | None:
-    """Why a worker of such ranks would not start, although their memory can be planned."""
-    from shared.engine.parallel.planning.rank_part import check_served
-
-    try:
-        check_served(config, tp)
-    except ConfigError as error:
-        return error.message
-    return None
+    show_plan(ranks, over_links, stored, context=context, is_json=json)
 
 
 def plan_links(

@@ -25,15 +25,11 @@ def show_plan(
     *,
     context: int,
     is_json: bool,
-    refusal: str | None = None,
 ) -> None:
-    """`context`: tokens of the sequences that are counted. `refusal`: why such a worker does not
-    start.
-    """
+    """`context`: tokens of the sequences that are counted."""
     sequences = num_sequences(ranks, context)
     if is_json:
         shown: dict[str, Any] = {"ranks": [_row(each) for each in ranks]}
-        shown["refusal"] = refusal
         shown["checkpoint"] = None if stored is None else _files(stored)
         if sequences is not None:
             shown["sequences"] = {"context": context, "count": sequences[0], "plain": sequences[1]}
@@ -55,8 +51,6 @@ def show_plan(
         )
     console = table_console()
     console.print(table)
-    if refusal is not None:
-        console.print(f"a worker like this does not start: {refusal}")
     if stored is not None:
         console.print(
             f"{stored.num_tensors:,} tensors in {stored.num_files} files of"

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.engine.model_config import ModelConfig
-from shared.engine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from shared.engine.models import (
+    deepseek,
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from shared.engine.models.moe import glm4_moe, llama4, mixtral, qwen3_moe
 from shared.errors import CheckpointError
 
@@ -26,6 +35,9 @@ FAMILIES: dict[str, Configure] = {
     "Gemma3ForCausalLM": gemma3.configure,
     "Gemma3ForConditionalGeneration": gemma3.configure_text_part,
     "Phi3ForCausalLM": phi3.configure,
+    "DeepseekV3ForCausalLM": deepseek.configure,
+    "KimiK25ForConditionalGeneration": deepseek.configure_text_part,
+    "Kimi_K25ForConditionalGeneration": deepseek.configure_text_part,
     "MixtralForCausalLM": mixtral.configure,
     "Qwen3MoeForCausalLM": qwen3_moe.configure,
     "Glm4MoeForCausalLM": glm4_moe.configure,

@@ -12,6 +12,8 @@ import msgspec
 
 from shared.engine.model_config import ModelConfig
 from shared.engine.models import family
+from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
+from shared.engine.quantisation.quantization_config import quantisation_of
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE
 
@@ -34,7 +36,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     head, given = _read(path, _Head), _read(path, dict[str, Any])
     architecture = head.architectures[0] if head.architectures else ""
     try:
-        config = family(architecture)(given)
+        config = with_formats(family(architecture)(given), quantisation_of(given))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
@@ -49,6 +51,19 @@ def read_config(model_dir: Path) -> ModelConfig:
                 raise CheckpointError(f"{path}: eos_token_id {token_id} is not in the vocabulary")
         config = msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
     return msgspec.structs.replace(config, architecture=architecture)
+
+
+def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> ModelConfig:
+    """The config of a checkpoint that is quantised like this."""
+    if quantisation is None:
+        return config
+    layers = tuple(
+        msgspec.structs.replace(
+            layer, formats=LayerFormats(place=f"model.layers.{index}", quantisation=quantisation)
+        )
+        for index, layer in enumerate(config.layers)
+    )
+    return msgspec.structs.replace(config, layers=layers)
 
 
 def _read(path: Path, kind: type[_T]) -> _T:

@@ -180,6 +180,13 @@ def _yarn_attention_factor(fields: RopeFields) -> float:
     return _mscale(factor, 1.0)
 
 
+def softmax_mscale(fields: RopeFields) -> float:
+    """What multiplies queries and keys each, besides the factor of cos and sin (DeepSeek V2)."""
+    if fields.rope_type == "default" or not fields.mscale_all_dim:
+        return 1.0
+    return _mscale(_factor(fields), fields.mscale_all_dim)
+
+
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -13,7 +13,6 @@ from shared.engine.kv_cache import num_blocks_for
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.rank_layout import kv_shards
-from shared.engine.parallel.planning.rank_part import check_served
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.join import HostListener
@@ -62,7 +61,6 @@ def load_group(
             f"{shape.num_ranks} ranks on {device}: ranks compute on the CPU so far", param="tp"
         )
     config = read_config(model_dir)
-    check_served(config, shape.tp)
     parts = worker_parts(config, shape)
     if options.weights == "compressed":
         raise ConfigError("compressed weights are not cut for ranks yet", param="weights")

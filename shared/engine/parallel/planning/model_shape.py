@@ -7,7 +7,7 @@ from shared.engine.model_config import ModelConfig
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.planning.parallel_plan import ModelShape
 from shared.engine.parallel.planning.rank_bytes import num_weights
-from shared.engine.parallel.planning.rank_part import check_served, rank_part, whole_model
+from shared.engine.parallel.planning.rank_part import rank_part, whole_model
 from shared.engine.parallel.planning.step_bytes import StepShape
 from shared.engine.parallel.planning.worker_parts import stages_of
 from shared.errors import ConfigError
@@ -45,7 +45,6 @@ def model_shape(
 def _can_be_cut(config: ModelConfig, tp: int) -> bool:
     layers = range(config.num_layers)
     try:
-        check_served(config, tp)
         for tp_rank in range(tp):
             rank_part(config, tp_rank=tp_rank, tp_size=tp, layers=layers)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What one rank of a worker holds of a dense decoder. No torch.
+"""What one rank of a worker holds of a decoder. No torch.
 
     tensor parallelism    every rank of a stage: its heads, MLP columns and rows of the vocabulary
     pipeline parallelism  every stage: contiguous layers; the first embeds, the last has the head
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config import ModelConfig
 from shared.engine.parallel.cuts import (
     column_lanes,
     head_lanes,
@@ -26,7 +26,7 @@ from shared.errors import ConfigError
 class RankPart:
     """Ranges of the whole model's layers, heads, key-value heads, MLP columns and vocabulary.
 
-    Ranks that share a key-value head each hold it.
+    Ranks that share a key-value head each hold it, as all ranks of a stage hold latents.
     """
 
     layers: range
@@ -36,11 +36,6 @@ class RankPart:
     vocabulary: range
     has_embedding: bool = True
     has_head: bool = True
-    place: tuple[int, int] = (0, 1)  # rank of a stage, and how many there are
-
-    def columns_of(self, inner: int) -> range:
-        """Of an MLP with `inner` columns, as of a layer's experts."""
-        return range(*rank_range(column_lanes(inner), *self.place))
 
 
 def whole_model(config: ModelConfig) -> RankPart:
@@ -48,21 +43,17 @@ def whole_model(config: ModelConfig) -> RankPart:
     return rank_part(config, tp_rank=0, tp_size=1, layers=range(config.num_layers))
 
 
-def check_served(config: ModelConfig, tp_size: int) -> None:
-    """Raises ConfigError if such ranks can be planned, but not loaded."""
+def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range) -> RankPart:
+    """Raises ConfigError if the model cannot be cut for `tp_size` ranks."""
     if tp_size > 1 and config.has_experts:
         raise ConfigError(
             f"a model with experts is not cut for {tp_size} ranks yet, only into stages (--pp)",
             param="tp",
         )
-
-
-def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range) -> RankPart:
-    """Raises ConfigError if the model cannot be cut for `tp_size` ranks."""
     place = tp_rank, tp_size
     try:
-        first, end = rank_range(head_lanes(config.num_heads, config.head_dim), *place)
-        heads = first // config.head_dim, end // config.head_dim
+        first, end = rank_range(head_lanes(config.num_heads, config.output_dim), *place)
+        heads = first // config.output_dim, end // config.output_dim
         kv_heads = kv_head_range(heads, config.num_heads, config.num_kv_heads)
     except ValueError as error:
         raise ConfigError(str(error), param="tp") from None
@@ -70,7 +61,6 @@ def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range)
         layers=layers,
         heads=range(*heads),
         kv_heads=range(*kv_heads),
-        place=place,
         columns=range(*rank_range(column_lanes(config.intermediate_size), *place)),
         vocabulary=range(*rank_range(column_lanes(config.vocab_size), *place)),
         has_embedding=layers.start == 0,
@@ -90,25 +80,9 @@ def local_config(config: ModelConfig, part: RankPart) -> ModelConfig:
     """The model as the rank computes it: its layers, with fewer heads and columns."""
     return replace(
         config,
-        layers=tuple(
-            _local_layer(layer, part)
-            for layer in config.layers[part.layers.start : part.layers.stop]
-        ),
+        layers=config.layers[part.layers.start : part.layers.stop],
         num_heads=len(part.heads),
         num_kv_heads=len(part.kv_heads),
         intermediate_size=len(part.columns),
         vocab_size=len(part.vocabulary),
     )
-
-
-def _local_layer(layer: LayerConfig, part: RankPart) -> LayerConfig:
-    """With the rank's columns of every expert."""
-    moe = layer.moe
-    if moe is None or part.place[1] == 1:
-        return layer
-    own = replace(
-        moe,
-        intermediate_size=len(part.columns_of(moe.intermediate_size)),
-        shared_intermediate_size=len(part.columns_of(moe.shared_intermediate_size)),
-    )
-    return replace(layer, moe=own)

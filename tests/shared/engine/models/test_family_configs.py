@@ -195,7 +195,7 @@ def test_older_llama4_config_has_numbers_for_flags_and_tokens_of_its_text(tmp_pa
 
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "moe": ("LlamaForCausalLM", {"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalL"),
-    "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCaus"),
+    "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV2ForCausalLM"]}, "'DeepseekV2ForCaus"),
     "none": ("LlamaForCausalLM", {"architectures": None}, "architecture '' is not supported"),
     "quantised": (
         "Gemma3ForConditionalGeneration",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_model
@@ -42,6 +45,20 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 
+
+# Dense layers only; ranks, dims and eps differ from each other and from their defaults.
+DEEPSEEK = {
+    "head_dim": 8,
+    "num_key_value_heads": 3,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 14,
+    "first_k_dense_replace": 3,
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
 
 # chunks and steps of the temperature that a prompt crosses several times; both rope factors equal
 LLAMA4 = {
@@ -131,6 +148,30 @@ class MultimodalGemma3(Family):
         )
 
 
+class KimiText(Family):
+    """The names of Kimi K2.5 on the Hub, beside an image encoder and a layer that predicts a second
+    token. (transformers' own writer of this architecture gives other names.)
+    """
+
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        model = write_model(folder, "DeepseekV3ForCausalLM", **{**SHAPE, **self.fields, **options})
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        number = SHAPE["num_hidden_layers"]
+        unused = torch.ones(2)
+        renamed[f"language_model.model.layers.{number}.eh_proj.weight"] = unused
+        renamed["vision_tower.encoder.blocks.0.wqkv.weight"] = unused.clone()
+        renamed["mm_projector.proj.0.weight"] = unused.clone()
+        save_file(renamed, path, {"format": "pt"})
+        config = folder / "config.json"
+        text = {**json.loads(config.read_text()), "model_type": "kimi_k2"}
+        text["architectures"] = ["DeepseekV3ForCausalLM"]
+        whole = {"architectures": [self.architecture], "model_type": "kimi_k25", "eos_token_id": 2}
+        config.write_text(json.dumps({**whole, "text_config": text}))
+        return model
+
+
 FAMILIES = {
     "llama, yarn": Family("LlamaForCausalLM", {"rope_parameters": YARN}),
     "llama, dynamic": Family(
@@ -209,6 +250,12 @@ FAMILIES = {
         "Phi3ForCausalLM",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
     ),
+    "deepseek": Family("DeepseekV3ForCausalLM", DEEPSEEK),
+    "deepseek, full queries, biases, halves": Family(
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
+    ),
+    "kimi, text": KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "q_lora_rank": None}),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24},
