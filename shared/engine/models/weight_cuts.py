@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from shared.engine.model_config import ModelConfig
-from shared.engine.parallel.cuts import WHOLE, Cut, gate_up_cut, qkv_cut
+from shared.engine.parallel.cuts import WHOLE, Cut, Range, gate_up_cut, qkv_cut
 from shared.engine.parallel.planning.rank_part import RankPart
 
+_EXPERT = re.compile(r"(?<=experts)\.\d+")  # all experts are cut alike
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -33,6 +36,9 @@ class WeightCuts:
             ),
             "mlp.down_proj": Cut(columns=(columns.start, columns.stop)),
         }
+        if part.experts is not None:
+            self._by_layer |= _mlp_cuts("mlp.experts", part.experts.columns)
+            self._by_layer |= _mlp_cuts("mlp.shared_experts", part.experts.shared)
         self._vocabulary = _rows(part.vocabulary)
 
     def of(self, name: str) -> Cut:
@@ -40,8 +46,16 @@ class WeightCuts:
         if name in (_EMBEDDING, _HEAD):
             return self._vocabulary
         path, _, kind = name.removeprefix("model.layers.").rpartition(".")
-        cut = self._by_layer.get(path.partition(".")[2], WHOLE)
+        cut = self._by_layer.get(_EXPERT.sub("", path.partition(".")[2]), WHOLE)
         return WHOLE if kind == "bias" and cut.columns is not None else cut
+
+
+def _mlp_cuts(place: str, columns: Range) -> dict[str, Cut]:
+    return {
+        f"{place}.gate_proj": Cut(rows=(columns,)),
+        f"{place}.up_proj": Cut(rows=(columns,)),
+        f"{place}.down_proj": Cut(columns=columns),
+    }
 
 
 def _rows(positions: range, size: int = 1) -> Cut:
