@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig
 from shared.engine.moe_config import MoeConfig
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -51,6 +51,9 @@ def _experts(config: ModelConfig, moe: MoeConfig) -> Shapes:
 
 
 def _attention(config: ModelConfig) -> Shapes:
+    if config.latent is not None:
+        yield from _latent_attention(config, config.latent)
+        return
     dim, hidden = config.head_dim, config.hidden_size
     query, key = config.num_heads * dim, config.num_kv_heads * dim
     rows = {"q_proj": query, "k_proj": key, "v_proj": key}
@@ -61,6 +64,25 @@ def _attention(config: ModelConfig) -> Shapes:
     yield from _linears("self_attn", output, query, has_bias=config.has_output_bias)
     if config.has_qk_norm:
         yield from ((f"self_attn.{name}.weight", (dim,)) for name in ("q_norm", "k_norm"))
+
+
+def _latent_attention(config: ModelConfig, latent: LatentConfig) -> Shapes:
+    hidden, heads, path = config.hidden_size, config.num_heads, "self_attn"
+    query, has_bias = heads * config.head_dim, config.has_qkv_bias
+    if latent.query_rank is None:
+        yield from _linears(path, {"q_proj": query}, hidden, has_bias=False)
+    else:
+        rank = latent.query_rank
+        yield from _linears(path, {"q_a_proj": rank}, hidden, has_bias=has_bias)
+        yield f"{path}.q_a_layernorm.weight", (rank,)
+        yield from _linears(path, {"q_b_proj": query}, rank, has_bias=False)
+    row = {"kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}
+    yield from _linears(path, row, hidden, has_bias=has_bias)
+    yield f"{path}.kv_a_layernorm.weight", (latent.kv_rank,)
+    expansion = {"kv_b_proj": heads * (latent.nope_dim + latent.value_dim)}
+    yield from _linears(path, expansion, latent.kv_rank, has_bias=False)
+    output = heads * latent.value_dim
+    yield from _linears(path, {"o_proj": hidden}, output, has_bias=config.has_output_bias)
 
 
 def _mlp(config: ModelConfig, path: str, inner: int) -> Shapes:

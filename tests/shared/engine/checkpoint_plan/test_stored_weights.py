@@ -52,11 +52,33 @@ INT4: Shapes = {
 }
 
 
+QUANTISED: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": [DOWN.removesuffix(".weight")],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 32,
+                },
+            }
+        },
+    }
+}
+
+
 def read(folder: Path, changes: Shapes, *, without: str = "") -> StoredWeights:
+    """With the parts of a quantised weight, the config has its format."""
     found = {**shapes(), **changes}
     found.pop(without, None)
     listed = ((name, *found[name]) for name in sorted(found))
-    write_sparse(folder, CONFIG, listed, files=3)
+    quantised = QUANTISED if without == DOWN and changes else {}
+    write_sparse(folder, {**CONFIG, **quantised}, listed, files=3)
     return read_stored(folder, read_config(folder))
 
 
@@ -82,8 +104,8 @@ def test_quantised_weight_counts_as_stored_on_the_ranks_that_have_it(tmp_path: P
     ("changes", "without", "message"),
     [
         ({}, DOWN, rf"tensor {DOWN} is missing$"),
-        (INT4, "", f"{DOWN} is there twice"),
-        ({}, "model.norm.weight", "tensor model.norm.weight is missing"),
+        (INT4, "", f"tensor {DOWN}_packed is not part of the model"),
+        ({DOWN: ("BF16", (64, 128))}, "model.norm.weight", "model.norm.weight is missing"),
         ({f"{DOWN}_packed": INT4[f"{DOWN}_packed"]}, DOWN, f"tensor {DOWN}_scale is missing"),
         ({"model.extra.weight": ("BF16", (1,))}, "", "model.extra.weight is not part of the model"),
         (
@@ -91,16 +113,22 @@ def test_quantised_weight_counts_as_stored_on_the_ranks_that_have_it(tmp_path: P
             "",
             r"has shape \[128, 64\], the config requires \[64, 128\]",
         ),
-        ({DOWN: ("I32", (64, 128))}, "", f"tensor {DOWN} is I32, not BF16, F16, F32, F8_E4M3"),
+        ({DOWN: ("I32", (64, 128))}, "", f"tensor {DOWN} is I32, not BF16, F16, F32"),
         (
             {**INT4, f"{DOWN}_packed": ("I32", (64, 15))},
             DOWN,
-            r"has shape \[64, 15\], the config requires a part of \[64, 128\]",
+            r"has shape \[64, 15\], the config requires \[64, 16\]",
         ),
         (
             {**INT4, f"{DOWN}_scale": ("BF16", (64, 5))},
             DOWN,
-            r"has shape \[64, 5\], the config requires a part of \[64, 128\]",
+            r"has shape \[64, 5\], the config requires \[64, 4\]",
+        ),
+        ({**INT4, f"{DOWN}_shape": ("BF16", (2,))}, DOWN, f"{DOWN}_shape is BF16, not I32, I64"),
+        (
+            {"language_model.model.norm.weight": ("BF16", (64,))},
+            "",
+            "language_model.model.norm.weight is not part of the model",
         ),
     ],
 )
