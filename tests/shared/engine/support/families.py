@@ -239,7 +239,7 @@ FAMILIES = {
         },
     ),
     "llama4, text of a multimodal one": MultimodalLlama4(
-        "Llama4ForConditionalGeneration", {**LLAMA4, **LLAMA4_EXPERTS}
+        "Llama4ForConditionalGeneration", {**LLAMA4, **LLAMA4_EXPERTS, "moe_layers": [3]}
     ),
     "phi3": Family("Phi3ForCausalLM", {}),
     "phi3, window, partly rotated": Family(
