@@ -101,6 +101,7 @@ def load_model(
         "num_threads": config.num_threads or None,
         "mode": config.mode,
         "activations": config.activations,
+        "experts": config.experts,
         "weights": config.weights,
         "has_row_kernels": True,
     }

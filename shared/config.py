@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from math import inf
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +20,8 @@ from shared.tls import TlsFiles
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
 TP_SIZES = (1, 2, 4, 8)  # ranks that can share a layer
+ExpertSplit = Literal["auto", "ep", "tp"]
+EXPERT_SPLITS: tuple[ExpertSplit, ...] = ("auto", "ep", "tp")
 KV_COMPRESSIONS = ("auto", "off")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
@@ -189,6 +192,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     num_threads: int = 0  # 0: share the cores of this host
     tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
     pp: int = 1  # pipeline stages
+    experts: ExpertSplit = "auto"  # ep: ranks hold whole experts; tp: columns of all of them
     remote_ranks: int = 0  # of tp x pp, the last ones, which `hearth rank` runs on other hosts
     rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
     is_trusted_network: bool = False  # what ranks of several hosts send is not encrypted
@@ -228,6 +232,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.mode not in MODES:
             yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
+        if self.experts not in EXPERT_SPLITS:
+            yield f"experts {self.experts!r} is none of {', '.join(EXPERT_SPLITS)}"
         if self.activations not in ACTIVATIONS:
             yield f"activations {self.activations!r} is none of {', '.join(ACTIVATIONS)}"
         if self.kv_compression not in KV_COMPRESSIONS:

@@ -140,8 +140,8 @@ LAYERS = {
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
-        " | batching | runners quantise | step_plan | models | weights | layers | sampling"
-        " | parallel kv_cache kv_copies codec | quantisation"
+        " | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
+        " | sampling | parallel kv_cache kv_copies codec | quantisation"
     ),
 }
 MAX_FILES = 16

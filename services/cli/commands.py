@@ -121,6 +121,13 @@ def up(
     decode_tp: Annotated[
         int | None, typer.Option(help="The same of decode workers (default: --tp).")
     ] = None,
+    experts: Annotated[
+        str,
+        typer.Option(
+            envvar="HEARTH_EXPERTS",
+            help="ep: each rank holds whole experts; tp: columns of all of them; auto.",
+        ),
+    ] = "auto",
     activations: Annotated[
         str,
         typer.Option(
@@ -166,6 +173,7 @@ def up(
         tp=tp,
         pp=pp,
         activations=activations,
+        experts=experts,
     )
     run_up(options, is_check=check)
 

@@ -94,6 +94,8 @@ HELP = {
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
     "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
+    "experts": "How ranks share a layer's experts. ep: each holds some of them; tp: each holds "
+    "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
     "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "
     "slow links; other bits, equal at every number of ranks, also one.",
     "block_size": "Tokens in a KV block.",

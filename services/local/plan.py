@@ -14,6 +14,7 @@ from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
 from shared.config import (
     DEVICES,
+    EXPERT_SPLITS,
     LOAD_FORMATS,
     TP_SIZES,
     WEIGHT_FORMS,
@@ -65,6 +66,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode_tp: int = 1
     pp: int = 1  # pipeline stages of every worker
     activations: str = "plain"  # or bf16-exchange, of every worker
+    experts: str = "auto"  # ep or tp, of every worker of several ranks
 
     def tp_of(self, role: CredentialRole) -> int:
         return {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role, self.tp)
@@ -122,6 +124,8 @@ def check_options(options: UpOptions) -> None:
             problems.append(f"--{option} {getattr(options, name)} is none of 1, 2, 4, 8")
     if options.pp < 1:
         problems.append(f"--pp {options.pp} must be at least 1")
+    if options.experts not in EXPERT_SPLITS:
+        problems.append(f"--experts {options.experts!r} is none of {', '.join(EXPERT_SPLITS)}")
     if options.activations not in ACTIVATIONS:
         names = ", ".join(ACTIVATIONS)
         problems.append(f"--activations {options.activations!r} is none of {names}")
@@ -261,7 +265,7 @@ def _service(
             arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
         arguments += ["--num-threads", str(num_threads)]
         arguments += ["--tp", str(options.tp_of(credential.role)), "--pp", str(options.pp)]
-        arguments += ["--activations", options.activations]
+        arguments += ["--activations", options.activations, "--experts", options.experts]
         arguments += ["--data-plane-host", options.advertise_host]
         if options.nats_url is None and not is_loopback(options.advertise_host):
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys

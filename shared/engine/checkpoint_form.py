@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import msgspec
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class PairedRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,3 +58,48 @@ TEXT_PART = CheckpointForm(
     ),
     dropped=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
 )
+
+
+def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, str]]:
+    """The checkpoint's name and the model's name of each tensor that is not dropped."""
+    dropped = [re.compile(pattern) for pattern in form.dropped]
+    renames = [(re.compile(pattern), new) for pattern, new in form.renames]
+    found = []
+    for given in names:
+        if any(pattern.match(given) for pattern in dropped):
+            continue
+        name = given
+        for pattern, new in renames:
+            name = pattern.sub(new, name)
+        found.append((given, name))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPart:
+    """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed."""
+
+    index: int
+    first: int
+    end: int | None  # None: all from `first` on
+
+    def shape(self, full: Sequence[int]) -> tuple[int, ...]:
+        """[N, K]; the full shape if it has no experts in it."""
+        if len(full) != 3 or self.index >= full[0]:
+            return tuple(full)
+        end = full[2] if self.end is None else self.end
+        return end - self.first, full[1]
+
+
+def stacked_parts(name: str, experts: StackedExperts | None) -> dict[str, StackedPart]:
+    """The weights that a tensor consists of, by the model's names; none if it is one itself."""
+    if experts is None or not name.endswith((_GATE_UP, _DOWN)):
+        return {}
+    layer, inner = name.rpartition(".")[0], experts.inner
+    is_down = name.endswith(_DOWN)
+    places = {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)}
+    return {
+        f"{layer}.{index}.{part}.weight": StackedPart(index, *place)
+        for index in range(experts.num_experts)
+        for part, place in ({"down_proj": (0, None)} if is_down else places).items()
+    }

@@ -131,4 +131,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def has_experts(self) -> bool:
-        return any(layer.moe is not None for layer in self.layers)
+        return self.moe is not None
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """That of all layers with experts."""
+        return next((layer.moe for layer in self.layers if layer.moe is not None), None)
+
+    @property
+    def has_dense_mlps(self) -> bool:
+        return any(layer.moe is None for layer in self.layers)

@@ -24,9 +24,19 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scales_input: bool = False
 
 
+class ExpertPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds: [first, end) of the experts, of the inner columns of each of them, and
+    of the columns of the shared expert.
+    """
+
+    experts: tuple[int, int]
+    columns: tuple[int, int]
+    shared: tuple[int, int]
+
+
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`intermediate_size` is that of one expert, `shared_intermediate_size` that of the MLP which
-    every token uses beside its experts; 0: none.
+    every token uses beside its experts; 0: none. `part`: of a rank that holds not all of them.
     """
 
     num_experts: int
@@ -34,3 +44,13 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     intermediate_size: int
     routing: Routing
     shared_intermediate_size: int = 0
+    part: ExpertPart | None = None
+
+    @property
+    def held(self) -> ExpertPart:
+        """All, if it is not one rank's part."""
+        return self.part or ExpertPart(
+            experts=(0, self.num_experts),
+            columns=(0, self.intermediate_size),
+            shared=(0, self.shared_intermediate_size),
+        )

@@ -160,6 +160,19 @@ def test_rotate_and_store(ops: Ops, rotary_dim: int, dtype: torch.dtype) -> None
 
 @both
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_angles_of_zero_rotate_nothing(ops: Ops, dtype: torch.dtype) -> None:
+    """As in layers without rope, whose heads are stored bit by bit."""
+    heads = torch.randn(9, 6, 16).to(dtype)
+    cos, sin = torch.ones(9, 8), torch.zeros(9, 8)
+    cache = torch.zeros(2, 2, 2, 16, 16, dtype=dtype)
+    query = ops.rotate_and_store(heads, cos, sin, cache, torch.arange(9))
+    assert torch.equal(query, heads[:, :2])
+    stored = cache[:, 0, :, :9].permute(2, 0, 1, 3)  # [T, planes, heads, D]
+    assert torch.equal(stored.flatten(1, 2), heads[:, 2:])
+
+
+@both
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("has_unit_offset", [False, True])
 def test_rotate_and_store_with_norms(ops: Ops, has_unit_offset: bool, dtype: torch.dtype) -> None:
     """The bits equal those of the norms, followed by the rest."""

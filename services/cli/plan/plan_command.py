@@ -59,21 +59,33 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="Memory of each rank, such as 80GiB (default: not checked).")
     ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Of it for KV, such as 28GiB (default: 90% of what the rest leaves)."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of the sequences that are counted.")
+    ] = 32_768,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the largest step.")] = 512,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 256,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Show the weights and KV of each rank of a model, and with --links what ranks on several hosts
-    send each other. Loads nothing but config.json.
+    send each other. Reads config.json and the headers of safetensors files, whose tensors
+    are checked against it.
     """
     from services.cli.plan.plan_table import show_plan
+    from shared.engine.checkpoint_plan.headers import has_files
+    from shared.engine.checkpoint_plan.stored_weights import read_stored
     from shared.engine.models.checkpoint_config import read_config
-    from shared.engine.parallel.planning.memory_plan import StepSize, plan_memory
+    from shared.engine.parallel.planning.memory_plan import MemoryLimit, StepSize, plan_memory
 
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", param="dtype")
-    config = read_config(local_copy(model, needs_weights=False))
+    model_dir = local_copy(model, needs_weights=False)
+    config = read_config(model_dir)
+    stored = read_stored(model_dir, config) if has_files(model_dir) else None
     over_links = None
     if links is not None:
         over_links = plan_links(
@@ -85,10 +97,13 @@ def plan(
         tp=1 if tp is None else tp,
         pp=1 if pp is None else pp,
         item_bytes=ITEM_BYTES[dtype],
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        limit=MemoryLimit(memory_bytes=_bytes(memory), kv_bytes=_bytes(kv_memory)),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
+        saved_bytes=lambda part: (
+            0 if stored is None else stored.saved_bytes(config, part, ITEM_BYTES[dtype])
+        ),
     )
-    show_plan(ranks, over_links, is_json=json)
+    show_plan(ranks, over_links, stored, context=context, is_json=json)
 
 
 def plan_links(
@@ -125,6 +140,10 @@ def plan_links(
         return LinksPlan(plans, chosen, plan_of(plans, tp, pp or 1), batch)
     except ValueError as error:
         raise ConfigError(str(error), param="links") from None
+
+
+def _bytes(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
 
 
 def parse_bytes(text: str) -> int:

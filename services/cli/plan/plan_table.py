@@ -9,12 +9,30 @@ from rich.table import Table
 from services.cli.plan.links_table import LinksPlan, show_links
 from services.cli.tables import table_console
 from services.cli.tenant_tables import print_json
-from shared.engine.parallel.planning.memory_plan import RankMemory, num_kv_tokens, size_text
+from shared.engine.checkpoint_plan.stored_weights import StoredWeights
+from shared.engine.parallel.planning.memory_plan import (
+    RankMemory,
+    num_kv_tokens,
+    num_sequences,
+    size_text,
+)
 
 
-def show_plan(ranks: list[RankMemory], links: LinksPlan | None, *, is_json: bool) -> None:
+def show_plan(
+    ranks: list[RankMemory],
+    links: LinksPlan | None,
+    stored: StoredWeights | None,
+    *,
+    context: int,
+    is_json: bool,
+) -> None:
+    """`context`: tokens of the sequences that are counted."""
+    sequences = num_sequences(ranks, context)
     if is_json:
         shown: dict[str, Any] = {"ranks": [_row(each) for each in ranks]}
+        shown["checkpoint"] = None if stored is None else _files(stored)
+        if sequences is not None:
+            shown["sequences"] = {"context": context, "count": sequences[0], "plain": sequences[1]}
         if links is not None:
             shown["plans"] = [links.row(each) for each in links.plans]
         print_json(shown | {"kv_tokens": num_kv_tokens(ranks)})
@@ -33,9 +51,27 @@ def show_plan(ranks: list[RankMemory], links: LinksPlan | None, *, is_json: bool
         )
     console = table_console()
     console.print(table)
+    if stored is not None:
+        console.print(
+            f"{stored.num_tensors:,} tensors in {stored.num_files} files of"
+            f" {size_text(stored.num_bytes)} have the names, shapes and dtypes of the model"
+        )
     total = num_kv_tokens(ranks)
     if total is not None:
         console.print(f"the worker's KV cache holds {total:,} tokens")
+    if sequences is not None:
+        without = (
+            "" if sequences[0] == sequences[1] else f" ({sequences[1]} if no layer had bounds)"
+        )
+        console.print(f"or {sequences[0]} sequences of {context:,} tokens{without}")
+
+
+def _files(stored: StoredWeights) -> dict[str, int]:
+    return {
+        "files": stored.num_files,
+        "tensors": stored.num_tensors,
+        "bytes": stored.num_bytes,
+    }
 
 
 def _row(rank: RankMemory) -> dict[str, Any]:

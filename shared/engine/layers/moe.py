@@ -10,6 +10,8 @@ are.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +32,9 @@ from shared.engine.layers.router import Router, zero_parameter
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import BLOCK, column_lanes, whole_blocks
-from shared.engine.parallel.lanes import NUM_LANES
-from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.lanes import NUM_LANES, rank_lanes
+from shared.engine.parallel.mesh import LocalMesh, Mesh
+from shared.engine.parallel.planning.expert_part import expert_range
 
 
 class ExpertLinear(ProductModule):
@@ -54,6 +57,10 @@ class ExpertLinear(ProductModule):
     def packed(self, weight: Tensor) -> Tensor:
         return pack_experts(weight)
 
+    def set_lanes(self, lanes: SumLanes) -> None:
+        self.lanes = lanes
+        self._choose()
+
     def forward(self, x: Tensor, rows: Tensor | None, offsets: Tensor) -> Tensor:
         return self.method(x, rows, offsets)
 
@@ -62,54 +69,96 @@ class ExpertLinear(ProductModule):
 
 
 class Experts(nn.Module):
-    """The MLPs of a layer's experts. Sizes are padded to full blocks of 32 with zeros."""
+    """The MLPs of a layer's experts, or of those that a rank holds. Sizes are padded to full blocks
+    of 32 with zeros.
 
-    mesh: Mesh | None = None
+    A rank holds whole experts or some inner columns of all; see expert_part.py. It has the rows of
+    all tokens, so it computes those of its experts, and all ranks gather the rows of all: no token
+    travels to an expert. Or all ranks add the sums of their columns.
+    """
+
+    adds: Mesh | None = None  # sums over lanes; None: the product does
+    gathers: Mesh | None = None  # rows of all ranks' experts
     num_sums = 1
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.sizes = moe.num_experts, moe.intermediate_size, config.hidden_size
-        inner, hidden = whole_blocks(moe.intermediate_size), whole_blocks(config.hidden_size)
-        self.blocks = moe.num_experts, inner, hidden
-        self.scales_input = moe.routing.scales_input
+        self.config = moe
+        self.held = range(*moe.held.experts)
+        self.inner = moe.held.columns[1] - moe.held.columns[0]
+        self.hidden = config.hidden_size
         self.gate = GATES[config.activation]
+        num_held, inner, hidden = self.blocks = self._blocks()
         share = moe.experts_per_token / moe.num_experts
         lanes = SumLanes.of((0, hidden)), SumLanes.of(column_lanes(inner))
-        shapes = (moe.num_experts, 2 * inner, hidden), (moe.num_experts, hidden, inner)
+        shapes = (num_held, 2 * inner, hidden), (num_held, hidden, inner)
         self.gate_up_proj = ExpertLinear(shapes[0], lanes[0], share, dtype=dtype)
         self.down_proj = ExpertLinear(shapes[1], lanes[1], share, dtype=dtype)
 
+    def _blocks(self) -> tuple[int, int, int]:
+        return len(self.held), whole_blocks(self.inner), whole_blocks(self.hidden)
+
     def destinations(self) -> dict[str, Tensor]:
-        (num_experts, inner, hidden), (_, inner_blocks, hidden_blocks) = self.sizes, self.blocks
-        gate_up = self.gate_up_proj.parameter.view(num_experts, 2, inner_blocks, hidden_blocks)
-        down = self.down_proj.parameter.view(num_experts, hidden_blocks, inner_blocks)
+        num_held, inner, hidden = self.blocks
+        gate_up = self.gate_up_proj.parameter.view(num_held, 2, inner, hidden)
+        down = self.down_proj.parameter.view(num_held, hidden, inner)
         found = {}
-        for expert in range(num_experts):
-            gate, up = gate_up[expert, :, :inner, :hidden]
+        for index, expert in enumerate(self.held):
+            gate, up = gate_up[index, :, : self.inner, : self.hidden]
             found[f"{expert}.gate_proj.weight"] = gate
             found[f"{expert}.up_proj.weight"] = up
-            found[f"{expert}.down_proj.weight"] = down[expert, :hidden, :inner]
+            found[f"{expert}.down_proj.weight"] = down[index, : self.hidden, : self.inner]
         return found
 
     def join(self, mesh: Mesh) -> None:
-        """The mesh adds the sums of the down product."""
-        self.mesh = mesh
-        self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
+        """The weights are one rank's part."""
+        is_spread = len(self.held) < self.config.num_experts
+        self.gathers = mesh if is_spread else None
+        lanes = SumLanes.of(column_lanes(whole_blocks(self.config.intermediate_size)))
+        if not is_spread:
+            lanes = lanes.part(*own_lanes(mesh))
+        self.down_proj.set_lanes(lanes)
+        if not is_spread or mesh.exchange == "bf16":
+            self.adds = LocalMesh(mesh.exchange) if is_spread else mesh
+            num_lanes = NUM_LANES // self.adds.shape.tp
+            self.num_sums = num_lanes if mesh.exchange == "bf16" else 1
 
     def forward(self, x: Tensor, choice: Choice, rows: ExpertRows) -> Tensor:
         """x [T, hidden] -> a row for each choice: [S, hidden], as `rows` orders them."""
-        tokens: Tensor | None = rows.tokens
-        if self.scales_input:
-            own = x.index_select(0, rows.tokens).float()
+        if self.gathers is None:
+            return self._held_rows(x, choice, rows, 0, rows.offsets)
+        tp = self.gathers.shape.tp
+        ends = [expert_range(self.config.num_experts, rank, tp)[1] for rank in range(tp)]
+        borders = [0, *rows.offsets[ends].tolist()]
+        first = int(rows.offsets[self.held.start])
+        offsets = rows.offsets[self.held.start : self.held.stop + 1] - first
+        y = self._held_rows(x, choice, rows, first, offsets)
+        return self.gathers.gather(y, 0, [end - low for low, end in pairwise(borders)])
+
+    def _held_rows(
+        self, x: Tensor, choice: Choice, rows: ExpertRows, first: int, offsets: Tensor
+    ) -> Tensor:
+        """Those of the experts held, from row `first` on; `offsets` are relative to it."""
+        own = slice(first, first + int(offsets[-1])) if self.gathers else slice(None)
+        tokens: Tensor | None = rows.tokens[own]
+        assert tokens is not None
+        if not len(tokens):
+            return x.new_empty(0, x.shape[1])
+        if self.config.routing.scales_input:
             factors = torch.empty_like(choice.weights).view(-1)
             factors[rows.places.view(-1)] = choice.weights.view(-1)
-            x, tokens = (own * factors.unsqueeze(1)).to(x.dtype), None
-        gated = self.gate(self.gate_up_proj(x, tokens, rows.offsets))
-        if self.mesh is None:
-            return self.down_proj(gated, None, rows.offsets)
-        sums = self.down_proj.method.partials(gated, None, rows.offsets, self.num_sums)
-        return self.mesh.add(sums, x.dtype)
+            scaled = x.index_select(0, tokens).float() * factors[own].unsqueeze(1)
+            x, tokens = scaled.to(x.dtype), None
+        gated = self.gate(self.gate_up_proj(x, tokens, offsets))
+        if self.adds is None:
+            return self.down_proj(gated, None, offsets)
+        sums = self.down_proj.method.partials(gated, None, offsets, self.num_sums)
+        return self.adds.add(sums, x.dtype)
+
+
+def own_lanes(mesh: Mesh) -> tuple[int, int]:
+    """The lanes [first, end) that this rank sums."""
+    return rank_lanes(mesh.shape.place(mesh.rank)[1], mesh.shape.tp)
 
 
 class MoeMlp(nn.Module):
@@ -123,7 +172,8 @@ class MoeMlp(nn.Module):
         self.experts = Experts(config, moe, dtype=dtype)
         self.shared_experts: GatedMlp | None = None
         if moe.shared_intermediate_size:
-            self.shared_experts = GatedMlp(config, moe.shared_intermediate_size, dtype=dtype)
+            first, end = moe.held.shared
+            self.shared_experts = GatedMlp(config, end - first, dtype=dtype)
 
     def destinations(self) -> dict[str, Tensor]:
         return child_destinations(self)
@@ -131,9 +181,8 @@ class MoeMlp(nn.Module):
     def join(self, mesh: Mesh) -> None:
         self.experts.join(mesh)
         if self.shared_experts is not None:
-            down = self.shared_experts.down_proj
-            assert down.lanes is not None
-            down.join(mesh, down.lanes)
+            lanes = SumLanes.of(column_lanes(self.config.shared_intermediate_size))
+            self.shared_experts.down_proj.join(mesh, lanes.part(*own_lanes(mesh)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> the same shape."""

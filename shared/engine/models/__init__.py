@@ -15,13 +15,12 @@ from shared.engine.models import (
     gemma2,
     gemma3,
     llama,
-    llama4,
     mistral,
     phi3,
     qwen2,
     qwen3,
 )
-from shared.engine.models.moe import glm4_moe, mixtral, qwen3_moe
+from shared.engine.models.moe import glm4_moe, llama4, mixtral, qwen3_moe
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]

@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
         """
         self.self_attn.o_proj.join(mesh, output)
         if isinstance(self.mlp, MoeMlp):
-            self.mlp.join(mesh)
+            self.mlp.join(mesh)  # it knows the lanes of the whole
         else:
             self.mlp.down_proj.join(mesh, down)
 

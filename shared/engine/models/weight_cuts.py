@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from shared.engine.model_config import ModelConfig
-from shared.engine.parallel.cuts import WHOLE, Cut, gate_up_cut, qkv_cut
+from shared.engine.parallel.cuts import WHOLE, Cut, Range, gate_up_cut, qkv_cut
 from shared.engine.parallel.planning.rank_part import RankPart
 from shared.engine.weights.stored_cut import stored_cut
 
+_EXPERT = re.compile(r"(?<=experts)\.\d+")  # all experts are cut alike
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -37,6 +40,9 @@ class WeightCuts:
             ),
             "mlp.down_proj": Cut(columns=(columns.start, columns.stop)),
         }
+        if part.experts is not None:
+            self._by_layer |= _mlp_cuts("mlp.experts", part.experts.columns)
+            self._by_layer |= _mlp_cuts("mlp.shared_experts", part.experts.shared)
         self._vocabulary = _rows(part.vocabulary)
         self._layers = config.layers
 
@@ -46,7 +52,7 @@ class WeightCuts:
             return self._vocabulary
         path, _, kind = name.removeprefix("model.layers.").rpartition(".")
         index, _, inside = path.partition(".")
-        cut = self._by_layer.get(inside, WHOLE)
+        cut = self._by_layer.get(_EXPERT.sub("", inside), WHOLE)
         if kind == "bias":
             return WHOLE if cut.columns is not None else cut
         formats = self._layers[int(index)].formats if index.isdigit() else None
@@ -57,6 +63,14 @@ class WeightCuts:
 def _expansion_dim(config: ModelConfig) -> int:
     """Rows of a head's keys and values in what expands latents."""
     return 0 if config.latent is None else config.latent.nope_dim + config.latent.value_dim
+
+
+def _mlp_cuts(place: str, columns: Range) -> dict[str, Cut]:
+    return {
+        f"{place}.gate_proj": Cut(rows=(columns,)),
+        f"{place}.up_proj": Cut(rows=(columns,)),
+        f"{place}.down_proj": Cut(columns=columns),
+    }
 
 
 def _rows(positions: range, size: int = 1) -> Cut:

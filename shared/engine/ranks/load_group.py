@@ -61,7 +61,7 @@ def load_group(
             f"{shape.num_ranks} ranks on {device}: ranks compute on the CPU so far", param="tp"
         )
     config = read_config(model_dir)
-    parts = worker_parts(config, shape)
+    parts = worker_parts(config, shape, options.experts)
     if options.weights == "compressed":
         raise ConfigError("compressed weights are not cut for ranks yet", param="weights")
     dtype = resolve_dtype(options.dtype, CPU)
@@ -84,6 +84,7 @@ def load_group(
         num_blocks=num_blocks,
         mode=mode,
         activations=options.activations,
+        experts=options.experts,
         load_format=options.load_format,
         num_threads=max(1, num_threads // num_local),
         kv=channels.rank_kv,

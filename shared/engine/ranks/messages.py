@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.config import ExpertSplit
 from shared.numerics import Activations, Mode
 
 
@@ -26,6 +27,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     mode: Mode
     activations: Activations = "plain"
+    experts: ExpertSplit = "auto"
     load_format: str
     num_threads: int
     kv: tuple[int, ...]

@@ -127,7 +127,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     """Raises CheckpointError, ConfigError."""
     model_dir = Path(setup.model_dir)
     config = read_config(model_dir)
-    parts = worker_parts(config, mesh.shape)
+    parts = worker_parts(config, mesh.shape, setup.experts)
     part = parts[mesh.rank]
     stage, _ = mesh.shape.place(mesh.rank)
     local = local_config(config, part)

@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from shared.clock import Clock, MonotonicClock
-from shared.config import LOAD_FORMATS
+from shared.config import LOAD_FORMATS, ExpertSplit
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import MatrixModule, ProductModule
@@ -41,6 +41,7 @@ class LoadOptions:
     response continues identically. On the CPU this always holds, at no cost; "fast" only declares
     the worker's KV usable by other hardware in that mode.
     `activations`: how sums of lanes cross ranks, rounded alike by a worker of one rank.
+    `experts`: how ranks share a model's experts, with the same bits.
     `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
     `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
@@ -55,6 +56,7 @@ class LoadOptions:
     num_threads: int | None = None
     mode: Mode = "exact"
     activations: Activations = "plain"
+    experts: ExpertSplit = "auto"
     weights: str = "auto"
     load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
     has_row_kernels: bool = False

@@ -8,9 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.engine.checkpoint_form import CheckpointForm, PairedRows
+from shared.engine.checkpoint_form import (
+    CheckpointForm,
+    PairedRows,
+    StackedPart,
+    model_names,
+    stacked_parts,
+)
 from shared.engine.parallel.cuts import Cut
-from shared.engine.weights.stacked_experts import StackedPart, stacked_parts
+from shared.engine.weights.stacked_experts import read_stacked
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
 
@@ -61,7 +67,7 @@ class FormedTensors:
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         """Raises ValueError for a cut through a head of paired rows."""
         if name in self._experts:
-            self._experts[name].read_into(self._tensors, self._source[name], cut, out)
+            read_stacked(self._experts[name], self._tensors, self._source[name], cut, out)
             return
         for pattern, rows in self._paired:
             if pattern.fullmatch(name):
@@ -71,21 +77,6 @@ class FormedTensors:
                 out.copy_(paired.index_select(0, halves(len(out), rows).to(out.device)))
                 return
         self._tensors.read_into(self._source[name], cut, out)
-
-
-def model_names(names: list[str], form: CheckpointForm) -> list[tuple[str, str]]:
-    """The checkpoint's name and the model's name of each tensor that is not dropped."""
-    dropped = [re.compile(pattern) for pattern in form.dropped]
-    renames = [(re.compile(pattern), new) for pattern, new in form.renames]
-    found = []
-    for given in names:
-        if any(pattern.match(given) for pattern in dropped):
-            continue
-        name = given
-        for pattern, new in renames:
-            name = pattern.sub(new, name)
-        found.append((given, name))
-    return found
 
 
 def halves(num_rows: int, paired: PairedRows) -> Tensor:

@@ -17,20 +17,19 @@ from torch import Tensor
 
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.checkpoint_files import TensorFile, checkpoint_folder
+from shared.engine.weights.checkpoint_index import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    file_names,
+    read_index,
+)
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
-from shared.transport.wire_errors import UNREADABLE, one_line
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # of quantised weights
 # Buffers that old exporters saved, although the config determines them.
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 class CheckpointTensors:
@@ -77,8 +76,8 @@ def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
         folder = checkpoint_folder(model_dir, stack)
         files: dict[Path, TensorFile] = {}
         path_of: dict[str, Path] = {}
-        index = _read_index(model_dir)
-        for file_name in _file_names(model_dir, index):
+        index = read_index(model_dir)
+        for file_name in file_names(model_dir, index):
             path = folder.path(file_name)
             files[path] = folder.open(file_name, stack)
             for name in files[path].names():
@@ -91,26 +90,6 @@ def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
                     f"{folder.path(file_name)}: tensor {name} of {INDEX_FILE} is missing"
                 )
         yield CheckpointTensors(files, path_of, folder.others())
-
-
-def _read_index(model_dir: Path) -> dict[str, str] | None:
-    path = model_dir / INDEX_FILE
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except (OSError, *UNREADABLE) as error:
-        raise CheckpointError(f"{path}: {one_line(error)}") from None
-
-
-def _file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
-    if index is None:
-        return [SINGLE_FILE]
-    for file_name in index.values():
-        is_name = Path(file_name).name == file_name and "\0" not in file_name
-        if not is_name or not file_name.endswith(".safetensors"):
-            raise CheckpointError(f"{model_dir / INDEX_FILE}: {file_name!r} is not a file name")
-    return sorted(set(index.values()))
 
 
 def load_weights(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> None:

@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Qwen3ForCausalLM": {},  # norms of heads
     "Gemma2ForCausalLM": {"sliding_window": 7, "attn_logit_softcapping": 3.0},
+    "MixtralForCausalLM": {"num_local_experts": 5, "intermediate_size": 40},
 }
 
 

@@ -5,12 +5,14 @@ Weights and KV are exact; the workspace is an estimate of the largest step's ten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.kv_plan import KvPlan, kv_plan
 from shared.engine.parallel.planning.rank_bytes import (
     kv_values_per_token,
     num_router_weights,
@@ -34,8 +36,18 @@ class StepSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """Bytes of each rank: of all its memory, and of its KV cache; None: by `KV_SHARE`."""
+
+    memory_bytes: int | None = None
+    kv_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank. `num_kv_tokens`: that fit its KV cache; None: no memory was given."""
+    """Bytes of one rank. `num_kv_tokens`: of the longest sequence that fits its KV cache of
+    `kv_bytes`; both are None if no memory was given. `kv`: None without layers.
+    """
 
     stage: int
     tp_rank: int
@@ -43,7 +55,13 @@ class RankMemory:
     weight_bytes: int
     workspace_bytes: int
     kv_bytes_per_token: int
+    kv: KvPlan | None
+    kv_bytes: int | None
     num_kv_tokens: int | None
+
+
+def no_bytes(_: RankPart) -> int:
+    return 0
 
 
 def plan_memory(
@@ -52,10 +70,12 @@ def plan_memory(
     tp: int,
     pp: int,
     item_bytes: int,
-    memory_bytes: int | None,
+    limit: MemoryLimit = MemoryLimit(),
     step: StepSize = StepSize(),
+    saved_bytes: Callable[[RankPart], int] = no_bytes,
 ) -> list[RankMemory]:
-    """Ranks by stage. `item_bytes`: of a weight and of a KV value; `memory_bytes`: of each rank.
+    """Ranks by stage. `item_bytes`: of a weight and of a KV value; `saved_bytes`: by which
+    quantised weights of a part are smaller.
 
     Raises ConfigError if the model cannot be cut like this or a rank's part does not fit.
     """
@@ -64,7 +84,14 @@ def plan_memory(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return [
-        _rank_memory(config, (*shape.place(rank), part), item_bytes, memory_bytes, step)
+        _rank_memory(
+            config,
+            (*shape.place(rank), part),
+            item_bytes,
+            limit,
+            step,
+            _weight_bytes(config, part, item_bytes) - saved_bytes(part),
+        )
         for rank, part in enumerate(worker_parts(config, shape))
     ]
 
@@ -75,29 +102,45 @@ def num_kv_tokens(ranks: list[RankMemory]) -> int | None:
     return None if None in found else min(filter(None, found), default=0)
 
 
+def num_sequences(ranks: list[RankMemory], num_tokens: int) -> tuple[int, int] | None:
+    """Sequences of so many tokens that the worker's KV cache holds, and how many it would hold if
+    every layer kept all tokens; None: no memory was given.
+    """
+    found = [(each.kv, each.kv_bytes) for each in ranks if each.kv is not None]
+    counts = []
+    for kv, kv_bytes in found:
+        if kv_bytes is None:
+            return None
+        whole = replace(kv, reaches=(None,) * len(kv.reaches))
+        counts.append([each.num_sequences(kv_bytes, num_tokens) for each in (kv, whole)])
+    grouped, plain = (min(each) for each in zip(*counts, strict=True))
+    return grouped, plain
+
+
 def _rank_memory(
     config: ModelConfig,
     place: tuple[int, int, RankPart],
     item_bytes: int,
-    memory_bytes: int | None,
+    limit: MemoryLimit,
     step: StepSize,
+    weight_bytes: int,
 ) -> RankMemory:
     stage, tp_rank, part = place
-    num_routers = num_router_weights(config, part)
-    weight_bytes = num_weights(config, part) * item_bytes + num_routers * (FP32_BYTES - item_bytes)
     workspace_bytes = _workspace_bytes(config, part, item_bytes, step)
     per_token = kv_values_per_token(config, part) * item_bytes
-    tokens = None
-    if memory_bytes is not None:
-        left = memory_bytes - weight_bytes - workspace_bytes
-        if left < per_token:
+    kv, kv_bytes = kv_plan(config, part, item_bytes) if part.layers else None, limit.kv_bytes
+    if limit.memory_bytes is not None:
+        left = limit.memory_bytes - weight_bytes - workspace_bytes
+        if left < (per_token if kv_bytes is None else kv_bytes):
             raise ConfigError(
                 f"rank {tp_rank} of stage {stage} needs {size_text(weight_bytes)} for weights and "
-                f"{size_text(workspace_bytes)} for the largest step: {size_text(memory_bytes)} are "
-                "too few. Use more ranks (--tp, --pp) or more memory",
+                f"{size_text(workspace_bytes)} for the largest step"
+                f"{'' if kv_bytes is None else f', beside {size_text(kv_bytes)} of KV'}: "
+                f"{size_text(limit.memory_bytes)} are too few. Use more ranks (--tp, --pp) or "
+                "more memory",
                 param="memory",
             )
-        tokens = int(left * KV_SHARE) // per_token if per_token else None
+        kv_bytes = int(left * KV_SHARE) if kv_bytes is None else kv_bytes
     return RankMemory(
         stage=stage,
         tp_rank=tp_rank,
@@ -105,8 +148,15 @@ def _rank_memory(
         weight_bytes=weight_bytes,
         workspace_bytes=workspace_bytes,
         kv_bytes_per_token=per_token,
-        num_kv_tokens=tokens,
+        kv=kv,
+        kv_bytes=kv_bytes,
+        num_kv_tokens=None if kv is None or kv_bytes is None else kv.longest_sequence(kv_bytes),
     )
+
+
+def _weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
+    routers = num_router_weights(config, part) * (FP32_BYTES - item_bytes)
+    return num_weights(config, part) * item_bytes + routers
 
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:

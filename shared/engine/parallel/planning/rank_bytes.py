@@ -44,9 +44,11 @@ def _layer_weights(local: ModelConfig, layer: LayerConfig) -> int:
     if layer.moe is None:
         return count + _mlp_weights(local, local.intermediate_size)
     moe = layer.moe
-    expert = 3 * whole_blocks(moe.intermediate_size) * whole_blocks(hidden)
-    count += moe.num_experts * expert + _router_weights(local, moe)
-    return count + _mlp_weights(local, moe.shared_intermediate_size)
+    experts, columns, shared = (
+        end - first for first, end in (moe.held.experts, moe.held.columns, moe.held.shared)
+    )
+    expert = 3 * whole_blocks(columns) * whole_blocks(hidden)
+    return count + experts * expert + _router_weights(local, moe) + _mlp_weights(local, shared)
 
 
 def attention_weights(local: ModelConfig) -> int:

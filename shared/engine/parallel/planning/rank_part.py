@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from shared.config import ExpertSplit
 from shared.engine.model_config import ModelConfig
+from shared.engine.moe_config import ExpertPart
 from shared.engine.parallel.cuts import (
     column_lanes,
     head_lanes,
     kv_head_range,
     rank_range,
 )
+from shared.engine.parallel.planning.expert_part import expert_part
 from shared.errors import ConfigError
 
 
@@ -36,6 +39,7 @@ class RankPart:
     vocabulary: range
     has_embedding: bool = True
     has_head: bool = True
+    experts: ExpertPart | None = None
 
 
 def whole_model(config: ModelConfig) -> RankPart:
@@ -43,13 +47,17 @@ def whole_model(config: ModelConfig) -> RankPart:
     return rank_part(config, tp_rank=0, tp_size=1, layers=range(config.num_layers))
 
 
-def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range) -> RankPart:
+def rank_part(
+    config: ModelConfig,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    layers: range,
+    experts: ExpertSplit = "auto",
+) -> RankPart:
     """Raises ConfigError if the model cannot be cut for `tp_size` ranks."""
-    if tp_size > 1 and config.has_experts:
-        raise ConfigError(
-            f"a model with experts is not cut for {tp_size} ranks yet, only into stages (--pp)",
-            param="tp",
-        )
+    if config.moe is None and experts == "ep":
+        raise ConfigError("the model has no experts to spread over ranks", param="experts")
     place = tp_rank, tp_size
     try:
         first, end = rank_range(head_lanes(config.num_heads, config.output_dim), *place)
@@ -65,9 +73,11 @@ def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range)
         vocabulary=range(*rank_range(column_lanes(config.vocab_size), *place)),
         has_embedding=layers.start == 0,
         has_head=layers.stop == config.num_layers,
+        experts=None if config.moe is None else expert_part(config.moe, *place, experts),
     )
     for name in ("heads", "columns", "vocabulary"):
-        if not getattr(part, name):
+        is_used = name != "columns" or config.has_dense_mlps
+        if is_used and not getattr(part, name):
             whole = {"heads": config.num_heads, "columns": config.intermediate_size}
             raise ConfigError(
                 f"{whole.get(name, config.vocab_size)} {name} are too few for {tp_size} ranks",
@@ -78,9 +88,15 @@ def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range)
 
 def local_config(config: ModelConfig, part: RankPart) -> ModelConfig:
     """The model as the rank computes it: its layers, with fewer heads and columns."""
+    layers = config.layers[part.layers.start : part.layers.stop]
     return replace(
         config,
-        layers=config.layers[part.layers.start : part.layers.stop],
+        layers=tuple(
+            layer
+            if layer.moe is None
+            else replace(layer, moe=replace(layer.moe, part=part.experts))
+            for layer in layers
+        ),
         num_heads=len(part.heads),
         num_kv_heads=len(part.kv_heads),
         intermediate_size=len(part.columns),

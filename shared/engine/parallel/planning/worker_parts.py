@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from shared.config import ExpertSplit
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -13,10 +14,12 @@ from shared.engine.parallel.planning.stages import ModelCosts, cut_stages
 from shared.errors import ConfigError
 
 
-def worker_parts(config: ModelConfig, shape: MeshShape) -> list[RankPart]:
+def worker_parts(
+    config: ModelConfig, shape: MeshShape, experts: ExpertSplit = "auto"
+) -> list[RankPart]:
     """By rank. Raises ConfigError if the model cannot be cut like this."""
     return [
-        rank_part(config, tp_rank=tp_rank, tp_size=shape.tp, layers=layers)
+        rank_part(config, tp_rank=tp_rank, tp_size=shape.tp, layers=layers, experts=experts)
         for layers in stages_of(config, shape.pp)
         for tp_rank in range(shape.tp)
     ]

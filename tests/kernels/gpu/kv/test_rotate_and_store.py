@@ -81,6 +81,17 @@ def test_rotate_and_store(
     assert_same_bits(cache[1], expected[1].to(dtype))  # values, unchanged
 
 
+def test_angles_of_zero_rotate_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    """As in layers without rope: keys and queries keep their bits."""
+    heads = random(9, 6, 16, like=device, dtype=dtype)
+    cos = torch.ones(9, 8, device=device)
+    cache = torch.zeros(2, 1, 2, 16, 16, dtype=dtype, device=device)
+    slots = torch.arange(9, device=device)
+    query = rotate_and_store(heads, cos, torch.zeros_like(cos), cache, slots)
+    assert torch.equal(query, heads[:, :2])
+    assert torch.equal(cache[:, 0, :, :9].permute(2, 0, 1, 3).flatten(1, 2), heads[:, 2:])
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("rotary_dim", [64, 24])
 def test_fp8_cache(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
+from shared.engine.model_config import QueryTemperature
 from shared.kv_layout import Chunk, Window
 from tests.shared.engine.support.steps import Blocks, Line, step_of
 
@@ -39,6 +40,18 @@ def test_step_of_single_tokens_is_decoded() -> None:
     assert inputs.prefill is None
     assert inputs.decode is not None
     assert inputs.decode.rows is None
+
+
+def test_queries_grow_with_their_absolute_position() -> None:
+    (line, _), *_ = work = mixed(3, 1)
+    line.num_computed = 6
+    temperature = QueryTemperature(floor_scale=4, scale=0.1)
+    found = build_attention_inputs(step_of(work), CPU, (LayerKind(temperature=temperature),))
+    steps = torch.tensor([1.0, 2.0, 2.0, 0.0])  # of positions 6, 7, 8 and 0
+    expected = torch.log1p(steps) * 0.1 + 1
+    assert found[0].query_factors is not None
+    torch.testing.assert_close(found[0].query_factors, expected, rtol=1e-7, atol=0)
+    assert build_attention_inputs(step_of(work), CPU)[0].query_factors is None
 
 
 def test_each_reach_has_its_own_lower_bounds() -> None:

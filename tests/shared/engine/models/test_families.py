@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shared.engine.checkpoint_plan.model_tensors import model_tensors
+from shared.engine.checkpoint_plan.stored_weights import read_stored
 from shared.engine.layers.embedding import TokenEmbedding
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.support.families import FAMILIES
@@ -97,6 +101,17 @@ def test_greedy_tokens_match_transformers(checkpoint: Checkpoint, family: str) -
         assert generate(runner, blocks.line(prompt, room=num_sampled), num_sampled) == expected
         is_tied = "tied" in family  # a tied model repeats itself
         assert is_tied or len(set(expected)) > 3, "the output has too few different tokens"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plan_knows_the_model_without_loading_it(checkpoint: Checkpoint, family: str) -> None:
+    folder, _ = checkpoint(family, "float32")
+    config = read_config(folder)
+    with torch.device("meta"):
+        model = Decoder(config, dtype=torch.float32, num_positions=1)
+    shapes = {name: tuple(each.shape) for name, each in model.weight_destinations().items()}
+    assert model_tensors(config) == shapes
+    assert read_stored(folder, config).num_tensors > 20
 
 
 def test_embedding_scale_is_rounded_as_in_transformers() -> None:

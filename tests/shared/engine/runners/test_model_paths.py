@@ -32,6 +32,7 @@ MODELS = {
     "llama": LLAMA,
     "mistral": Family("MistralForCausalLM", {"sliding_window": 70}),
     "gemma3": FAMILIES["gemma3"],
+    "llama4": FAMILIES["llama4"],
     "phi3": FAMILIES["phi3, longrope"],
 }
 CASES = [
@@ -41,6 +42,7 @@ CASES = [
     ("llama", "float32", "seeded"),
     ("mistral", "float32", "greedy"),
     ("gemma3", "bfloat16", "greedy"),
+    ("llama4", "bfloat16", "greedy"),
     ("phi3", "float32", "seeded"),
 ]
 

@@ -76,7 +76,8 @@ LLAMA4 = {
         "original_max_position_embeddings": 128,
     },
 }
-
+# of more experts, BF16 chooses others too often: transformers is off by 0.15 with 5
+LLAMA4_EXPERTS = {"moe_layers": None, "num_local_experts": 3, "intermediate_size": 40}
 GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -218,6 +219,11 @@ FAMILIES = {
     ),
     "gemma3, text of a multimodal one": MultimodalGemma3("Gemma3ForConditionalGeneration", GEMMA3),
     "llama4": Family("Llama4ForCausalLM", LLAMA4),
+    "llama4, experts": Family("Llama4ForCausalLM", {**LLAMA4, **LLAMA4_EXPERTS}),
+    "llama4, experts in each second layer": Family(
+        "Llama4ForCausalLM",
+        {**LLAMA4, **LLAMA4_EXPERTS, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+    ),
     "llama4, listed layers, no norms": Family(
         "Llama4ForCausalLM",
         {**LLAMA4, "use_qk_norm": False, "no_rope_layers": [0, 1, 1, 0], "attention_bias": True},
@@ -232,7 +238,9 @@ FAMILIES = {
             "attn_temperature_tuning": False,
         },
     ),
-    "llama4, text of a multimodal one": MultimodalLlama4("Llama4ForConditionalGeneration", LLAMA4),
+    "llama4, text of a multimodal one": MultimodalLlama4(
+        "Llama4ForConditionalGeneration", {**LLAMA4, **LLAMA4_EXPERTS, "moe_layers": [3]}
+    ),
     "phi3": Family("Phi3ForCausalLM", {}),
     "phi3, window, partly rotated": Family(
         "Phi3ForCausalLM",

@@ -37,7 +37,11 @@ def router_gaps(model: PreTrainedModel) -> Iterator[list[float]]:
     gaps: list[float] = []
 
     def note(router: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        scores, num_chosen = output[0].float().sigmoid(), output[2].shape[-1]
+        is_llama4 = len(output) == 2  # whose scores of those not chosen are 0
+        logits, num_chosen = output[1 if is_llama4 else 0], output[-1].shape[-1]
+        if is_llama4:
+            num_chosen = router.top_k
+        scores = logits.float().sigmoid()
         scores = scores + getattr(router, "e_score_correction_bias", 0.0)
         if getattr(router, "num_group", 1) > 1:
             groups = scores.unflatten(1, (router.num_group, -1))

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from shared.engine.model_config import LayerConfig, ModelConfig, RopeConfig
-from shared.engine.parallel.planning.memory_plan import num_kv_tokens, plan_memory, size_text
+from shared.engine.parallel.planning.memory_plan import (
+    MemoryLimit,
+    num_kv_tokens,
+    plan_memory,
+    size_text,
+)
 from shared.errors import ConfigError
 
 # Llama 3.1 8B
@@ -27,7 +32,9 @@ GIB = 1 << 30
 
 def test_published_sizes_of_llama_8b() -> None:
     """8.03 B weights, and 128 KiB of KV for each token in BF16."""
-    (rank,) = plan_memory(CONFIG, tp=1, pp=1, item_bytes=2, memory_bytes=80 * GIB)
+    (rank,) = plan_memory(
+        CONFIG, tp=1, pp=1, item_bytes=2, limit=MemoryLimit(memory_bytes=80 * GIB)
+    )
     assert rank.weight_bytes == 2 * 8_030_261_248
     assert rank.kv_bytes_per_token == 128 << 10
     assert rank.num_kv_tokens is not None
@@ -37,7 +44,7 @@ def test_published_sizes_of_llama_8b() -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 2), (8, 4)])
 def test_each_rank_needs_its_share(tp: int, pp: int) -> None:
-    ranks = plan_memory(CONFIG, tp=tp, pp=pp, item_bytes=2, memory_bytes=None)
+    ranks = plan_memory(CONFIG, tp=tp, pp=pp, item_bytes=2, limit=MemoryLimit(memory_bytes=None))
     assert [(each.stage, each.tp_rank) for each in ranks] == [
         (stage, rank) for stage in range(pp) for rank in range(tp)
     ]
@@ -48,7 +55,7 @@ def test_each_rank_needs_its_share(tp: int, pp: int) -> None:
 
 
 def test_fullest_rank_bounds_the_cache() -> None:
-    ranks = plan_memory(CONFIG, tp=1, pp=2, item_bytes=2, memory_bytes=16 * GIB)
+    ranks = plan_memory(CONFIG, tp=1, pp=2, item_bytes=2, limit=MemoryLimit(memory_bytes=16 * GIB))
     tokens = [each.num_kv_tokens or 0 for each in ranks]
     assert tokens[0] != tokens[1]
     assert num_kv_tokens(ranks) == min(tokens)
@@ -57,7 +64,7 @@ def test_fullest_rank_bounds_the_cache() -> None:
 def test_rank_whose_part_does_not_fit_is_an_error() -> None:
     message = r"rank 0 of stage 0 needs 15.0 GiB for weights .* 8.0 GiB are too few"
     with pytest.raises(ConfigError, match=message):
-        plan_memory(CONFIG, tp=1, pp=1, item_bytes=2, memory_bytes=8 * GIB)
+        plan_memory(CONFIG, tp=1, pp=1, item_bytes=2, limit=MemoryLimit(memory_bytes=8 * GIB))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Llama 4 (Scout, Maverick), text: three layers with rope in chunks of tokens, then one without.
 
+Each token has one expert, whose input it scales by the sigmoid of its logit, and a shared one.
+
 A layer with rope sees the tokens of its chunk, and may normalise queries and keys without weights.
 A layer without rope sees all tokens, and its queries grow with the position. transformers
 normalises after the rotation, which does not change the norm of a head: it is the same function.
@@ -13,10 +15,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.engine.checkpoint_form import TEXT_PART, CheckpointForm, PairedRows
+from shared.engine.checkpoint_form import TEXT_PART, CheckpointForm, PairedRows, StackedExperts
 from shared.engine.model_config import LayerConfig, ModelConfig, QueryTemperature
 from shared.engine.models.config_fields import (
     FULL,
+    NumLayers,
     Positive,
     PositiveFloat,
     Width,
@@ -24,6 +27,8 @@ from shared.engine.models.config_fields import (
     decoder_config,
     text_fields,
 )
+from shared.engine.models.moe.fields import NumExperts, moe_fields, with_experts
+from shared.engine.moe_config import MoeConfig, Routing
 from shared.errors import CheckpointError
 from shared.kv_layout import Chunk, Reach
 
@@ -43,8 +48,11 @@ Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """`no_rope_layers`: 0 for a layer without rope; if empty, by `no_rope_layer_interval`."""
+    """`no_rope_layers`: 0 for a layer without rope; if empty, by `no_rope_layer_interval`.
+    `intermediate_size`: of experts.
+    """
 
+    intermediate_size: Width = 8192
     intermediate_size_mlp: Width = 16_384
     use_qk_norm: bool = True
     no_rope_layers: tuple[Flag, ...] | None = None
@@ -54,32 +62,31 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     attn_temperature_tuning: bool | int = True
     floor_scale: PositiveFloat = 8192
     attn_scale: float = 0.1
+    num_local_experts: NumExperts = 16
+    num_experts_per_tok: NumExperts = 1
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: NumLayers = 1
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
-    own = _own_fields(given)
+    own: _Fields = moe_fields(given, _Fields)
     shared = {name: value for name, value in given.items() if name != "layer_types"}
     fields = config_fields({**DEFAULTS, **shared, "intermediate_size": own.intermediate_size_mlp})
     config = decoder_config(fields)
-    return replace(
+    config = replace(
         config,
         layers=tuple(_layer(own, has_rope) for has_rope in _ropes(own, config.num_layers)),
         has_qkv_bias=fields.attention_bias,
         has_output_bias=fields.attention_bias,
-        checkpoint=_form(config.head_dim),
+        checkpoint=_form(config.head_dim, own),
     )
+    moe_layers = _moe_layers(own, config.num_layers)
+    return with_experts(config, _experts(own), lambda index: index in moe_layers)
 
 
 def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
     """The text part of a multimodal model, which is served for text only."""
     return configure(text_fields(given))
-
-
-def _own_fields(given: Mapping[str, Any]) -> _Fields:
-    try:
-        return msgspec.convert(given, _Fields)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _layer(own: _Fields, has_rope: bool) -> LayerConfig:
@@ -117,11 +124,39 @@ def _ropes(own: _Fields, num_layers: int) -> list[bool]:
     return has_rope
 
 
-def _form(head_dim: int) -> CheckpointForm:
-    """Rotary pairs are neighbours in the checkpoint."""
+def _experts(own: _Fields) -> MoeConfig:
+    """Of several experts per token, the outputs are added. transformers computes these too."""
+    return MoeConfig(
+        num_experts=own.num_local_experts,
+        experts_per_token=own.num_experts_per_tok,
+        intermediate_size=own.intermediate_size,
+        shared_intermediate_size=own.intermediate_size,
+        routing=Routing(score="sigmoid", scales_input=True),
+    )
+
+
+def _moe_layers(own: _Fields, num_layers: int) -> frozenset[int]:
+    """Raises CheckpointError."""
+    step = own.interleave_moe_layer_step
+    if own.moe_layers is None:
+        return frozenset(range(step - 1, num_layers, step))
+    for layer in own.moe_layers:
+        if not 0 <= layer < num_layers:
+            raise CheckpointError(f"moe_layers: there is no layer {layer} of {num_layers} layers")
+    return frozenset(own.moe_layers)
+
+
+def _form(head_dim: int, own: _Fields) -> CheckpointForm:
+    """Rotary pairs are neighbours in the checkpoint, and experts of a layer are one tensor."""
     rows = PairedRows(head=head_dim, first=0, dim=head_dim)
     return CheckpointForm(
-        renames=(*TEXT_PART.renames, (r"(\.layers\.\d+)\.feed_forward\.", r"\1.mlp.")),
+        renames=(
+            *TEXT_PART.renames,
+            (r"\.feed_forward\.router\.", ".mlp.gate."),
+            (r"\.feed_forward\.shared_expert\.", ".mlp.shared_experts."),
+            (r"\.feed_forward\.", ".mlp."),
+        ),
         dropped=(r"(model\.)?(vision_model|multi_modal_projector)\.",),
+        experts=StackedExperts(num_experts=own.num_local_experts, inner=own.intermediate_size),
         paired=((r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)", rows),),
     )

@@ -1,0 +1,168 @@
+"""A mixture of experts beside `transformers`: decoded tokens per second of a static batch.
+
+Both use the same random checkpoint (Mixtral's architecture: 12 layers, hidden 768, 16 experts of
+1,024, 2 of which a token uses; 453 M weights of experts), prompts, threads and dtype, greedy, in
+one process, alternating. transformers computes experts in three ways, all of which are measured; a
+case is compared with the fastest. Only decode steps count, without the prompt: `batched_mm` copies
+an expert's weights for each token, so a prompt would not fit the memory.
+
+    python -m benchmarks.moe [--threads 2] [--dtype bfloat16] [--rounds 3] [--tokens 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from benchmarks.engine_cpu import Case, Hearth
+from benchmarks.report import Row, at_least, write_result
+from shared.engine.engine import StepProgress
+from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_runner import ModelRunner
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+}
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+BATCHES = (1, 16, 64)
+NUM_PROMPT_TOKENS = 16
+LEAST_RATIO = 1.3  # to the fastest implementation of transformers
+
+
+class Peer:
+    """`transformers`' decode steps, without `generate`, which would only take time."""
+
+    def __init__(self, model_dir: Path, dtype: str, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def decode_s(self, case: Case, implementation: str) -> float:
+        """Seconds for all tokens but the first of each sequence."""
+        torch.set_num_threads(self._num_threads)  # the runner has set another number
+        self._model.set_experts_implementation("eager")
+        out = self._model(torch.tensor(case.prompts), use_cache=True)
+        self._model.set_experts_implementation(implementation)
+        started = time.perf_counter()
+        for _ in range(case.num_output_tokens[0] - 1):
+            ids = out.logits[:, -1:].argmax(-1)
+            out = self._model(ids, past_key_values=out.past_key_values, use_cache=True)
+        out.logits[:, -1].argmax(-1).tolist()
+        return time.perf_counter() - started
+
+
+class TimedHearth(Hearth):
+    """Notes when the first step of a case, which computes all of its prompts, has ended."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self._first_at: float | None = None
+
+    async def decode_s(self, case: Case) -> float:
+        self._first_at = None
+        await self.run(case)
+        assert self._first_at is not None  # every sequence has a first token
+        return time.perf_counter() - self._first_at
+
+    def _on_progress(self, progress: list[StepProgress]) -> None:
+        if self._first_at is None and any(each.token_ids for each in progress):
+            self._first_at = time.perf_counter()
+        super()._on_progress(progress)
+
+
+def make_case(size: int, num_tokens: int, seed: int) -> Case:
+    """Different prompts for each seed, so that no prefix cache helps."""
+    randomness = random.Random(seed)
+    prompts = [
+        [randomness.randrange(3, SHAPE["vocab_size"]) for _ in range(NUM_PROMPT_TOKENS)]
+        for _ in range(size)
+    ]
+    return Case(f"batch {size}", prompts, [num_tokens] * size)
+
+
+async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
+    """One row per batch size: rates in tokens/s, medians of the rounds."""
+    peer = Peer(model_dir, options.dtype, options.threads)
+    hearth = TimedHearth(load_runner(model_dir, dtype=options.dtype, num_threads=options.threads))
+    hearth.loop.start()
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for round_index in range(options.rounds + 1):  # the first warms up
+        for size in BATCHES:
+            case = make_case(size, options.tokens, 100 * round_index + size)
+            found = {"hearth": await hearth.decode_s(case)}
+            for name in IMPLEMENTATIONS:
+                found[name] = await asyncio.to_thread(peer.decode_s, case, name)
+            if round_index:
+                num_decoded = size * (options.tokens - 1)
+                rates = {name: num_decoded / seconds for name, seconds in found.items()}
+                rounds.setdefault(case.name, []).append(rates)
+                print(case.name, {k: round(v, 1) for k, v in rates.items()}, file=sys.stderr)
+    await hearth.loop.stop()
+    return [row_of(name, rates) for name, rates in rounds.items()]
+
+
+def row_of(name: str, rounds: list[dict[str, float]]) -> Row:
+    medians = {key: statistics.median(rates[key] for rates in rounds) for key in rounds[0]}
+    fastest = max(IMPLEMENTATIONS, key=lambda implementation: medians[implementation])
+    ratios = sorted(rates["hearth"] / rates[fastest] for rates in rounds)
+    return {
+        "case": name,
+        **{f"{key}_tokens_per_s": round(rate, 1) for key, rate in medians.items()},
+        "fastest": fastest,
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_min": round(ratios[0], 3),
+        "ratio_max": round(ratios[-1], 3),
+    }
+
+
+def write_checkpoint(model_dir: Path, dtype: str) -> None:
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        MixtralForCausalLM(MixtralConfig(**SHAPE)).save_pretrained(model_dir)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), options.dtype)
+        rows = uvloop.run(compare(Path(folder), options))
+    bars = [
+        at_least(f"{row['case']} / transformers", row["ratio"], LEAST_RATIO, "") for row in rows
+    ]
+    write_result("moe", rows, bars, ["-m", "benchmarks.moe", *argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""KV of sequences on one rank, from the config alone: groups of layers hold what they see.
+
+Bytes are of whole blocks, which all have as many slots as the largest group has layers. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.engine.model_config import ModelConfig
+from shared.engine.parallel.planning.rank_bytes import kv_values_per_token
+from shared.engine.parallel.planning.rank_part import RankPart
+from shared.kv_layout import PagedKv, Reach, Window, group_layers
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """`reaches`: one for each group. `group_bytes`: of one token in one group."""
+
+    reaches: tuple[Reach, ...]
+    group_bytes: int
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        return self.group_bytes * sum(_live_tokens(each, num_tokens) for each in self.reaches)
+
+    def longest_sequence(self, kv_bytes: int) -> int:
+        """Tokens that fit; if no layer sees all tokens, as many as every layer could hold."""
+        all_groups = self.group_bytes * len(self.reaches)
+        growing = self.group_bytes * self.reaches.count(None)
+        bounded = [each for each in self.reaches if each is not None]
+        if growing and bounded:
+            held = self.group_bytes * sum(_live_tokens(each, each.tokens) for each in bounded)
+            found = (kv_bytes - held) // growing
+            if found >= max(each.tokens for each in bounded):
+                return found
+        return kv_bytes // all_groups
+
+    def num_sequences(self, kv_bytes: int, num_tokens: int) -> int:
+        return kv_bytes // self.sequence_bytes(num_tokens)
+
+
+def kv_plan(config: ModelConfig, part: RankPart, item_bytes: int) -> KvPlan:
+    """Of a part with layers."""
+    groups = group_layers([_state(config, layer.reach) for layer in config.layers])
+    slots = max(len(set(group.layers) & set(part.layers)) for group in groups)
+    values = kv_values_per_token(config, part) // len(part.layers)
+    return KvPlan(tuple(group.state.reach for group in groups), slots * values * item_bytes)
+
+
+def _state(config: ModelConfig, reach: Reach) -> PagedKv:
+    """A reach beyond the longest context is none."""
+    if reach is not None and reach.tokens >= config.max_position_embeddings:
+        reach = None
+    return PagedKv(config.num_kv_heads, config.head_dim, "bfloat16", reach)
+
+
+def _live_tokens(reach: Reach, num_tokens: int) -> int:
+    """That a sequence holds at most, in whole blocks."""
+    if reach is None or num_tokens < reach.tokens:
+        return _whole_blocks(num_tokens)
+    is_aligned = not isinstance(reach, Window) and reach.tokens % BLOCK_TOKENS == 0
+    return _whole_blocks(reach.tokens) + (0 if is_aligned else BLOCK_TOKENS)
+
+
+def _whole_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS

@@ -1,0 +1,40 @@
+"""The files of a checkpoint: one, or shards that an index names. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE, one_line
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_index(model_dir: Path) -> dict[str, str] | None:
+    """Tensor -> file; None without an index. Raises CheckpointError."""
+    path = model_dir / INDEX_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, *UNREADABLE) as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
+
+
+def file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
+    """Raises CheckpointError for a name that is no file of the folder."""
+    if index is None:
+        return [SINGLE_FILE]
+    found = set(index.values())
+    for file_name in found:
+        is_name = Path(file_name).name == file_name and "\0" not in file_name
+        if not is_name or not file_name.endswith(".safetensors"):
+            raise CheckpointError(f"{model_dir / INDEX_FILE}: {file_name!r} is not a file name")
+    return sorted(found)

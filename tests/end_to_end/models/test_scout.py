@@ -1,0 +1,122 @@
+"""A small random Llama 4 Scout answers the call that Cloudflare documents for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.services.cli.chat_checkpoint import write_byte_tokenizer
+from tests.services.cli.in_process import call_hearth
+from tests.shared.engine.support.families import LLAMA4, LLAMA4_EXPERTS, MultimodalLlama4
+
+SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
+MESSAGES = [
+    {"role": "system", "content": "You are a friendly assistant"},
+    {"role": "user", "content": "Why is pizza so good"},
+]
+TEMPLATE = (
+    "{% for message in messages %}<|header_start|>{{ message['role'] }}<|header_end|>\n\n"
+    "{{ message['content'] }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n{% endif %}"
+)
+PROMPT = (
+    "<|header_start|>system<|header_end|>\n\nYou are a friendly assistant<|eot|>"
+    "<|header_start|>user<|header_end|>\n\nWhy is pizza so good<|eot|>"
+    "<|header_start|>assistant<|header_end|>\n\n"
+)
+ALIAS_TIMEOUT_S = 10
+
+
+@pytest.fixture(scope="module")
+def scout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("scout")
+    vocab_size = write_byte_tokenizer(folder, TEMPLATE)
+    fields = {**LLAMA4, **LLAMA4_EXPERTS, "vocab_size": vocab_size}
+    return folder, MultimodalLlama4("Llama4ForConditionalGeneration", fields).write(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, scout: tuple[Path, PreTrainedModel]
+) -> Iterator[Cluster]:
+    """Workers of prefill and decode, and the alias."""
+    state = tmp_path_factory.mktemp("cluster")
+    with run_cluster(state, "--model", str(scout[0]), "--dtype", "float32") as running:
+        environ = {"XDG_STATE_HOME": str(state)}
+        shown = call_hearth(("model", "alias", SCOUT, running.model), environ)
+        assert shown.returncode == 0, shown.stderr
+        yield running
+
+
+def call(cluster: Cluster, messages: list[Any] = MESSAGES, **options: Any) -> httpx.Response:
+    """Waits until the gateway knows the alias."""
+    path = f"/client/v4/accounts/default/ai/run/{SCOUT}"
+    deadline = time.monotonic() + ALIAS_TIMEOUT_S
+    while True:
+        response = cluster.client.post(path, json={"messages": messages, **options})
+        if "does not exist" not in response.text:
+            return response
+        assert time.monotonic() < deadline, response.text
+        time.sleep(0.1)
+
+
+def test_documented_call_is_answered(cluster: Cluster, scout: tuple[Path, PreTrainedModel]) -> None:
+    answer = call(cluster, temperature=0, max_tokens=12)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert (body["success"], body["errors"], body["messages"]) == (True, [], [])
+    assert body["result"]["usage"]["prompt_tokens"] == len(PROMPT)
+    assert body["result"]["usage"]["completion_tokens"] == 12
+    assert body["result"]["response"] == text_of(greedy(*scout, num_tokens=12), scout[0])
+    streamed = call(cluster, temperature=0, max_tokens=12, stream=True)
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    texts = [json.loads(line)["response"] for line in lines]
+    assert "".join(texts) == body["result"]["response"]
+
+
+def test_openai_route_of_the_account_gives_the_same_text(cluster: Cluster) -> None:
+    options = {"temperature": 0, "max_tokens": 12}
+    chat = cluster.client.post(
+        "/client/v4/accounts/default/ai/v1/chat/completions",
+        json={"model": SCOUT, "messages": MESSAGES, **options},
+    )
+    text = call(cluster, **options).json()["result"]["response"]
+    assert chat.json()["choices"][0]["message"]["content"] == text
+
+
+def test_image_for_a_text_model_is_refused_by_its_part(cluster: Cluster) -> None:
+    url = {"url": "data:image/png;base64,AA=="}
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": url}]
+    refused = call(cluster, [{"role": "user", "content": parts}])
+    assert refused.status_code == 400
+    assert "messages[0].content" in refused.text
+    assert "image_url" in refused.text
+
+
+def greedy(folder: Path, model: PreTrainedModel, num_tokens: int) -> list[int]:
+    """By transformers, whose choices are far from equal."""
+    tokens = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    ids = [tokens[{" ": "Ġ", "\n": "Ċ"}.get(each, each)] for each in PROMPT]
+    first = len(ids)
+    for _ in range(num_tokens):
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        assert best - second > 1e-4
+        ids.append(int(logits.argmax()))
+    return ids[first:]
+
+
+def text_of(token_ids: list[int], folder: Path) -> str:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids)
