@@ -23,6 +23,7 @@ class CompilePlan:
     has_plain_attention: bool  # some layer has neither window nor softcap
     has_masked_attention: bool
     has_gelu: bool
+    has_latents: bool = False  # instead of keys and values
 
     def marker(self, part: str) -> Path:
         """A file that exists once the part is compiled."""
