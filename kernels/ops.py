@@ -28,11 +28,19 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED, has_triton_device
+from kernels.quantised_weight import Fp8Part as Fp8Part
+from kernels.quantised_weight import Int4Part as Int4Part
+from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import fp8_weight as fp8_weight
+from kernels.quantised_weight import int4_weight as int4_weight
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
-from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
+from kernels.reference.grouped_linear import grouped_linear as reference_grouped_linear
+from kernels.reference.grouped_linear import grouped_sums as reference_grouped_sums
 from kernels.reference.lane_linear import lane_linear as reference_lane_linear
 from kernels.reference.lane_linear import lane_sums as reference_lane_sums
 from kernels.reference.linear import linear as reference_linear
@@ -42,13 +50,17 @@ from kernels.reference.rotate_and_store import rotate_and_store as reference_rot
 from kernels.reference.rotate_and_store_latent import (
     rotate_and_store_latent as reference_rotate_and_store_latent,
 )
-from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
+from kernels.routing import Choice as Choice
+from kernels.routing import ExpertRows as ExpertRows
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
+from kernels.torch_ops.expert_rows import add_experts as torch_add_experts
+from kernels.torch_ops.expert_rows import sort_by_expert as torch_sort_by_expert
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
 from kernels.torch_ops.penalize import penalize as torch_penalize
+from kernels.torch_ops.route import route as torch_route
 from kernels.torch_ops.sample import argmax as torch_argmax
 from kernels.torch_ops.sample import sample as torch_sample
 from kernels.torch_ops.sample import scale
@@ -59,6 +71,7 @@ from kernels.torch_ops.top_k import top_k as torch_top_k
 
 if TYPE_CHECKING:
     from kernels.cpu.compile_plan import CompilePlan as CpuCompilePlan
+    from kernels.cpu.compile_plan import QuantisedKind as CpuQuantisedKind
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
     from kernels.cpu.gemm.lane_linear import LibraryLanes
     from kernels.cpu.host import CpuHost
@@ -69,10 +82,11 @@ R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 Compressed: TypeAlias = "CompressedWeight | SplitWeight"
 CpuCompressed: TypeAlias = "CompressedWeight"
-Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight"
+Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight | QuantisedWeight"
 LaneWeight: TypeAlias = "Tensor | LibraryLanes"
 LayerKernel: TypeAlias = "PackedLayer"
 CompilePlan: TypeAlias = "CpuCompilePlan"
+QuantisedKind: TypeAlias = "CpuQuantisedKind"
 # The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
     "add_rms_norm": "rows.add_rms_norm",
@@ -81,6 +95,8 @@ TRITON_MODULES = {
     "decode_attention": "attention.decode_attention",
     "gather_blocks": "kv.gather_blocks",
     "gelu_and_mul": "rows.gelu_and_mul",
+    "grouped_linear": "gemm.grouped_linear",
+    "grouped_sums": "gemm.grouped_linear",
     "top_k": "sampling.top_k",
     "lane_linear": "gemm.lane_linear",
     "lane_sums": "gemm.lane_linear",
@@ -95,9 +111,12 @@ TRITON_MODULES = {
     "silu_and_mul": "rows.silu_and_mul",
 }
 CPU_MODULES = {
+    "add_experts": "moe.expert_rows",
     "add_rms_norm": "layer.add_rms_norm",
     "decode_attention": "attention.decode_attention",
     "gelu_and_mul": "layer.gated",
+    "grouped_linear": "gemm.grouped_linear",
+    "grouped_sums": "gemm.grouped_linear",
     "lane_linear": "gemm.lane_linear",
     "lane_sums": "gemm.lane_linear",
     "linear": "gemm.linear",
@@ -105,10 +124,14 @@ CPU_MODULES = {
     "rms_norm": "layer.rms_norm",
     "rotate_and_store": "attention.rotate_and_store",
     "rotate_and_store_latent": "attention.rotate_and_store_latent",
+    "route": "moe.route",
     "silu_and_mul": "layer.gated",
+    "sort_by_expert": "moe.expert_rows",
 }
 # These need no compiled loops: the library multiplies by unpacked weights and oneDNN's.
-CPU_WITHOUT_LOOPS = frozenset({"lane_linear", "lane_sums", "linear"})
+CPU_WITHOUT_LOOPS = frozenset(
+    {"grouped_linear", "grouped_sums", "lane_linear", "lane_sums", "linear"}
+)
 LANED_ROWS = 64  # above, a split weight that sums in lanes is decompressed first
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
@@ -154,13 +177,14 @@ class Operation(Generic[P, R]):
 
     @cached_property
     def elsewhere(self) -> Op[P, R]:
-        if not HAS_TRITON:
+        if not HAS_TRITON or self.name not in TRITON_MODULES:
             return self.library
         module = import_module(f"kernels.gpu.{TRITON_MODULES[self.name]}")
         found: Op[P, R] = getattr(module, self.name)
         return found
 
 
+add_experts = Operation(torch_add_experts)
 add_rms_norm = Operation(reference_add_rms_norm)
 apply_token_mask = Operation(torch_apply_token_mask)
 copy_blocks = Operation(torch_copy_blocks)
@@ -173,12 +197,16 @@ prefill_attention = Operation(reference_prefill_attention)
 rms_norm = Operation(reference_rms_norm)
 rotate_and_store = Operation(reference_rotate_and_store)
 rotate_and_store_latent = Operation(reference_rotate_and_store_latent)
+route = Operation(torch_route)
 sample = Operation(torch_sample)
 scatter_blocks = Operation(torch_scatter_blocks)
 silu_and_mul = Operation(reference_silu_and_mul)
+sort_by_expert = Operation(torch_sort_by_expert)
 _linear = Operation(reference_linear)
 _lane_linear = Operation(reference_lane_linear)
 _lane_sums = Operation(reference_lane_sums)
+_grouped_linear = Operation(reference_grouped_linear)
+_grouped_sums = Operation(reference_grouped_sums)
 scale_logits = scale
 argmax = torch_argmax
 select_split_rows = torch_select_rows
@@ -241,6 +269,37 @@ def lane_sums(
     return sums
 
 
+def grouped_linear(
+    x: Tensor,
+    rows: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor | CpuCompressed,
+    *,
+    lanes: SumLanes,
+) -> Tensor:
+    """`lane_linear` of the rows of each expert with its part of a weight [E · N, K], see
+    kernels.reference.grouped_linear.
+    """
+    multiply: Any = _grouped_linear
+    y: Tensor = multiply(x, rows, offsets, weight, lanes=lanes)
+    return y
+
+
+def grouped_sums(
+    x: Tensor,
+    rows: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor | CpuCompressed,
+    *,
+    lanes: SumLanes,
+    num_sums: int = 1,
+) -> Tensor:
+    """The FP32 sums of `num_sums` subtrees of the lanes: [num_sums, S, N]."""
+    add: Any = _grouped_sums
+    sums: Tensor = add(x, rows, offsets, weight, lanes=lanes, num_sums=num_sums)
+    return sums
+
+
 def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None = None) -> Tensor:
     """`linear` with a compressed weight of the CPU."""
     y: Tensor = _cpu("gemm.compressed_linear").compressed_linear(x, weight, bias)
@@ -270,15 +329,19 @@ def product_row_counts(
     )
 
 
-def _is_multiplied_by_triton(weight: Weight) -> TypeGuard[Tensor | SplitWeight]:
-    if not isinstance(weight, SplitWeight | Tensor) or len(weight.shape) != 2:
+def _is_multiplied_by_triton(
+    weight: Weight,
+) -> TypeGuard[Tensor | SplitWeight | QuantisedWeight]:
+    if not isinstance(weight, SplitWeight | QuantisedWeight | Tensor) or len(weight.shape) != 2:
         return False
     return _is_for_triton(weight.device)
 
 
-def packed_form(weight: LaneWeight | CpuCompressed) -> Any:
+def packed_form(weight: LaneWeight | CpuCompressed | QuantisedWeight) -> Any:
     """The form of a weight that the compiled loops multiply with; None if it is not packed."""
     if isinstance(weight, Tensor) and not _is_for_loops(weight):
+        return None
+    if isinstance(weight, QuantisedWeight) and not _has_loops(weight):
         return None
     return _cpu("gemm.packed_linear").for_products(weight)
 
@@ -337,6 +400,55 @@ def compressed_lane_linear(
     return lane_linear(x, decompress(weight), bias, lanes=lanes)
 
 
+def quantised_linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    is_batch_invariant: bool = False,
+) -> Tensor:
+    """`linear` with a quantised weight, of the bits of the dequantised one. On CPUs a part of it is
+    decoded at a time; elsewhere it is dequantised into temporary memory.
+    """
+    if _is_for_loops(weight.memory):
+        module = _cpu("gemm.quantised_linear")
+        y: Tensor = module.quantised_linear(x, weight, bias, has_kernels=cpu_host().has_kernels)
+        return y
+    return linear(x, weight.dense(), bias, is_batch_invariant=is_batch_invariant)
+
+
+def quantised_lane_linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    lanes: SumLanes,
+    is_batch_invariant: bool = True,
+) -> Tensor:
+    """`lane_linear` with a quantised weight."""
+    if _is_for_loops(weight.memory):
+        mode = {"lanes": lanes, "has_kernels": cpu_host().has_kernels}
+        y: Tensor = _cpu("gemm.quantised_linear").quantised_lane_linear(x, weight, bias, **mode)
+        return y
+    dense = weight.dense()
+    return lane_linear(x, dense, bias, lanes=lanes, is_batch_invariant=is_batch_invariant)
+
+
+def quantised_lane_sums(
+    x: Tensor, weight: QuantisedWeight, *, lanes: SumLanes, num_sums: int = 1
+) -> Tensor:
+    """`lane_sums` with a quantised weight."""
+    if _is_for_loops(weight.memory):
+        mode = {"lanes": lanes, "num_sums": num_sums, "has_kernels": cpu_host().has_kernels}
+        sums: Tensor = _cpu("gemm.quantised_linear").quantised_lane_sums(x, weight, **mode)
+        return sums
+    return lane_sums(x, weight.dense(), lanes=lanes, num_sums=num_sums)
+
+
+def _has_loops(weight: QuantisedWeight) -> bool:
+    return _is_for_loops(weight.memory) and cpu_host().has_kernels
+
+
 def _is_for_triton(device: torch.device) -> bool:
     return HAS_TRITON and (IS_INTERPRETED or device.type != "cpu")
 
@@ -356,6 +468,19 @@ def pack_lanes(weight: Tensor, lanes: SumLanes) -> LaneWeight:
     if not _is_for_loops(weight) or packed_form(weight) is not None:
         return weight
     return cpu_host().pack_lanes(weight, lanes)
+
+
+def pack_experts(weight: Tensor) -> Tensor:
+    """weight [E · N, K] in the form that `grouped_linear` multiplies with."""
+    return cpu_host().pack_experts(weight) if _is_for_loops(weight) else weight
+
+
+def can_compress_experts(weight: Tensor) -> bool:
+    """Whether `grouped_linear` multiplies with a compressed weight like this one."""
+    if not _is_for_loops(weight):
+        return False
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return cpu_host().has_kernels and cpu_host().has_gemm(dtype)
 
 
 def lane_parts(weight: object) -> tuple[Tensor | None, ...]:
@@ -380,7 +505,7 @@ def is_compressed(weight: object) -> TypeGuard[Compressed]:
 
 
 def is_cpu_compressed(weight: object) -> TypeGuard[CpuCompressed]:
-    if weight is None or isinstance(weight, Tensor | SplitWeight):
+    if weight is None or isinstance(weight, Tensor | SplitWeight | QuantisedWeight):
         return False
     return isinstance(weight, _cpu("gemm.compressed_weight").CompressedWeight)
 

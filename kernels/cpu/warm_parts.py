@@ -9,15 +9,23 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.compile import locked
-from kernels.cpu.compile_plan import CompilePlan
+from kernels.cpu.compile_plan import CompilePlan, QuantisedKind
 from kernels.cpu.deferred_codegen import defer_codegen
+from kernels.quantised_weight import (
+    Fp8Layout,
+    Int4Layout,
+    QuantisedLayout,
+    QuantisedWeight,
+    memory_bytes,
+)
 from kernels.sum_lanes import SumLanes
 
 _FEW, _MANY = 1, 65  # rows: for one thread, and for all
@@ -66,6 +74,9 @@ def _compile_layers(plan: CompilePlan) -> None:
     from kernels.cpu.gemm.decompress_rows import select_rows
     from kernels.cpu.gemm.packed_linear import for_products, packed_linear
 
+    if plan.has_experts:
+        _compile_single_operations(plan)
+        _compile_experts(plan)
     if plan.is_blocked:
         _Layer(plan).run(_FEW)
         head, x = _weight(plan, _BLOCK, _BLOCK), _zeros(plan, _FEW, _BLOCK)
@@ -74,9 +85,9 @@ def _compile_layers(plan: CompilePlan) -> None:
         packed_argmax(x, packed)
         if isinstance(head, CompressedWeight):
             select_rows(head, torch.zeros(1).long())
-        return
-    _compile_single_operations(plan)
-    if plan.has_latents:
+    elif not plan.has_experts:
+        _compile_single_operations(plan)
+    if plan.has_experts or plan.has_latents:
         _compile_products(plan)
 
 
@@ -109,6 +120,22 @@ def _compile_products(plan: CompilePlan) -> None:
         lane_linear(x, weight, lanes=SumLanes.of((0, _BLOCK)))
 
 
+def _compile_experts(plan: CompilePlan) -> None:
+    """The operations of a layer with experts, beside the single ones of any layer."""
+    from kernels.cpu.gemm.grouped_linear import grouped_linear
+    from kernels.cpu.gemm.packed_linear import for_products
+    from kernels.cpu.moe.expert_rows import add_experts, sort_by_expert
+    from kernels.cpu.moe.route import route
+
+    logits, x, lanes = torch.zeros(_FEW, 1), _zeros(plan, _FEW, _BLOCK), SumLanes.of((0, _BLOCK))
+    choice = route(logits, None, 1, _Routing())
+    rows = sort_by_expert(choice.ids, 1)
+    weight = _weight(plan, _BLOCK, _BLOCK)
+    if for_products(weight) is not None:
+        grouped_linear(x, rows.tokens, rows.offsets, weight, lanes=lanes)
+    add_experts(x, rows.places, choice.weights, None, _BLOCK)
+
+
 def compile_layers_by_rows(plan: CompilePlan) -> None:
     _Layer(plan).run(_FEW, is_by_rows=True)
 
@@ -125,7 +152,7 @@ class _Layer:
         shapes = (3 * width, _BLOCK), (_BLOCK, width), (2 * _BLOCK, _BLOCK), (_BLOCK, _BLOCK)
         kernel = packed_layer(
             (_zeros(plan, _BLOCK), _zeros(plan, _BLOCK)),
-            [_weight(plan, *shape) for shape in shapes],
+            _weights(plan, shapes),
             (SumLanes.of((0, width)), SumLanes.of((0, _BLOCK))),
             qkv_bias=None,
             head_norms=(),
@@ -150,12 +177,39 @@ class _Layer:
         )
 
 
+class _Routing(NamedTuple):
+    score: str = "softmax"
+    is_renormalised: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
 def _zeros(plan: CompilePlan, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=getattr(torch, plan.dtype))
 
 
 def _cache(plan: CompilePlan) -> Tensor:
     return _zeros(plan, 2, 1, 1, plan.block_size, plan.head_dim)
+
+
+def _weights(plan: CompilePlan, shapes: Sequence[tuple[int, int]]) -> list[Any]:
+    kinds: Sequence[QuantisedKind] = plan.quantised or ["dense"] * len(shapes)
+    return [
+        _weight(plan, *shape) if kind == "dense" else _quantised_weight(kind, shape)
+        for kind, shape in zip(kinds, shapes, strict=True)
+    ]
+
+
+def _quantised_weight(kind: QuantisedKind, shape: tuple[int, int]) -> QuantisedWeight:
+    layout: QuantisedLayout
+    if kind == "fp8":
+        layout = Fp8Layout(shape, _BLOCK)
+    else:
+        scale_dtype = "float32" if "floats" in kind else "bfloat16"
+        layout = Int4Layout(shape, _BLOCK, scale_dtype, has_zeros="zeros" in kind)
+    memory = torch.zeros(memory_bytes(layout), dtype=torch.uint8)
+    return QuantisedWeight(layout, memory, torch.bfloat16)
 
 
 def _weight(plan: CompilePlan, num_rows: int, width: int) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.moe_config import MoeConfig
+from shared.engine.quantisation.quantisation import LayerFormats
 from shared.kv_layout import Reach
 
 
@@ -55,11 +57,29 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_rank: int | None = None
 
 
+class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries at position p are multiplied by log1p(floor((p + 1) / floor_scale)) * scale + 1.
+
+    Scalable-Softmax (Nakanishi 2025), as in Llama 4: attention over more keys stays as sharp.
+    """
+
+    floor_scale: float
+    scale: float
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`."""
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation;
+    `formats` of the weights, None: dense.
+
+    `moe`: experts in place of the dense MLP, whose size is the model's `intermediate_size`.
+    """
 
     reach: Reach = None
-    rope_index: int = 0
+    rope_index: int | None = 0
+    query_temperature: QueryTemperature | None = None
+    has_weightless_qk_norm: bool = False
+    formats: LayerFormats | None = None
+    moe: MoeConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -104,3 +124,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_quantised(self) -> bool:
+        return any(layer.formats is not None for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.moe is not None for layer in self.layers)

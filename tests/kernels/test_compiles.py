@@ -114,6 +114,19 @@ def _launch_lane_linear() -> None:
     lane_linear(_empty(8, 96), _empty(63, 96), _empty(63), lanes=SumLanes.of((0, 32, 96)))
 
 
+def _launch_grouped_linear() -> None:
+    """Qwen3-30B-A3B's experts, and lanes of 32 columns."""
+    from kernels.gpu.gemm.grouped_linear import grouped_linear, grouped_sums
+
+    offsets, rows = _empty(129, dtype=torch.int64), _empty(512, dtype=torch.int64)
+    lanes = SumLanes.of((0, 2048)), SumLanes.of(range(0, 769, 96))
+    x, gate_up = _empty(64, 2048), _empty(128 * 1536, 2048)
+    grouped_linear(x, rows, offsets, gate_up, lanes=lanes[0])
+    x, down = _empty(512, 768), _empty(128 * 2048, 768)
+    grouped_linear(x, None, offsets, down, lanes=lanes[1])
+    grouped_sums(x, None, offsets, down, lanes=lanes[1], num_sums=8)
+
+
 def _launch_compressed_linear() -> None:
     from kernels.gpu.gemm.compressed_linear import compressed_linear
 
@@ -229,6 +242,7 @@ def _attention(
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
+    "grouped_linear": _launch_grouped_linear,
     "lane_linear": _launch_lane_linear,
     "compressed_linear": _launch_compressed_linear,
     "copy_blocks": _launch_copy_blocks,

@@ -40,6 +40,7 @@ from kernels.cpu.simd.dtype_convert import rounded_as, store_numbers
 from kernels.cpu.simd.f32x32 import load_floats
 from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
+from kernels.quantised_weight import QuantisedWeight
 from kernels.sum_lanes import SumLanes, add_lanes
 
 
@@ -54,7 +55,8 @@ class LibraryLanes:
         return self.shape[0] * self.shape[1]
 
 
-LaneWeight = Tensor | LibraryLanes | CompressedWeight
+# Quantised weights only in the forms that the compiled loops decode: see quantised_linear.py.
+LaneWeight = Tensor | LibraryLanes | CompressedWeight | QuantisedWeight
 
 
 def is_blocked(lanes: SumLanes) -> bool:
@@ -82,7 +84,7 @@ def lane_linear(
     lanes.check(x.shape[1], 1)
     packed = _packed(weight, lanes)
     if packed is None:
-        y = _library_sums(x, weight, lanes, 1)[0].to(x.dtype)
+        y = library_sums(x, weight, lanes, 1)[0].to(x.dtype)
     else:
         y = x.new_empty(len(x), num_blocks(packed) * BLOCK)
         _multiply(x, packed, lanes, y[None])
@@ -94,7 +96,7 @@ def lane_sums(x: Tensor, weight: LaneWeight, *, lanes: SumLanes, num_sums: int =
     lanes.check(x.shape[1], num_sums)
     packed = _packed(weight, lanes)
     if packed is None:
-        return _library_sums(x, weight, lanes, num_sums)
+        return library_sums(x, weight, lanes, num_sums)
     shape = num_sums, len(x), num_blocks(packed) * BLOCK
     sums = torch.empty(shape, dtype=torch.float32)
     _multiply(x, packed, lanes, sums)
@@ -174,12 +176,13 @@ def multiply_lanes(
                 store_numbers(sums_of_row, at + row * row_bytes, sums.dtype, BLOCK)
 
 
-def _library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) -> Tensor:
+def library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) -> Tensor:
     """FP32 [num_sums, T, N]"""
     rows = x.float()
     if isinstance(weight, LibraryLanes):
         return add_lanes(_lane_products(rows, weight.parts, lanes, weight.shape[0]), num_sums)
     sums = x.new_empty((num_sums, len(x), weight.shape[0]), dtype=torch.float32)
+    assert not isinstance(weight, QuantisedWeight)
     for low, high, dense in _dense_pieces(weight):
         parts = [
             pack_for_library(dense[:, first:end].float()) if end > first else None

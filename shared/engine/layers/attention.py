@@ -10,7 +10,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
 
 
@@ -32,6 +32,8 @@ class PagedAttention(nn.Module):
         """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape,
         or [T, num_heads, value_dim].
         """
+        if inputs.query_factors is not None:
+            query = (query.float() * inputs.query_factors[:, None, None]).to(query.dtype)
         out: Tensor | None = None
         if inputs.prefill is not None:
             rows = inputs.prefill.rows
@@ -69,7 +71,7 @@ class PagedAttention(nn.Module):
 class Attention(PagedAttention):
     """Grouped-query attention. Heads may have norms."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config)
         self.head_dim = config.head_dim
         self.norm_eps = config.rms_norm_eps
@@ -93,9 +95,11 @@ class Attention(PagedAttention):
         self.parts = {} if config.has_fused_projections else {"qkv_proj": parts}
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.has_qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, config, dtype=dtype)
+        if config.has_qk_norm or layer.has_weightless_qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, config, dtype=dtype, has_weight=config.has_qk_norm)
+                for _ in range(2)
+            )
 
     def destinations(self) -> dict[str, Tensor]:
         return child_destinations(self, self.parts)

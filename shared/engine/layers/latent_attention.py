@@ -20,7 +20,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear, unset_parameter
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.model_config import LatentConfig, ModelConfig
+from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
 
 # transformers' modeling code has this default, whatever `rms_norm_eps` of the config is.
@@ -30,7 +30,7 @@ NORM_EPS = 1e-6
 class LatentAttention(PagedAttention):
     """`q_proj`, or a product of low rank: `q_a_proj`, norm, `q_b_proj`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config)
         assert config.latent is not None
         latent, num_heads = config.latent, config.num_heads

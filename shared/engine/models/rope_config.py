@@ -147,8 +147,12 @@ def dynamic_theta(fields: RopeFields, context: int) -> float:
 
 
 def _llama3(fields: RopeFields) -> Llama3Scaling:
-    if not 0 < fields.low_freq_factor < fields.high_freq_factor:
-        raise CheckpointError("rope factors are out of range")
+    low, high = fields.low_freq_factor, fields.high_freq_factor
+    if not 0 < low <= high:
+        raise CheckpointError(
+            f"low_freq_factor {low} and high_freq_factor {high} of the rope must be positive, the"
+            " low one not above the high one"
+        )
     return Llama3Scaling(
         factor=_factor(fields),
         low_freq_factor=fields.low_freq_factor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shared.engine.model_config import ModelConfig
 from shared.engine.parallel.cuts import WHOLE, Cut, gate_up_cut, qkv_cut
 from shared.engine.parallel.planning.rank_part import RankPart
+from shared.engine.weights.stored_cut import stored_cut
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -37,14 +38,20 @@ class WeightCuts:
             "mlp.down_proj": Cut(columns=(columns.start, columns.stop)),
         }
         self._vocabulary = _rows(part.vocabulary)
+        self._layers = config.layers
 
     def of(self, name: str) -> Cut:
         """Norms are whole, as are the biases of row-parallel products: they follow the sum."""
         if name in (_EMBEDDING, _HEAD):
             return self._vocabulary
         path, _, kind = name.removeprefix("model.layers.").rpartition(".")
-        cut = self._by_layer.get(path.partition(".")[2], WHOLE)
-        return WHOLE if kind == "bias" and cut.columns is not None else cut
+        index, _, inside = path.partition(".")
+        cut = self._by_layer.get(inside, WHOLE)
+        if kind == "bias":
+            return WHOLE if cut.columns is not None else cut
+        formats = self._layers[int(index)].formats if index.isdigit() else None
+        form = None if formats is None else formats.of(inside)
+        return cut if form is None or cut.is_whole else stored_cut(name, form, cut)
 
 
 def _expansion_dim(config: ModelConfig) -> int:

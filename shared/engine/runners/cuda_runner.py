@@ -12,6 +12,7 @@ from kernels.device import on_triton_compile
 from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runner import KvRun, StepInputs
 from shared.engine.runners.cuda_device import CudaDevice
@@ -80,10 +81,13 @@ class CudaRunner(ModelRunner):
         ):
             set_mode(model, options.mode)
             one_block = allocate_kv_cache(kv_layout, 1, target)
-            compiled = thread.submit(warm_up, ModelExecutor(model, one_block, kv_layout), options)
+            early = ModelExecutor(model, one_block, kv_layout)
+            # The memory of quantised weights is no operand before `finish_model`.
+            compiled = None if config.is_quantised else thread.submit(warm_up, early, options)
             load_weights(source.tensors, model.weight_destinations())
             revision = source.revision()
-            compiled.result()
+            if compiled is not None:
+                compiled.result()
         if is_compressed:
             compress_in_place(model, model.weight_destinations())
         finish_model(
@@ -116,7 +120,11 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     """Launches every kernel that a step or a push can need, and runs the largest steps."""
     kv_layout = executor.kv_layout
     modules = executor.model.modules()
-    weights = [(each.weight, each.lanes) for each in modules if isinstance(each, ProductModule)]
+    weights = [
+        (each.weight, each.lanes)
+        for each in modules
+        if isinstance(each, ProductModule) and not isinstance(each, ExpertLinear)
+    ]
     row_counts = product_row_counts(
         weights,
         executor.kv_cache.dtype,

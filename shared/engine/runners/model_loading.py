@@ -21,6 +21,7 @@ from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
+from shared.engine.weights.quantised_tensors import QuantisedTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
@@ -146,9 +147,13 @@ def open_weights(
         yield OpenedWeights(dummy, dummy, described, lambda: weights_digest(dummy, described))
         return
     with open_checkpoint(model_dir) as tensors:
-        read = FormedTensors(tensors, config.checkpoint)
-        if read.dropped:
-            log.info("tensors_not_used", count=len(read.dropped), first=read.dropped[0])
+        formed = FormedTensors(tensors, config.checkpoint)
+        if formed.dropped:
+            log.info("tensors_not_used", count=len(formed.dropped), first=formed.dropped[0])
+        read: WeightSource = formed
+        if (formats := config.layers[0].formats) is not None:
+            destinations = model.weight_destinations()
+            read = QuantisedTensors(formed, formats.quantisation, destinations)
         yield OpenedWeights(read, tensors, described, lambda: weights_digest(tensors, described))
 
 
@@ -161,6 +166,11 @@ def finish_model(
     for module in model.modules():
         if isinstance(module, ProductModule | LatentExpansion):
             module.pack()
+    if model.layer_config.is_quantised:
+        report = weights_report(model)
+        log.info(
+            "weights_quantised", num=report.num_quantised, num_bytes=report.num_quantised_bytes
+        )
     if activations == "bf16-exchange" and isinstance(model, Decoder):
         model.round_sums()
     model.fuse()

@@ -45,6 +45,11 @@ def whole_model(config: ModelConfig) -> RankPart:
 
 def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range) -> RankPart:
     """Raises ConfigError if the model cannot be cut for `tp_size` ranks."""
+    if tp_size > 1 and config.has_experts:
+        raise ConfigError(
+            f"a model with experts is not cut for {tp_size} ranks yet, only into stages (--pp)",
+            param="tp",
+        )
     place = tp_rank, tp_size
     try:
         first, end = rank_range(head_lanes(config.num_heads, config.output_dim), *place)

@@ -13,7 +13,7 @@ from kernels.reference.rotary import rotary
 from shared.engine.layers.attention_inputs import AttentionInputs, PrefillRows
 from shared.engine.layers.latent_attention import NORM_EPS, LatentAttention
 from shared.engine.layers.linear import ProductModule
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from tests.shared.engine.support.families import FAMILIES
 
@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def _layer(config: ModelConfig, dtype: torch.dtype) -> LatentAttention:
     torch.manual_seed(5)
-    layer = LatentAttention(config, dtype=dtype)
+    layer = LatentAttention(config, LayerConfig(), dtype=dtype)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.3
     return layer

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig, RopeConfig
 from shared.engine.models.decoder import Decoder
+from shared.engine.moe_config import MoeConfig, Routing
 from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
 from shared.engine.parallel.planning.rank_part import rank_part, whole_model
 from shared.engine.parallel.planning.worker_parts import stages_of
@@ -35,10 +36,18 @@ LATENTS: dict[str, Any] = {
     "latent": LatentConfig(kv_rank=24, nope_dim=12, rope_dim=8, value_dim=16, query_rank=40),
     "ropes": (RopeConfig(theta=1e4, rotary_dim=8),),
 }
+MOE = MoeConfig(
+    num_experts=17,
+    experts_per_token=5,
+    intermediate_size=24,
+    shared_intermediate_size=40,
+    routing=Routing(score="sigmoid", has_choice_bias=True),
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"has_tied_embeddings": True},
     "biases": {"has_qkv_bias": True, "has_output_bias": True, "has_mlp_bias": True},
+    "experts": {"layers": (LayerConfig(), *(LayerConfig(moe=MOE),) * 4), "hidden_size": 48},
     "norms": {"has_qk_norm": True, "has_post_norms": True},
     "latents": LATENTS,
     "latents, full queries, biases": {
