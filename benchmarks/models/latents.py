@@ -7,7 +7,7 @@ written into their caches: both cache latents, transformers expands them to keys
 step. Steps alternate in one process with the same threads; a figure is the median of the rounds,
 and the first logits are compared.
 
-    python -m benchmarks.latents [--threads 2] [--context 4096] [--rounds 3]
+    python -m benchmarks.models.latents [--threads 2] [--context 4096] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def main(argv: list[str]) -> None:
         at_least(f"{row['case']} / transformers", row["ratio"], BAR, ""),
         at_most("error of the logits", row["logits_error"], LARGEST_ERROR, ""),
     ]
-    write_result("latents", [row], bars, ["-m", "benchmarks.latents", *argv])
+    write_result("latents", [row], bars, ["-m", "benchmarks.models.latents", *argv])
 
 
 if __name__ == "__main__":
