@@ -10,6 +10,7 @@ import typer
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.local.hub_download import local_copy
+from shared.config import expert_split
 from shared.errors import ConfigError
 from shared.numerics import exchange_of
 
@@ -56,6 +57,10 @@ def plan(
     activations: Annotated[
         str, typer.Option(help="With --links: plain, or bf16-exchange (half the bytes of sums).")
     ] = "plain",
+    experts: Annotated[
+        str,
+        typer.Option(help="ep: a rank holds whole experts; tp: columns of all; auto."),
+    ] = "auto",
     memory: Annotated[
         str | None, typer.Option(help="Memory of each rank, such as 80GiB (default: not checked).")
     ] = None,
@@ -87,6 +92,7 @@ def plan(
         item_bytes=ITEM_BYTES[dtype],
         memory_bytes=None if memory is None else parse_bytes(memory),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
+        experts=expert_split(experts),
     )
     show_plan(ranks, over_links, is_json=json)
 

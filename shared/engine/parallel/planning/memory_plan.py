@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.config import ExpertSplit
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
@@ -54,6 +55,7 @@ def plan_memory(
     item_bytes: int,
     memory_bytes: int | None,
     step: StepSize = StepSize(),
+    experts: ExpertSplit = "auto",
 ) -> list[RankMemory]:
     """Ranks by stage. `item_bytes`: of a weight and of a KV value; `memory_bytes`: of each rank.
 
@@ -65,7 +67,7 @@ def plan_memory(
         raise ConfigError(str(error)) from None
     return [
         _rank_memory(config, (*shape.place(rank), part), item_bytes, memory_bytes, step)
-        for rank, part in enumerate(worker_parts(config, shape))
+        for rank, part in enumerate(worker_parts(config, shape, experts))
     ]
 
 
