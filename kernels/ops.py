@@ -28,11 +28,17 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED, has_triton_device
+from kernels.quantised_weight import Fp8Part as Fp8Part
+from kernels.quantised_weight import Int4Part as Int4Part
+from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import fp8_weight as fp8_weight
+from kernels.quantised_weight import int4_weight as int4_weight
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
-from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
 from kernels.reference.grouped_linear import grouped_linear as reference_grouped_linear
 from kernels.reference.grouped_linear import grouped_sums as reference_grouped_sums
 from kernels.reference.lane_linear import lane_linear as reference_lane_linear
@@ -41,7 +47,9 @@ from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
-from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
+from kernels.reference.rotate_and_store_latent import (
+    rotate_and_store_latent as reference_rotate_and_store_latent,
+)
 from kernels.routing import Choice as Choice
 from kernels.routing import ExpertRows as ExpertRows
 from kernels.split_weight import SplitWeight, split_weight
@@ -63,6 +71,7 @@ from kernels.torch_ops.top_k import top_k as torch_top_k
 
 if TYPE_CHECKING:
     from kernels.cpu.compile_plan import CompilePlan as CpuCompilePlan
+    from kernels.cpu.compile_plan import QuantisedKind as CpuQuantisedKind
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
     from kernels.cpu.gemm.lane_linear import LibraryLanes
     from kernels.cpu.host import CpuHost
@@ -73,10 +82,11 @@ R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 Compressed: TypeAlias = "CompressedWeight | SplitWeight"
 CpuCompressed: TypeAlias = "CompressedWeight"
-Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight"
+Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight | QuantisedWeight"
 LaneWeight: TypeAlias = "Tensor | LibraryLanes"
 LayerKernel: TypeAlias = "PackedLayer"
 CompilePlan: TypeAlias = "CpuCompilePlan"
+QuantisedKind: TypeAlias = "CpuQuantisedKind"
 # The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
     "add_rms_norm": "rows.add_rms_norm",
@@ -95,6 +105,7 @@ TRITON_MODULES = {
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "rows.rms_norm",
     "rotate_and_store": "kv.rotate_and_store",
+    "rotate_and_store_latent": "kv.rotate_and_store_latent",
     "sample": "sampling.sample",
     "scatter_blocks": "kv.scatter_blocks",
     "silu_and_mul": "rows.silu_and_mul",
@@ -112,6 +123,7 @@ CPU_MODULES = {
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "layer.rms_norm",
     "rotate_and_store": "attention.rotate_and_store",
+    "rotate_and_store_latent": "attention.rotate_and_store_latent",
     "route": "moe.route",
     "silu_and_mul": "layer.gated",
     "sort_by_expert": "moe.expert_rows",
@@ -184,6 +196,7 @@ penalize = Operation(torch_penalize)
 prefill_attention = Operation(reference_prefill_attention)
 rms_norm = Operation(reference_rms_norm)
 rotate_and_store = Operation(reference_rotate_and_store)
+rotate_and_store_latent = Operation(reference_rotate_and_store_latent)
 route = Operation(torch_route)
 sample = Operation(torch_sample)
 scatter_blocks = Operation(torch_scatter_blocks)
@@ -212,6 +225,21 @@ def linear(
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def per_head_linear(
+    x: Tensor, weights: Sequence[Tensor], *, is_batch_invariant: bool = False
+) -> Tensor:
+    """x [T, num_heads, K] and a weight [N, K] of each head, packed or not -> [T, num_heads, N].
+
+    One product a head, whose rows do not depend on the others where those of `linear` do not: the
+    rows of the library's batched products do.
+    """
+    products = [
+        linear(x[:, head], weight, is_batch_invariant=is_batch_invariant)
+        for head, weight in enumerate(weights)
+    ]
+    return torch.stack(products, dim=1)
 
 
 def lane_linear(
@@ -301,15 +329,19 @@ def product_row_counts(
     )
 
 
-def _is_multiplied_by_triton(weight: Weight) -> TypeGuard[Tensor | SplitWeight]:
-    if not isinstance(weight, SplitWeight | Tensor) or len(weight.shape) != 2:
+def _is_multiplied_by_triton(
+    weight: Weight,
+) -> TypeGuard[Tensor | SplitWeight | QuantisedWeight]:
+    if not isinstance(weight, SplitWeight | QuantisedWeight | Tensor) or len(weight.shape) != 2:
         return False
     return _is_for_triton(weight.device)
 
 
-def packed_form(weight: LaneWeight | CpuCompressed) -> Any:
+def packed_form(weight: LaneWeight | CpuCompressed | QuantisedWeight) -> Any:
     """The form of a weight that the compiled loops multiply with; None if it is not packed."""
     if isinstance(weight, Tensor) and not _is_for_loops(weight):
+        return None
+    if isinstance(weight, QuantisedWeight) and not _has_loops(weight):
         return None
     return _cpu("gemm.packed_linear").for_products(weight)
 
@@ -368,6 +400,55 @@ def compressed_lane_linear(
     return lane_linear(x, decompress(weight), bias, lanes=lanes)
 
 
+def quantised_linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    is_batch_invariant: bool = False,
+) -> Tensor:
+    """`linear` with a quantised weight, of the bits of the dequantised one. On CPUs a part of it is
+    decoded at a time; elsewhere it is dequantised into temporary memory.
+    """
+    if _is_for_loops(weight.memory):
+        module = _cpu("gemm.quantised_linear")
+        y: Tensor = module.quantised_linear(x, weight, bias, has_kernels=cpu_host().has_kernels)
+        return y
+    return linear(x, weight.dense(), bias, is_batch_invariant=is_batch_invariant)
+
+
+def quantised_lane_linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    lanes: SumLanes,
+    is_batch_invariant: bool = True,
+) -> Tensor:
+    """`lane_linear` with a quantised weight."""
+    if _is_for_loops(weight.memory):
+        mode = {"lanes": lanes, "has_kernels": cpu_host().has_kernels}
+        y: Tensor = _cpu("gemm.quantised_linear").quantised_lane_linear(x, weight, bias, **mode)
+        return y
+    dense = weight.dense()
+    return lane_linear(x, dense, bias, lanes=lanes, is_batch_invariant=is_batch_invariant)
+
+
+def quantised_lane_sums(
+    x: Tensor, weight: QuantisedWeight, *, lanes: SumLanes, num_sums: int = 1
+) -> Tensor:
+    """`lane_sums` with a quantised weight."""
+    if _is_for_loops(weight.memory):
+        mode = {"lanes": lanes, "num_sums": num_sums, "has_kernels": cpu_host().has_kernels}
+        sums: Tensor = _cpu("gemm.quantised_linear").quantised_lane_sums(x, weight, **mode)
+        return sums
+    return lane_sums(x, weight.dense(), lanes=lanes, num_sums=num_sums)
+
+
+def _has_loops(weight: QuantisedWeight) -> bool:
+    return _is_for_loops(weight.memory) and cpu_host().has_kernels
+
+
 def _is_for_triton(device: torch.device) -> bool:
     return HAS_TRITON and (IS_INTERPRETED or device.type != "cpu")
 
@@ -424,7 +505,7 @@ def is_compressed(weight: object) -> TypeGuard[Compressed]:
 
 
 def is_cpu_compressed(weight: object) -> TypeGuard[CpuCompressed]:
-    if weight is None or isinstance(weight, Tensor | SplitWeight):
+    if weight is None or isinstance(weight, Tensor | SplitWeight | QuantisedWeight):
         return False
     return isinstance(weight, _cpu("gemm.compressed_weight").CompressedWeight)
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from services.cli import bundle_commands, commands, tenant_commands, warm_command
+from services.cli import commands, tenant_commands, warm_command
+from services.cli.checkpoints import bundle_commands, quantize_command
 from services.cli.models.model_commands import model_app
 from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
@@ -172,6 +173,7 @@ app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
 app.registered_commands += tenant_commands.app.registered_commands
 app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
 app.registered_commands += bundle_commands.app.registered_commands
+app.registered_commands += quantize_command.app.registered_commands
 app.registered_commands += warm_command.app.registered_commands
 app.registered_commands += plan_command.app.registered_commands
 _add_services()

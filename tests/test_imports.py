@@ -66,10 +66,9 @@ RULES = {
         *(BASE, TERMINAL),
         excluded="shared.engine",
     ),
-    "services/cli/bundle_commands.py": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/checkpoints": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
-    "services/cli/compression_progress.py": rule("services.cli shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
     "services/local": rule("services.local shared", BASE, TERMINAL, HUB, excluded="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
@@ -141,8 +140,8 @@ LAYERS = {
     "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
-        " | batching | runners | step_plan | models | weights | layers | sampling"
-        " | parallel kv_cache kv_copies codec"
+        " | batching | runners quantise | step_plan | models | weights | layers | sampling"
+        " | parallel kv_cache kv_copies codec | quantisation"
     ),
 }
 MAX_FILES = 16

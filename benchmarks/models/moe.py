@@ -4,10 +4,10 @@ Both use the same random checkpoint (Mixtral's architecture: 12 layers, hidden 7
 1,024, 2 of which a token uses; 453 M weights of experts), prompts, threads and dtype, greedy, in
 one process, alternating. transformers computes experts in three ways, all of which are measured; a
 case is compared with the fastest. One that takes twice the time of another in the first round,
-which warms up, is not measured again. Only decode steps count, without the prompt: `batched_mm` copies
-an expert's weights for each token, so a prompt would not fit the memory.
+which warms up, is not measured again. Only decode steps count, without the prompt: `batched_mm`
+copies an expert's weights for each token, so a prompt would not fit the memory.
 
-    python -m benchmarks.moe [--threads 2] [--dtype bfloat16] [--rounds 3] [--tokens 17]
+    python -m benchmarks.models.moe [--threads 2] [--dtype bfloat16] [--rounds 3] [--tokens 17]
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> None:
     bars = [
         at_least(f"{row['case']} / transformers", row["ratio"], LEAST_RATIO, "") for row in rows
     ]
-    write_result("moe", rows, bars, ["-m", "benchmarks.moe", *argv])
+    write_result("moe", rows, bars, ["-m", "benchmarks.models.moe", *argv])
 
 
 if __name__ == "__main__":

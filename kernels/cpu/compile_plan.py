@@ -6,9 +6,13 @@ import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 from kernels.cpu import probe
 from kernels.cpu.compile import cache_dir
+
+# int4 without and with zeros, and with FP32 scales instead of BF16
+QuantisedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zeros-floats", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class CompilePlan:
     has_plain_attention: bool  # some layer has neither window nor softcap
     has_masked_attention: bool
     has_gelu: bool
+    # Of QKV, output, gate and up, down, if the checkpoint is quantised
+    quantised: tuple[QuantisedKind, ...] = ()
     has_experts: bool = False  # in some layers
 
     def marker(self, part: str) -> Path:

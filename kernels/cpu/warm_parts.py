@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -16,8 +17,15 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compile import locked
-from kernels.cpu.compile_plan import CompilePlan
+from kernels.cpu.compile_plan import CompilePlan, QuantisedKind
 from kernels.cpu.deferred_codegen import defer_codegen
+from kernels.quantised_weight import (
+    Fp8Layout,
+    Int4Layout,
+    QuantisedLayout,
+    QuantisedWeight,
+    memory_bytes,
+)
 from kernels.sum_lanes import SumLanes
 
 _FEW, _MANY = 1, 65  # rows: for one thread, and for all
@@ -130,7 +138,7 @@ class _Layer:
         shapes = (3 * width, _BLOCK), (_BLOCK, width), (2 * _BLOCK, _BLOCK), (_BLOCK, _BLOCK)
         kernel = packed_layer(
             (_zeros(plan, _BLOCK), _zeros(plan, _BLOCK)),
-            [_weight(plan, *shape) for shape in shapes],
+            _weights(plan, shapes),
             (SumLanes.of((0, width)), SumLanes.of((0, _BLOCK))),
             qkv_bias=None,
             head_norms=(),
@@ -169,6 +177,25 @@ def _zeros(plan: CompilePlan, *shape: int) -> Tensor:
 
 def _cache(plan: CompilePlan) -> Tensor:
     return _zeros(plan, 2, 1, 1, plan.block_size, plan.head_dim)
+
+
+def _weights(plan: CompilePlan, shapes: Sequence[tuple[int, int]]) -> list[Any]:
+    kinds: Sequence[QuantisedKind] = plan.quantised or ["dense"] * len(shapes)
+    return [
+        _weight(plan, *shape) if kind == "dense" else _quantised_weight(kind, shape)
+        for kind, shape in zip(kinds, shapes, strict=True)
+    ]
+
+
+def _quantised_weight(kind: QuantisedKind, shape: tuple[int, int]) -> QuantisedWeight:
+    layout: QuantisedLayout
+    if kind == "fp8":
+        layout = Fp8Layout(shape, _BLOCK)
+    else:
+        scale_dtype = "float32" if "floats" in kind else "bfloat16"
+        layout = Int4Layout(shape, _BLOCK, scale_dtype, has_zeros="zeros" in kind)
+    memory = torch.zeros(memory_bytes(layout), dtype=torch.uint8)
+    return QuantisedWeight(layout, memory, torch.bfloat16)
 
 
 def _weight(plan: CompilePlan, num_rows: int, width: int) -> Any:

@@ -42,7 +42,7 @@ BACKENDS = {
         "gpu.sampling.apply_token_mask",
     ),
     "gather_blocks": ("torch_ops.gather_blocks", None, "gpu.kv.gather_blocks"),
-    "gelu_and_mul": ("reference.gelu_and_mul", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
+    "gelu_and_mul": ("reference.gated", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
     "top_k": ("torch_ops.top_k", None, "gpu.sampling.top_k"),
     "penalize": ("torch_ops.penalize", None, "gpu.sampling.penalize"),
     "prefill_attention": (
@@ -56,10 +56,15 @@ BACKENDS = {
         "cpu.attention.rotate_and_store",
         "gpu.kv.rotate_and_store",
     ),
+    "rotate_and_store_latent": (
+        "reference.rotate_and_store_latent",
+        "cpu.attention.rotate_and_store_latent",
+        "gpu.kv.rotate_and_store_latent",
+    ),
     "route": ("torch_ops.route", "cpu.moe.route", None),
     "sample": ("torch_ops.sample", None, "gpu.sampling.sample"),
     "scatter_blocks": ("torch_ops.scatter_blocks", None, "gpu.kv.scatter_blocks"),
-    "silu_and_mul": ("reference.silu_and_mul", "cpu.layer.gated", "gpu.rows.silu_and_mul"),
+    "silu_and_mul": ("reference.gated", "cpu.layer.gated", "gpu.rows.silu_and_mul"),
     "sort_by_expert": ("torch_ops.expert_rows", "cpu.moe.expert_rows", None),
 }
 SOURCE = """

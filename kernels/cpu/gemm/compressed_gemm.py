@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
 from numba.extending import overload
 
 from kernels.cpu.codec.bf16_codec import RECORD_BYTES, decode_block
@@ -24,7 +23,12 @@ from kernels.cpu.gemm.amx_gemm import (
     store_sums,
 )
 from kernels.cpu.gemm.avx512_bf16_gemm import multiply_piece
-from kernels.cpu.gemm.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
+from kernels.cpu.gemm.compressed_weight import (
+    ROW_OF_LANE,
+    CompressedWeight,
+    Planes,
+    spread_bases,
+)
 from kernels.cpu.gemm.gemm_common import (
     BLOCK,
     SUM_BYTES,
@@ -95,7 +99,7 @@ def _opened(weight: Any, block: Any) -> Any:
 
 
 def _is_planes(weight: Any) -> bool:
-    return isinstance(weight, types.BaseNamedTuple)
+    return getattr(weight, "instance_class", None) is Planes
 
 
 @compiled()

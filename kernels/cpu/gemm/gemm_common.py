@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 def num_blocks(weight: Any) -> Any:
     """The number of blocks of 32 columns of the product; `weight` as for `sum_steps`."""
-    return len(weight) if isinstance(weight, np.ndarray) else len(weight.bases)
+    return len(weight if isinstance(weight, np.ndarray) else weight[0])
 
 
 def num_steps(weight: Any) -> Any:

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import LaneWeight, SumLanes, Weight, pack_lanes, pack_weight
+from kernels.ops import LaneWeight, QuantisedWeight, SumLanes, Weight, pack_lanes, pack_weight
 from shared.engine.layers.methods.choose import choose_method
 from shared.engine.layers.methods.linear_method import LinearMethod
+from shared.engine.layers.quantised_store import QuantisedStore, quantised_store
 from shared.engine.parallel.lanes import NUM_LANES
 from shared.engine.parallel.mesh import Mesh
+from shared.engine.quantisation.formats import WeightFormat
 
 
 class MatrixModule(nn.Module):
@@ -51,18 +53,24 @@ class MatrixModule(nn.Module):
 
 
 class ProductModule(MatrixModule):
-    """A module that multiplies with its weight. `share`: the part that a token uses."""
+    """A module that multiplies with its weight. `share`: the part that a token uses.
+
+    `store`: of a quantised weight. The parameter is then its memory, and no product uses it.
+    """
 
     is_compressible = True
     share = 1.0
+    store: QuantisedStore | None = None
 
     def pack(self) -> None:
-        """Replaces a dense weight by the form that the device multiplies with."""
+        """Replaces the parameter by the form that the device multiplies with."""
         if isinstance(self.weight, Tensor):
             self.replace_weight(self.packed(self.weight))
 
-    def packed(self, weight: Tensor) -> LaneWeight:
-        """A dense weight [N, K], or one that is packed already, in that form."""
+    def packed(self, weight: Tensor) -> LaneWeight | QuantisedWeight:
+        """A dense weight [N, K], one that is packed already, or a store's memory, in that form."""
+        if self.store is not None:
+            return self.store.transcoded(weight)
         return pack_weight(weight) if self.lanes is None else pack_lanes(weight, self.lanes)
 
 
@@ -96,16 +104,35 @@ class Linear(ProductModule):
         self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()
 
+    def quantise(self, form: WeightFormat, rows: Sequence[int]) -> None:
+        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
+
+        Raises CheckpointError if groups of columns do not fill a row.
+        """
+        unset = self.parameter
+        self.store = quantised_store(form, rows, unset.shape[1], unset.dtype)
+        memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=unset.device)
+        self.replace_weight(nn.Parameter(memory, requires_grad=False))
+
     def destinations(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {"weight": self.parameter}
+        if self.store is not None:
+            (found,) = self.store.parts(self.parameter)
         return found if self.bias is None else {**found, "bias": self.bias}
 
     def part_destinations(self, rows: Mapping[str, int]) -> dict[str, Tensor]:
         """Of the linear layers that a checkpoint has instead of this one: name -> output rows."""
+        sizes = list(rows.values())
+        if self.store is None:
+            weights = [{"weight": each} for each in self.parameter.split(sizes)]
+        else:
+            weights = self.store.parts(self.parameter)
+        biases = [] if self.bias is None else [{"bias": each} for each in self.bias.split(sizes)]
         return {
             f"{part}.{kind}": tensor
-            for kind, whole in self.destinations().items()
-            for part, tensor in zip(rows, whole.split(list(rows.values())), strict=True)
+            for parts in (weights, biases)
+            for part, tensors in zip(rows, parts, strict=False)
+            for kind, tensor in tensors.items()
         }
 
     def forward(self, x: Tensor) -> Tensor:

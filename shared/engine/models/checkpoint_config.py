@@ -12,6 +12,8 @@ import msgspec
 
 from shared.engine.model_config import ModelConfig
 from shared.engine.models import family
+from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
+from shared.engine.quantisation.quantization_config import quantisation_of
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE
 
@@ -19,13 +21,13 @@ EosTokenId = int | list[int] | None
 _T = TypeVar("_T")
 
 
-class _Head(msgspec.Struct):
-    architectures: list[str] | None = None
-    eos_token_id: EosTokenId = None
-
-
 class _Generation(msgspec.Struct):
     eos_token_id: EosTokenId = None
+
+
+class _Head(_Generation):
+    architectures: list[str] | None = None
+    text_config: _Generation | None = None
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -34,18 +36,34 @@ def read_config(model_dir: Path) -> ModelConfig:
     head, given = _read(path, _Head), _read(path, dict[str, Any])
     architecture = head.architectures[0] if head.architectures else ""
     try:
-        config = family(architecture)(given)
+        config = with_formats(family(architecture)(given), quantisation_of(given))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
         raise CheckpointError(f"{path}: numbers out of range: {error}") from None
-    eos_token_ids = _eos_token_ids(model_dir, head.eos_token_id)
+    eos = head.eos_token_id
+    if eos is None and head.text_config is not None:
+        eos = head.text_config.eos_token_id
+    eos_token_ids = _eos_token_ids(model_dir, eos)
     if eos_token_ids is not None:
         for token_id in eos_token_ids:
             if not 0 <= token_id < config.vocab_size:
                 raise CheckpointError(f"{path}: eos_token_id {token_id} is not in the vocabulary")
         config = msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
     return msgspec.structs.replace(config, architecture=architecture)
+
+
+def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> ModelConfig:
+    """The config of a checkpoint that is quantised like this."""
+    if quantisation is None:
+        return config
+    layers = tuple(
+        msgspec.structs.replace(
+            layer, formats=LayerFormats(place=f"model.layers.{index}", quantisation=quantisation)
+        )
+        for index, layer in enumerate(config.layers)
+    )
+    return msgspec.structs.replace(config, layers=layers)
 
 
 def _read(path: Path, kind: type[_T]) -> _T:

@@ -56,7 +56,6 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     attn_logit_softcapping: PositiveFloat | None = None
     final_logit_softcapping: PositiveFloat | None = None
     use_bidirectional_attention: bool | None = None
-    quantization_config: dict[str, Any] | None = None
 
 
 def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
@@ -65,11 +64,18 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
         fields = msgspec.convert({**defaults, **given}, ConfigFields)
     except msgspec.ValidationError as error:
         raise CheckpointError(str(error)) from None
-    if fields.quantization_config is not None:
-        raise CheckpointError("quantized checkpoints (quantization_config) not supported")
     if fields.use_bidirectional_attention:
         raise CheckpointError("use_bidirectional_attention is not supported")
     return fields
+
+
+def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a multimodal model's text part. Raises CheckpointError if it is missing."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("text_config is missing")
+    name = "tie_word_embeddings"
+    return {**text, name: given[name]} if name in given else text
 
 
 def decoder_config(
@@ -85,7 +91,7 @@ def decoder_config(
     """
     head_dim = _head_dim(fields)
     layer_types = _layer_types(fields, is_sliding, may_list_layers)
-    ropes = [_rope_fields(fields, head_dim, written) for written in _written_ropes(fields)]
+    ropes = layer_ropes(fields)
     if not may_rotate_partly and any(rope.partial_rotary_factor != 1.0 for rope in ropes):
         raise CheckpointError("partial_rotary_factor is not supported for this architecture")
     return ModelConfig(
@@ -109,6 +115,12 @@ def decoder_config(
         ropes=tuple(rope_config(rope) for rope in ropes),
         has_tied_embeddings=fields.tie_word_embeddings,
     )
+
+
+def layer_ropes(fields: ConfigFields) -> list[RopeFields]:
+    """One for all layers, or two: for layers without and with a window."""
+    head_dim = _head_dim(fields)
+    return [_rope_fields(fields, head_dim, written) for written in _written_ropes(fields)]
 
 
 def _reach(fields: ConfigFields, layer_type: str) -> Reach:

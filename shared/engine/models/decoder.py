@@ -1,4 +1,4 @@
-"""A dense decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
+"""A decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import SumLanes
+from shared.engine.layers.apply_formats import apply_formats
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
+from shared.engine.layers.latent_attention import LatentAttention
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.moe import MoeMlp
 from shared.engine.layers.norm import RMSNorm
@@ -32,7 +34,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, layer, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = (
             GatedMlp(config, dtype=dtype)
@@ -76,6 +79,8 @@ class DecoderLayer(nn.Module):
         """The layer as one kernel; None if there is no kernel for it."""
         if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
             return None  # the kernel would sum the lanes itself, and has one MLP
+        if isinstance(self.self_attn, LatentAttention):
+            return None
         norms = self.input_layernorm, self.post_attention_layernorm
         return fused_layer(self.self_attn, self.mlp, norms)
 
@@ -107,6 +112,8 @@ class SandwichLayer(DecoderLayer):
     def fused(self) -> FusedLayer | None:
         if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
             return None
+        if isinstance(self.self_attn, LatentAttention):
+            return None
         before = self.input_layernorm, self.pre_feedforward_layernorm
         after = self.post_attention_layernorm, self.post_feedforward_layernorm
         return fused_layer(self.self_attn, self.mlp, (*before, *after))
@@ -122,9 +129,11 @@ class LayerStack(nn.Module):
         super().__init__()
         self.layer_config = config
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
-        self.layers = nn.ModuleList(
-            layer_class(config, layer, dtype=dtype) for layer in config.layers
-        )
+        self.layers = nn.ModuleList()
+        for each in config.layers:
+            layer = layer_class(config, each, dtype=dtype)
+            apply_formats(layer, each.formats)
+            self.layers.append(layer)
         with torch.device("cpu"):  # for the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
         self.register_buffer("cos", cos, persistent=False)
@@ -140,11 +149,13 @@ class LayerStack(nn.Module):
         """x [T, hidden], positions [T]; KV cache and inputs of each layer -> [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
+        unrotated = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
         update = None
         for layer, each, kv_cache, own in zip(
             self.layers, self.layer_config.layers, kv_caches, inputs, strict=True
         ):
-            angles = cos[each.rope_index], sin[each.rope_index]
+            index = each.rope_index
+            angles = unrotated if index is None else (cos[index], sin[index])
             x, update = layer(x, update, *angles, kv_cache, own)
         return x if update is None else x + update
 

@@ -183,7 +183,7 @@ def _fill(
         own = RankTensors(source.tensors, WeightCuts(config, part), destinations.keys())
 
         def identity() -> str:
-            return fingerprint(source.tensors, source.described)
+            return fingerprint(source.stored, source.described)
 
         if not IS_INTERPRETED:
             described = source.described + repr(part).encode()

@@ -7,14 +7,17 @@ from threading import Event, Thread
 
 import structlog
 
-from kernels.ops import CompilePlan, cpu_host
+from kernels.ops import CompilePlan, QuantisedKind, cpu_host
 from shared.engine.model_config import ModelConfig
+from shared.engine.quantisation.formats import Fp8Block, Int4, WeightFormat
 from shared.kv_layout import KvLayout
 
 log = structlog.get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 _BLOCK = 32
+_PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+_FUSED = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: bool) -> CompilePlan:
@@ -43,8 +46,30 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         has_plain_attention=not all(is_masked),
         has_masked_attention=any(is_masked),
         has_gelu=config.activation != "silu",
+        quantised=_quantised_kinds(config) if kv_layout.dtype == "bfloat16" else (),
         has_experts=config.has_experts,
     )
+
+
+def _quantised_kinds(config: ModelConfig) -> tuple[QuantisedKind, ...]:
+    """Of the last layer: the first ones of some models differ."""
+    formats = config.layers[-1].formats
+    if formats is None:
+        return ()
+    fused = _FUSED if config.has_fused_projections else _PARTS
+    return tuple(_quantised_kind(formats.of(path)) for path in fused)
+
+
+def _quantised_kind(form: WeightFormat | None) -> QuantisedKind:
+    match form:
+        case None:
+            return "dense"
+        case Fp8Block():
+            return "fp8"
+        case Int4(is_symmetric=True, scale_dtype=scale):
+            return "int4" if scale == "BF16" else "int4-floats"
+        case Int4(scale_dtype=scale):
+            return "int4-zeros" if scale == "BF16" else "int4-zeros-floats"
 
 
 def compile_kernels(plan: CompilePlan) -> None:

@@ -81,10 +81,13 @@ class CudaRunner(ModelRunner):
         ):
             set_mode(model, options.mode)
             one_block = allocate_kv_cache(kv_layout, 1, target)
-            compiled = thread.submit(warm_up, ModelExecutor(model, one_block, kv_layout), options)
+            early = ModelExecutor(model, one_block, kv_layout)
+            # The memory of quantised weights is no operand before `finish_model`.
+            compiled = None if config.is_quantised else thread.submit(warm_up, early, options)
             load_weights(source.tensors, model.weight_destinations())
             revision = source.revision()
-            compiled.result()
+            if compiled is not None:
+                compiled.result()
         if is_compressed:
             compress_in_place(model, model.weight_destinations())
         finish_model(

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.ops import copy_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.kv_copies import KvCopies, any_thread
-from shared.engine.layers.attention_inputs import build_attention_inputs
+from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import KvRun, StepInputs, StepOutput
@@ -51,7 +51,7 @@ class ModelExecutor(KvCopies):
         super().__init__(kv_cache, kv_layout, check_thread)
         self.model = model
         of_layers = [
-            (group, layer.reach)
+            LayerKind(group, layer.reach, layer.query_temperature)
             for (group, _), layer in zip(kv_layout.places, model.layer_config.layers, strict=True)
         ]
         self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs

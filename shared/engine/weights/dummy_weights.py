@@ -17,11 +17,14 @@ import xxhash
 from torch import Tensor
 
 from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.load import CODE_DTYPES
 from shared.engine.weights.weight_source import Content, TensorInfo, check_part
 
 VERSION = 1  # of the formula: a change changes weights and revisions
 CHUNK_ELEMENTS = 1 << 22
 _SUM_MEAN = 4 * 127.5
+_INT4_STD = math.sqrt((16**2 - 1) / 12)
+_CONSTANT = (".weight_zero_point", ".weight_scale", ".weight_scale_inv")
 _SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
@@ -39,6 +42,11 @@ class DummyTensors:
         """`norm_weight` makes a norm's scale 1: it is 0 for norms that add 1 to their weight."""
         self._path = model_dir / "config.json"
         self._shapes = {name: tuple(tensor.shape) for name, tensor in destinations.items()}
+        self._codes = {
+            name: CODE_DTYPES[tensor.dtype]
+            for name, tensor in destinations.items()
+            if tensor.dtype in CODE_DTYPES
+        }
         self._norm_weight = norm_weight
         self._seed = seed
 
@@ -57,13 +65,13 @@ class DummyTensors:
         return self._path
 
     def info(self, name: str) -> TensorInfo:
-        return TensorInfo("F32", self._shapes[name])
+        return TensorInfo(self._codes.get(name, "F32"), self._shapes[name])
 
     def content(self, name: str) -> Content:
         """Derived from the name, without computing the tensor."""
         described = f"{self.identity}/{self._norm_weight}/{name}".encode()
         digest = xxhash.xxh3_128_hexdigest(described)
-        return Content("F32", self._shapes[name], digest)
+        return Content(*self.info(name), digest)
 
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         """Computes the part on the device of `out`, rounded once to its dtype."""
@@ -73,9 +81,12 @@ class DummyTensors:
             out.zero_()
         elif name.endswith("norm.weight"):
             out.fill_(self._norm_weight)
+        elif name.endswith(_CONSTANT):
+            out.fill_(self._constant(name))
         else:
             key = xxhash.xxh3_64_intdigest(f"{self.identity}/{name}".encode())
             width, std = math.prod(full[1:]), 1 / math.sqrt(full[-1])
+            std = 1.0 if self._codes.get(name) == "F8_E4M3" else std
             for (rows, *columns), part in cut.slices(full):
                 if not columns and out[part].is_contiguous():
                     _fill_run(out[part].view(-1), key, rows.start * width, std)
@@ -84,12 +95,24 @@ class DummyTensors:
                 for row, values in enumerate(out[part], start=rows.start):
                     _fill_run(values, key, row * width + column, std)
 
+    def _constant(self, name: str) -> float:
+        """Zero points are 8; scales give weights the standard deviation of dense ones."""
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight_zero_point":
+            return _signed(0x88888888)
+        if kind == "weight_scale":
+            return 1 / (_INT4_STD * math.sqrt(8 * self._shapes[f"{layer}.weight_packed"][-1]))
+        return 1 / math.sqrt(self._shapes[f"{layer}.weight"][-1])
+
 
 def _fill_run(out: Tensor, key: int, index: int, std: float) -> None:
     """out [n]: consecutive elements."""
     for start in range(0, len(out), CHUNK_ELEMENTS):
         chunk = out[start : start + CHUNK_ELEMENTS]
         bits = _hashes(key + (index + start) * 0x9E3779B9, len(chunk), out.device)
+        if out.dtype == torch.int32:  # eight codes
+            chunk.copy_(bits)
+            continue
         total = (bits & 255).add_((bits >> 8) & 255).add_((bits >> 16) & 255)
         total.add_((bits >> 24) & 255)
         chunk.copy_(total.float().sub_(_SUM_MEAN).mul_(std / _SUM_STD))

@@ -18,7 +18,8 @@ from shared.errors import CheckpointError
 class FormedTensors:
     """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows.
 
-    Experts that the checkpoint has as one tensor have the content of all.
+    Experts that the checkpoint has as one tensor have the content of all. `dropped`: names of
+    the checkpoint that the model does not use.
     """
 
     def __init__(self, tensors: WeightSource, form: CheckpointForm) -> None:
@@ -27,7 +28,10 @@ class FormedTensors:
         self._paired = [(re.compile(pattern), rows) for pattern, rows in form.paired]
         self._experts: dict[str, StackedPart] = {}
         self._source: dict[str, str] = {}
-        for given, name in model_names(tensors.names(), form):
+        names = tensors.names()
+        found = model_names(names, form)
+        self.dropped = sorted(set(names) - {given for given, _ in found})
+        for given, name in found:
             parts = stacked_parts(name, form.experts)
             self._experts |= parts
             for part in parts or (name,):

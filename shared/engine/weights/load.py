@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
+import torch
 import xxhash
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from shared.transport.wire_errors import UNREADABLE, one_line
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = ("BF16", "F16", "F32")
+CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # of quantised weights
 # Buffers that old exporters saved, although the config determines them.
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -139,7 +141,10 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
 
 def _check_info(tensors: WeightSource, name: str, destination: Tensor) -> None:
     dtype, shape = tensors.info(name)
-    if dtype not in SOURCE_DTYPES:
+    codes = CODE_DTYPES.get(destination.dtype)
+    if codes is not None and dtype != codes:
+        raise CheckpointError(f"{tensors.path(name)}: tensor {name} is {dtype}, not {codes}")
+    if codes is None and dtype not in SOURCE_DTYPES:
         raise CheckpointError(
             f"{tensors.path(name)}: tensor {name} is {dtype}; only BF16, F16 and F32 are supported"
         )

@@ -29,7 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.weights.weight_bytes import CompressedForm, PackedForm
+from shared.engine.weights.weight_bytes import StoredForm
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
@@ -73,7 +73,7 @@ class RegionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     offset: NumBytes
     num_bytes: NumBytes
-    form: PackedForm | CompressedForm | None = None
+    form: StoredForm | None = None
 
 
 class SharedFileHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,9 +174,7 @@ class PayloadWriter:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    def append(
-        self, name: str, data: Tensor, form: PackedForm | CompressedForm | None = None
-    ) -> None:
+    def append(self, name: str, data: Tensor, form: StoredForm | None = None) -> None:
         """`data` is [num_bytes] uint8."""
         self._write(bytes(-self.num_bytes % ALIGNMENT))
         self.spans[name] = RegionSpan(offset=self.num_bytes, num_bytes=data.numel(), form=form)

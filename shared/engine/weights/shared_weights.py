@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kernels.device import IS_INTERPRETED
-from kernels.ops import cpu_host
+from kernels.ops import QuantisedWeight, cpu_host
 from shared.engine.weights.load import matched_names
 from shared.engine.weights.shared_file import (
     MAGIC,
@@ -34,11 +34,14 @@ from shared.engine.weights.shared_file import (
 from shared.engine.weights.weight_bytes import (
     CompressedForm,
     PackedForm,
+    QuantisedForm,
     can_share_packed,
     compressed_form,
     compressed_view,
     packed_bytes,
     packed_view,
+    quantised_form,
+    quantised_view,
 )
 from shared.engine.weights.weight_regions import Region, filled_bytes, regions_of, view_of
 from shared.engine.weights.weight_source import WeightSource
@@ -183,8 +186,11 @@ def _write_region(
     is_needed_dense = region.is_needed_dense
     for name, module in region.linears.items():
         dense = view_of(filled, module.parameter)
-        weight = module.packed(dense) if can_share_packed() else dense
-        if isinstance(weight, Tensor) and cpu_host().is_packed(weight):
+        is_quantised = module.store is not None
+        weight = module.packed(dense) if is_quantised or can_share_packed() else dense
+        if isinstance(weight, QuantisedWeight):
+            writer.append(_packed_name(name), weight.memory, quantised_form(weight))
+        elif isinstance(weight, Tensor) and cpu_host().is_packed(weight):
             form, data = packed_bytes(weight)
             writer.append(_packed_name(name), data, form)
         else:
@@ -209,5 +215,10 @@ def _adopt(region: Region, packed: PackedFile) -> None:
         region.adopt(stored)
     for name, module in region.linears.items():
         span = spans.get(_packed_name(name))
-        if span is not None and isinstance(span.form, PackedForm):
-            module.replace_weight(packed_view(span.form, packed.bytes_of(_packed_name(name))))
+        if span is None:
+            continue
+        stored = packed.bytes_of(_packed_name(name))
+        if isinstance(span.form, PackedForm):
+            module.replace_weight(packed_view(span.form, stored))
+        elif isinstance(span.form, QuantisedForm):
+            module.replace_weight(quantised_view(span.form, stored))

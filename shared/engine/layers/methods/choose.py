@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import cast
 
-from kernels.ops import LaneWeight, SplitWeight, SumLanes, Weight, is_cpu_compressed
+from kernels.ops import (
+    LaneWeight,
+    QuantisedWeight,
+    SplitWeight,
+    SumLanes,
+    Weight,
+    is_cpu_compressed,
+)
 from shared.engine.layers.methods.compressed import CompressedMethod
 from shared.engine.layers.methods.dense import DenseMethod
 from shared.engine.layers.methods.linear_method import LinearMethod
+from shared.engine.layers.methods.quantised import QuantisedMethod
 from shared.engine.layers.methods.split12 import Split12Method
 
 
@@ -19,6 +27,8 @@ def choose_method(
     """
     if isinstance(weight, SplitWeight):
         return Split12Method(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
+    if isinstance(weight, QuantisedWeight):
+        return QuantisedMethod(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
     if is_cpu_compressed(weight):
         return CompressedMethod(weight, lanes=lanes)
     return DenseMethod(

@@ -113,12 +113,21 @@ def _rank_memory(
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:
     """Hidden states before and after a layer, a layer's widest products, and all logits."""
-    heads = len(part.heads) + 2 * len(part.kv_heads)
     columns = max(len(part.columns), *(_expert_columns(layer.moe) for layer in config.layers))
-    widest = max(heads * config.head_dim, 3 * columns) * item_bytes
+    widest = max(_attention_width(config, part), 3 * columns) * item_bytes
     hidden = config.hidden_size * (3 * item_bytes + FP32_BYTES)
     logits = step.max_sequences * config.vocab_size * FP32_BYTES if part.has_head else 0
     return step.max_batch_tokens * (widest + hidden) + logits
+
+
+def _attention_width(config: ModelConfig, part: RankPart) -> int:
+    """Elements of a token's queries, keys and values; latents are attended to in their own width,
+    by queries and their results.
+    """
+    if config.latent is None:
+        return (len(part.heads) + 2 * len(part.kv_heads)) * config.head_dim
+    row = config.latent.kv_rank + config.latent.rope_dim
+    return len(part.heads) * (config.head_dim + 2 * row) + row
 
 
 def _expert_columns(moe: MoeConfig | None) -> int:

@@ -25,7 +25,9 @@ def num_weights(config: ModelConfig, part: RankPart) -> int:
 
 
 def kv_values_per_token(config: ModelConfig, part: RankPart) -> int:
-    """Keys and values of one token in all layers of the part."""
+    """Keys and values, or latents, of one token in all layers of the part."""
+    if config.latent is not None:
+        return len(part.layers) * (config.latent.kv_rank + config.latent.rope_dim)
     return len(part.layers) * 2 * len(part.kv_heads) * config.head_dim
 
 
@@ -37,11 +39,8 @@ def num_router_weights(config: ModelConfig, part: RankPart) -> int:
 
 def _layer_weights(local: ModelConfig, layer: LayerConfig) -> int:
     hidden = local.hidden_size
-    query, key = local.num_heads * local.head_dim, local.num_kv_heads * local.head_dim
-    count = (query + 2 * key) * hidden + query * hidden
-    count += (query + 2 * key) * local.has_qkv_bias + hidden * local.has_output_bias
-    count += 2 * local.head_dim * local.has_qk_norm
-    count += hidden * (4 if local.has_post_norms else 2)
+    count = attention_weights(local) + _attention_biases(local) + hidden * local.has_output_bias
+    count += _attention_norms(local) + hidden * (4 if local.has_post_norms else 2)
     if layer.moe is None:
         return count + _mlp_weights(local, local.intermediate_size)
     moe = layer.moe
@@ -50,6 +49,32 @@ def _layer_weights(local: ModelConfig, layer: LayerConfig) -> int:
     )
     expert = 3 * whole_blocks(columns) * whole_blocks(hidden)
     return count + experts * expert + _router_weights(local, moe) + _mlp_weights(local, shared)
+
+
+def attention_weights(local: ModelConfig) -> int:
+    """Of the matrices of one layer's attention."""
+    hidden, query = local.hidden_size, local.num_heads * local.head_dim
+    output, latent = local.num_heads * local.output_dim * hidden, local.latent
+    if latent is None:
+        return (query + 2 * local.num_kv_heads * local.head_dim) * hidden + output
+    queries = query * hidden if latent.query_rank is None else latent.query_rank * (hidden + query)
+    expansion = local.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
+    return queries + (latent.kv_rank + latent.rope_dim) * hidden + expansion + output
+
+
+def _attention_biases(local: ModelConfig) -> int:
+    """But for that of the output."""
+    if not local.has_qkv_bias:
+        return 0
+    if local.latent is None:
+        return (local.num_heads + 2 * local.num_kv_heads) * local.head_dim
+    return local.latent.kv_rank + local.latent.rope_dim + (local.latent.query_rank or 0)
+
+
+def _attention_norms(local: ModelConfig) -> int:
+    if local.latent is None:
+        return 2 * local.head_dim * local.has_qk_norm
+    return local.latent.kv_rank + (local.latent.query_rank or 0)
 
 
 def _mlp_weights(local: ModelConfig, columns: int) -> int:

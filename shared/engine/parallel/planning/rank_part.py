@@ -29,7 +29,7 @@ from shared.errors import ConfigError
 class RankPart:
     """Ranges of the whole model's layers, heads, key-value heads, MLP columns and vocabulary.
 
-    Ranks that share a key-value head each hold it.
+    Ranks that share a key-value head each hold it, as all ranks of a stage hold latents.
     """
 
     layers: range
@@ -60,8 +60,8 @@ def rank_part(
         raise ConfigError("the model has no experts to spread over ranks", param="experts")
     place = tp_rank, tp_size
     try:
-        first, end = rank_range(head_lanes(config.num_heads, config.head_dim), *place)
-        heads = first // config.head_dim, end // config.head_dim
+        first, end = rank_range(head_lanes(config.num_heads, config.output_dim), *place)
+        heads = first // config.output_dim, end // config.output_dim
         kv_heads = kv_head_range(heads, config.num_heads, config.num_kv_heads)
     except ValueError as error:
         raise ConfigError(str(error), param="tp") from None

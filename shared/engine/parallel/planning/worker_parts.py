@@ -8,6 +8,7 @@ from shared.config import ExpertSplit
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.rank_bytes import attention_weights
 from shared.engine.parallel.planning.rank_part import RankPart, rank_part
 from shared.engine.parallel.planning.stages import ModelCosts, cut_stages
 from shared.errors import ConfigError
@@ -27,7 +28,7 @@ def worker_parts(
 def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of each stage, balanced by the multiplications of a token. Raises ConfigError."""
     hidden = config.hidden_size
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * hidden
+    attention = attention_weights(config)
     layers = [attention + _mlp_products(config, layer.moe) * hidden for layer in config.layers]
     head = config.vocab_size * hidden  # looking up the embedding multiplies nothing
     try:

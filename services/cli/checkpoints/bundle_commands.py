@@ -32,7 +32,7 @@ def compress(
 
     Every tensor is decoded and compared. If interrupted, run the same command to continue.
     """
-    from services.cli.compression_progress import ProgressDisplay, show_savings
+    from services.cli.checkpoints.compression_progress import ProgressDisplay, show_savings
     from shared.engine.codec.compress import compress_folder
 
     with ProgressDisplay() as display:
@@ -51,7 +51,7 @@ def decompress(
     threads: Threads = None,
 ) -> None:
     """Restore the original checkpoint of a bundle, byte by byte."""
-    from services.cli.compression_progress import ProgressDisplay
+    from services.cli.checkpoints.compression_progress import ProgressDisplay
     from shared.engine.codec.decompress import decompress_folder
 
     with ProgressDisplay() as display:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.compression_progress import show_savings
+from services.cli.checkpoints.compression_progress import show_savings
 from shared.engine.codec.manifest import Manifest, StoredShard, StoredTensor
 
 KINDS = (

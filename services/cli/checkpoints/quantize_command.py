@@ -1,0 +1,64 @@
+"""`hearth quantize`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.commands import OPERATE
+from services.local.hub_download import local_copy
+
+app = typer.Typer()
+
+
+class Format(StrEnum):
+    INT4 = "int4"
+    FP8 = "fp8"
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Example:  hearth quantize --format int4 --group 32 ~/models/tiny tiny-int4 && "
+    "hearth up --model tiny-int4",
+)
+def quantize(
+    model: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Checkpoint directory, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory; must not exist.")],
+    format: Annotated[
+        Format, typer.Option(help="int4 of compressed-tensors, or fp8 in blocks of 128 x 128.")
+    ] = Format.INT4,
+    group: Annotated[
+        int, typer.Option(min=0, help="Columns that share a scale of int4; 0: all of a row.")
+    ] = 32,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Zero points beside the scales of int4.")
+    ] = False,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Layer that stays dense: its name, or re: and a pattern; repeatable."),
+    ] = None,
+) -> None:
+    """Write a checkpoint with weights of four or eight bits, rounded to the nearest without data.
+
+    The embedding, the output head and layers that choose experts stay as they are.
+    """
+    from services.cli.checkpoints.compression_progress import ProgressDisplay
+    from shared.engine.quantise.quantise_folder import quantise_folder
+
+    with ProgressDisplay() as display:
+        num_layers = quantise_folder(
+            local_copy(model),
+            out,
+            format.value,
+            display,
+            group=group,
+            is_symmetric=not asymmetric,
+            ignored=ignore or (),
+        )
+    print(f"{out}: {num_layers} linear layers are {format.value}")
+    print(f"serve it: hearth up --model {out}")

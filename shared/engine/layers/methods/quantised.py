@@ -1,0 +1,53 @@
+"""A weight of four or eight bits, decoded just before it is multiplied."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.ops import (
+    QuantisedWeight,
+    SumLanes,
+    argmax,
+    packed_argmax,
+    packed_form,
+    packed_logits,
+    quantised_lane_linear,
+    quantised_lane_sums,
+    quantised_linear,
+)
+
+
+class QuantisedMethod:
+    """The bits are those of the dequantised weight in the same dtype."""
+
+    def __init__(
+        self, weight: QuantisedWeight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
+    ) -> None:
+        self.weight = weight
+        self._is_batch_invariant = is_batch_invariant
+        self._lanes = lanes
+        self._packed = packed_form(weight)
+
+    @property
+    def has_custom_gemm(self) -> bool:
+        return self._packed is not None
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        mode = {"is_batch_invariant": self._is_batch_invariant}
+        if self._lanes is not None:
+            return quantised_lane_linear(x, self.weight, bias, lanes=self._lanes, **mode)
+        return quantised_linear(x, self.weight, bias, **mode)
+
+    def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
+        if self._lanes is None:
+            raise ValueError("this product does not sum in lanes")
+        return quantised_lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self(x).float() if self._packed is None else packed_logits(x, self._packed)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return argmax(self.logits(x)) if self._packed is None else packed_argmax(x, self._packed)
+
+    def select_rows(self, row_ids: Tensor) -> Tensor:
+        return self.weight.dense().index_select(0, row_ids)
