@@ -182,6 +182,14 @@ class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(self, "max_prefixes_per_tenant", "prefix_ttl_s")
 
 
+def expert_split(text: str) -> ExpertSplit:
+    """Raises ConfigError."""
+    for split in EXPERT_SPLITS:
+        if text == split:
+            return split
+    raise ConfigError(f"experts {text!r} is none of {', '.join(EXPERT_SPLITS)}", param="experts")
+
+
 class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 

@@ -10,6 +10,7 @@ import typer
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.local.hub_download import local_copy
+from shared.config import expert_split
 from shared.errors import ConfigError
 from shared.numerics import exchange_of
 
@@ -56,6 +57,10 @@ def plan(
     activations: Annotated[
         str, typer.Option(help="With --links: plain, or bf16-exchange (half the bytes of sums).")
     ] = "plain",
+    experts: Annotated[
+        str,
+        typer.Option(help="ep: a rank holds whole experts; tp: columns of all; auto."),
+    ] = "auto",
     memory: Annotated[
         str | None, typer.Option(help="Memory of each rank, such as 80GiB (default: not checked).")
     ] = None,
@@ -102,6 +107,7 @@ def plan(
         saved_bytes=lambda part: (
             0 if stored is None else stored.saved_bytes(config, part, ITEM_BYTES[dtype])
         ),
+        experts=expert_split(experts),
     )
     show_plan(ranks, over_links, stored, context=context, is_json=json)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shared.config import ExpertSplit
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
@@ -73,6 +74,7 @@ def plan_memory(
     limit: MemoryLimit = MemoryLimit(),
     step: StepSize = StepSize(),
     saved_bytes: Callable[[RankPart], int] = no_bytes,
+    experts: ExpertSplit = "auto",
 ) -> list[RankMemory]:
     """Ranks by stage. `item_bytes`: of a weight and of a KV value; `saved_bytes`: by which
     quantised weights of a part are smaller.
@@ -92,7 +94,7 @@ def plan_memory(
             step,
             _weight_bytes(config, part, item_bytes) - saved_bytes(part),
         )
-        for rank, part in enumerate(worker_parts(config, shape))
+        for rank, part in enumerate(worker_parts(config, shape, experts))
     ]
 
 

@@ -35,6 +35,7 @@ def model_shape(
             num_tokens=num_tokens,
             num_sampled=num_tokens if num_sampled is None else num_sampled,
             exchange=exchange,
+            moe=config.moe,
         ),
         compute_s=weight_bytes / rank_bytes_per_s,
         layers_of=lambda num_stages: [len(each) for each in stages_of(config, num_stages)],

@@ -1,7 +1,8 @@
 """Bytes that ranks send each other for a step, from the model's config alone. No torch.
 
     stage 0      the embedding, summed over its ranks
-    each layer   the sums of o_proj and down_proj
+    each layer   the sums of o_proj and down_proj; of experts, k rows for each token: see
+                 expert_part.py
     border       hidden states: each rank of a stage sends them to its place in the next one
     last stage   the parts of the logits, gathered
 
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.config import ExpertSplit
+from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import column_lanes, rank_range
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh_shape import ALL_GATHER_BYTES
+from shared.engine.parallel.planning.expert_part import split_of
 
 SUMS_PER_LAYER = 2  # o_proj and down_proj
 FP32_BYTES, BF16_BYTES = 4, 2
@@ -47,6 +51,8 @@ class StepShape:
     num_tokens: int = 1
     num_sampled: int = 1
     exchange: Exchange = "fp32"
+    moe: MoeConfig | None = None  # of its layers: the first ones of a model may be dense
+    experts: ExpertSplit = "auto"
 
     @property
     def border_bytes(self) -> int:
@@ -57,13 +63,24 @@ class StepShape:
         if tp == 1:
             return Traffic()
         node_bytes = FP32_BYTES if self.exchange == "fp32" else BF16_BYTES
-        found = self._sum(tp, node_bytes) * (SUMS_PER_LAYER * num_layers)
+        found = self._layer(tp, node_bytes) * num_layers
         if is_first:  # a vector of BF16 is a node of BF16 without rounding
             found += self._sum(tp, BF16_BYTES if self.item_bytes == BF16_BYTES else FP32_BYTES)
         return found + self._logits(tp) if is_last else found
 
-    def _sum(self, tp: int, node_bytes: int) -> Traffic:
-        num_elements = self.num_tokens * self.hidden_size
+    def _layer(self, tp: int, node_bytes: int) -> Traffic:
+        one = self._sum(tp, node_bytes)
+        if self.moe is None:
+            return one * SUMS_PER_LAYER
+        found = one * (2 if self.moe.shared_intermediate_size else 1)
+        num_rows = self.num_tokens * self.moe.experts_per_token
+        if split_of(self.moe, tp, self.experts) == "tp":
+            return found + self._sum(tp, node_bytes, num_rows)
+        own_rows = -(-num_rows // tp)  # if experts have equally many
+        return found + Traffic((tp - 1) * own_rows * self.hidden_size * self.item_bytes, 1)
+
+    def _sum(self, tp: int, node_bytes: int, num_rows: int | None = None) -> Traffic:
+        num_elements = (self.num_tokens if num_rows is None else num_rows) * self.hidden_size
         if num_elements * FP32_BYTES <= ALL_GATHER_BYTES:
             return Traffic((tp - 1) * num_elements * node_bytes, 1)
         halves = num_elements * (tp - 1) / tp * node_bytes

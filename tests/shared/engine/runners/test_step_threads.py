@@ -33,6 +33,15 @@ def test_small_steps_use_one_thread(num_weights: int, num_tokens: int, expected:
         assert (torch.get_num_threads(), numba.get_num_threads()) == (expected, expected)
 
 
+def test_experts_count_as_far_as_tokens_use_them() -> None:
+    """One of 32 experts of a token: few weights are read for one token, all for many."""
+    threads = StepThreads(2, SMALL, torch.float32, expert_weights=32_000_000, expert_share=1 / 32)
+    alone = StepThreads(2, SMALL + 1_000_000, torch.float32)
+    assert threads.seconds_alone(1) == alone.seconds_alone(1)
+    assert threads.seconds_alone(32) > 20 * threads.seconds_alone(1)
+    assert threads.seconds_alone(64) < 2 * threads.seconds_alone(32)
+
+
 def test_custom_gemm_uses_two_threads_for_smaller_steps() -> None:
     with computing_threads(2):
         threads = StepThreads(2, 4_400_000, torch.float32, has_custom_gemm=True)

@@ -8,10 +8,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from shared.config import ExpertSplit
 from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig, RopeConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.moe_config import MoeConfig, Routing
-from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
+from shared.engine.parallel.planning.rank_bytes import (
+    kv_values_per_token,
+    num_router_weights,
+    num_weights,
+)
 from shared.engine.parallel.planning.rank_part import rank_part, whole_model
 from shared.engine.parallel.planning.worker_parts import stages_of
 
@@ -77,6 +82,22 @@ def test_matrices_of_all_ranks_are_those_of_the_model() -> None:
     held = [num_weights(PLAIN, each) for each in ranks]
     assert sum(held) == num_weights(PLAIN, whole_model(PLAIN)) + 3 * norms
     assert max(held) <= 1.05 * sum(held) / 4
+
+
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_experts_of_all_ranks_are_those_of_the_model(experts: ExpertSplit) -> None:
+    """Norms and routers are held by each rank of a stage."""
+    moe = replace(MOE, num_experts=16, intermediate_size=288, shared_intermediate_size=256)
+    config = replace(PLAIN, layers=(LayerConfig(moe=moe),) * 5)
+    layers = range(5)
+    ranks = [
+        rank_part(config, tp_rank=rank, tp_size=4, layers=layers, experts=experts)
+        for rank in range(4)
+    ]
+    alike = 11 * config.hidden_size + num_router_weights(config, whole_model(config))
+    held = [num_weights(config, each) for each in ranks]
+    assert sum(held) == num_weights(config, whole_model(config)) + 3 * alike
+    assert max(held) <= 1.35 * sum(held) / 4
 
 
 def test_tied_weights_are_held_by_both_ends_of_a_pipeline() -> None:
