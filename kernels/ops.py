@@ -37,20 +37,30 @@ from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_nor
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
-from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
+from kernels.reference.grouped_linear import grouped_linear as reference_grouped_linear
+from kernels.reference.grouped_linear import grouped_sums as reference_grouped_sums
 from kernels.reference.lane_linear import lane_linear as reference_lane_linear
 from kernels.reference.lane_linear import lane_sums as reference_lane_sums
 from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
-from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
+from kernels.reference.rotate_and_store_latent import (
+    rotate_and_store_latent as reference_rotate_and_store_latent,
+)
+from kernels.routing import Choice as Choice
+from kernels.routing import ExpertRows as ExpertRows
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
+from kernels.torch_ops.expert_rows import add_experts as torch_add_experts
+from kernels.torch_ops.expert_rows import sort_by_expert as torch_sort_by_expert
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
 from kernels.torch_ops.penalize import penalize as torch_penalize
+from kernels.torch_ops.route import route as torch_route
 from kernels.torch_ops.sample import argmax as torch_argmax
 from kernels.torch_ops.sample import sample as torch_sample
 from kernels.torch_ops.sample import scale
@@ -85,6 +95,8 @@ TRITON_MODULES = {
     "decode_attention": "attention.decode_attention",
     "gather_blocks": "kv.gather_blocks",
     "gelu_and_mul": "rows.gelu_and_mul",
+    "grouped_linear": "gemm.grouped_linear",
+    "grouped_sums": "gemm.grouped_linear",
     "top_k": "sampling.top_k",
     "lane_linear": "gemm.lane_linear",
     "lane_sums": "gemm.lane_linear",
@@ -93,24 +105,33 @@ TRITON_MODULES = {
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "rows.rms_norm",
     "rotate_and_store": "kv.rotate_and_store",
+    "rotate_and_store_latent": "kv.rotate_and_store_latent",
     "sample": "sampling.sample",
     "scatter_blocks": "kv.scatter_blocks",
     "silu_and_mul": "rows.silu_and_mul",
 }
 CPU_MODULES = {
+    "add_experts": "moe.expert_rows",
     "add_rms_norm": "layer.add_rms_norm",
     "decode_attention": "attention.decode_attention",
     "gelu_and_mul": "layer.gated",
+    "grouped_linear": "gemm.grouped_linear",
+    "grouped_sums": "gemm.grouped_linear",
     "lane_linear": "gemm.lane_linear",
     "lane_sums": "gemm.lane_linear",
     "linear": "gemm.linear",
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "layer.rms_norm",
     "rotate_and_store": "attention.rotate_and_store",
+    "rotate_and_store_latent": "attention.rotate_and_store_latent",
+    "route": "moe.route",
     "silu_and_mul": "layer.gated",
+    "sort_by_expert": "moe.expert_rows",
 }
 # These need no compiled loops: the library multiplies by unpacked weights and oneDNN's.
-CPU_WITHOUT_LOOPS = frozenset({"lane_linear", "lane_sums", "linear"})
+CPU_WITHOUT_LOOPS = frozenset(
+    {"grouped_linear", "grouped_sums", "lane_linear", "lane_sums", "linear"}
+)
 LANED_ROWS = 64  # above, a split weight that sums in lanes is decompressed first
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
@@ -156,13 +177,14 @@ class Operation(Generic[P, R]):
 
     @cached_property
     def elsewhere(self) -> Op[P, R]:
-        if not HAS_TRITON:
+        if not HAS_TRITON or self.name not in TRITON_MODULES:
             return self.library
         module = import_module(f"kernels.gpu.{TRITON_MODULES[self.name]}")
         found: Op[P, R] = getattr(module, self.name)
         return found
 
 
+add_experts = Operation(torch_add_experts)
 add_rms_norm = Operation(reference_add_rms_norm)
 apply_token_mask = Operation(torch_apply_token_mask)
 copy_blocks = Operation(torch_copy_blocks)
@@ -174,12 +196,17 @@ penalize = Operation(torch_penalize)
 prefill_attention = Operation(reference_prefill_attention)
 rms_norm = Operation(reference_rms_norm)
 rotate_and_store = Operation(reference_rotate_and_store)
+rotate_and_store_latent = Operation(reference_rotate_and_store_latent)
+route = Operation(torch_route)
 sample = Operation(torch_sample)
 scatter_blocks = Operation(torch_scatter_blocks)
 silu_and_mul = Operation(reference_silu_and_mul)
+sort_by_expert = Operation(torch_sort_by_expert)
 _linear = Operation(reference_linear)
 _lane_linear = Operation(reference_lane_linear)
 _lane_sums = Operation(reference_lane_sums)
+_grouped_linear = Operation(reference_grouped_linear)
+_grouped_sums = Operation(reference_grouped_sums)
 scale_logits = scale
 argmax = torch_argmax
 select_split_rows = torch_select_rows
@@ -198,6 +225,21 @@ def linear(
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def per_head_linear(
+    x: Tensor, weights: Sequence[Tensor], *, is_batch_invariant: bool = False
+) -> Tensor:
+    """x [T, num_heads, K] and a weight [N, K] of each head, packed or not -> [T, num_heads, N].
+
+    One product a head, whose rows do not depend on the others where those of `linear` do not: the
+    rows of the library's batched products do.
+    """
+    products = [
+        linear(x[:, head], weight, is_batch_invariant=is_batch_invariant)
+        for head, weight in enumerate(weights)
+    ]
+    return torch.stack(products, dim=1)
 
 
 def lane_linear(
@@ -224,6 +266,37 @@ def lane_sums(
     """The FP32 sums of `num_sums` subtrees of the lanes: [num_sums, T, N]."""
     add: Any = _lane_sums
     sums: Tensor = add(x, weight, lanes=lanes, num_sums=num_sums)
+    return sums
+
+
+def grouped_linear(
+    x: Tensor,
+    rows: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor | CpuCompressed,
+    *,
+    lanes: SumLanes,
+) -> Tensor:
+    """`lane_linear` of the rows of each expert with its part of a weight [E · N, K], see
+    kernels.reference.grouped_linear.
+    """
+    multiply: Any = _grouped_linear
+    y: Tensor = multiply(x, rows, offsets, weight, lanes=lanes)
+    return y
+
+
+def grouped_sums(
+    x: Tensor,
+    rows: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor | CpuCompressed,
+    *,
+    lanes: SumLanes,
+    num_sums: int = 1,
+) -> Tensor:
+    """The FP32 sums of `num_sums` subtrees of the lanes: [num_sums, S, N]."""
+    add: Any = _grouped_sums
+    sums: Tensor = add(x, rows, offsets, weight, lanes=lanes, num_sums=num_sums)
     return sums
 
 
@@ -395,6 +468,19 @@ def pack_lanes(weight: Tensor, lanes: SumLanes) -> LaneWeight:
     if not _is_for_loops(weight) or packed_form(weight) is not None:
         return weight
     return cpu_host().pack_lanes(weight, lanes)
+
+
+def pack_experts(weight: Tensor) -> Tensor:
+    """weight [E · N, K] in the form that `grouped_linear` multiplies with."""
+    return cpu_host().pack_experts(weight) if _is_for_loops(weight) else weight
+
+
+def can_compress_experts(weight: Tensor) -> bool:
+    """Whether `grouped_linear` multiplies with a compressed weight like this one."""
+    if not _is_for_loops(weight):
+        return False
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return cpu_host().has_kernels and cpu_host().has_gemm(dtype)
 
 
 def lane_parts(weight: object) -> tuple[Tensor | None, ...]:

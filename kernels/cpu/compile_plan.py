@@ -23,12 +23,13 @@ class CompilePlan:
     head_dim: int
     block_size: int
     is_compressed: bool  # the weights
-    is_blocked: bool  # all matrices consist of full blocks of 32: layers have a kernel
+    is_blocked: bool  # layers without experts have a kernel: their matrices are full blocks of 32
     has_plain_attention: bool  # some layer has neither window nor softcap
     has_masked_attention: bool
     has_gelu: bool
     # Of QKV, output, gate and up, down, if the checkpoint is quantised
     quantised: tuple[QuantisedKind, ...] = ()
+    has_experts: bool = False  # in some layers
 
     def marker(self, part: str) -> Path:
         """A file that exists once the part is compiled."""

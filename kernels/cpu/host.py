@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu import probe, warm
 from kernels.cpu.compile import compile_lock
 from kernels.cpu.compile_plan import CompilePlan
-from kernels.cpu.gemm import compressed_weight, lane_linear, linear
+from kernels.cpu.gemm import compressed_weight, grouped_linear, lane_linear, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
 from kernels.cpu.gemm.lane_linear import LibraryLanes
 from kernels.cpu.simd import cpu_features
@@ -87,6 +87,10 @@ class CpuHost:
     def pack_lanes(self, weight: Tensor, lanes: SumLanes) -> Tensor | LibraryLanes:
         """weight [N, K] -> the weight in the layout that `lane_linear` multiplies with."""
         return lane_linear.pack_lanes(weight, lanes, has_kernels=self.has_kernels)
+
+    def pack_experts(self, weight: Tensor) -> Tensor:
+        """weight [E · N, K] -> the weight in the layout that `grouped_linear` multiplies with."""
+        return grouped_linear.pack_experts(weight, has_kernels=self.has_kernels)
 
     def is_packed(self, weight: Tensor) -> bool:
         return linear.is_packed(weight)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,9 @@ def _compile_layers(plan: CompilePlan) -> None:
     from kernels.cpu.gemm.decompress_rows import select_rows
     from kernels.cpu.gemm.packed_linear import for_products, packed_linear
 
+    if plan.has_experts:
+        _compile_single_operations(plan)
+        _compile_experts(plan)
     if plan.is_blocked:
         _Layer(plan).run(_FEW)
         head, x = _weight(plan, _BLOCK, _BLOCK), _zeros(plan, _FEW, _BLOCK)
@@ -82,8 +85,8 @@ def _compile_layers(plan: CompilePlan) -> None:
         packed_argmax(x, packed)
         if isinstance(head, CompressedWeight):
             select_rows(head, torch.zeros(1).long())
-        return
-    _compile_single_operations(plan)
+    elif not plan.has_experts:
+        _compile_single_operations(plan)
 
 
 def _compile_single_operations(plan: CompilePlan) -> None:
@@ -97,6 +100,26 @@ def _compile_single_operations(plan: CompilePlan) -> None:
         heads, slots = _zeros(plan, num_rows, 3, plan.head_dim), torch.full((num_rows,), -1)
         rotate_and_store(heads, cos[:num_rows], sin[:num_rows], _cache(plan), slots)
     (gelu_and_mul if plan.has_gelu else silu_and_mul)(_zeros(plan, _FEW, 2 * _BLOCK))
+
+
+def _compile_experts(plan: CompilePlan) -> None:
+    """The operations of a layer with experts, beside the single ones of any layer."""
+    from kernels.cpu.gemm.grouped_linear import grouped_linear
+    from kernels.cpu.gemm.lane_linear import lane_linear
+    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+    from kernels.cpu.moe.expert_rows import add_experts, sort_by_expert
+    from kernels.cpu.moe.route import route
+
+    logits, x, lanes = torch.zeros(_FEW, 1), _zeros(plan, _FEW, _BLOCK), SumLanes.of((0, _BLOCK))
+    choice = route(logits, None, 1, _Routing())
+    rows = sort_by_expert(choice.ids, 1)
+    weight = _weight(plan, _BLOCK, _BLOCK)
+    packed = for_products(weight)
+    if packed is not None:
+        grouped_linear(x, rows.tokens, rows.offsets, weight, lanes=lanes)
+        lane_linear(x, weight, lanes=lanes)
+        packed_linear(x, packed)
+    add_experts(x, rows.places, choice.weights, None, _BLOCK)
 
 
 def compile_layers_by_rows(plan: CompilePlan) -> None:
@@ -138,6 +161,14 @@ class _Layer:
         self._kernel.post_attention(
             x, _zeros(plan, num_rows, heads, plan.head_dim), is_by_rows=is_by_rows
         )
+
+
+class _Routing(NamedTuple):
+    score: str = "softmax"
+    is_renormalised: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
 
 def _zeros(plan: CompilePlan, *shape: int) -> Tensor:

@@ -18,6 +18,7 @@ def decode_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [S, num_heads, D] -> [S, num_heads, D] in its dtype; computed in FP32.
@@ -35,5 +36,6 @@ def decode_attention(
         lower=lower,
         softcap=softcap,
         kv_scales=kv_scales,
+        value_dim=value_dim,
         is_batch_invariant=is_batch_invariant,
     )

@@ -17,6 +17,7 @@ def prefill_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [T, num_heads, D], sequences concatenated -> same shape and dtype; computed in FP32.
@@ -26,10 +27,14 @@ def prefill_attention(
     A token attends to the tokens up to itself, from position lower[i] on; `lower` [T] int32 does
     not decrease within a sequence, and earlier blocks need not exist. `softcap` maps a score s to
     cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: the factors of a head's stored keys
-    and values, in a cache of FP8 e4m3 or any other dtype. `is_batch_invariant`: a token's bits
-    depend only on itself and the tokens that it attends to; here they always do.
+    and values, in a cache of FP8 e4m3 or any other dtype. `value_dim`: values are the first
+    elements of their keys, kv_cache has one plane and one head, and the result is
+    [T, num_heads, value_dim] (multi-head latent attention with absorbed projections: DeepSeek-V2,
+    2024, section 2.1). `is_batch_invariant`: a token's bits depend only on itself and the tokens
+    that it attends to; here they always do.
     """
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    width = query.shape[2] if value_dim is None else value_dim
+    out = query.new_empty((*query.shape[:2], width))
     starts = cu_seqlens_q.tolist()
     for index, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
@@ -42,7 +47,8 @@ def prefill_attention(
         scores.masked_fill_(
             _is_hidden(rows.stop - rows.start, context_len, bounds, query), -torch.inf
         )
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _spread(value, query))
+        value = _spread(value, query)[..., :width]
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
     return out
 
 
@@ -60,8 +66,7 @@ def _context(
     if kv_scales is not None:
         kv *= kv_scales.unsqueeze(-1)
     kv[:first] = 0
-    key, value = kv.unbind(1)
-    return key, value
+    return kv[:, 0], kv[:, -1]
 
 
 def _spread(kv: Tensor, query: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ def scatter_blocks(
 ) -> None:
     """The reverse of `gather_blocks`; changes no token outside the run.
 
-    payload [num_layers, 2, num_tokens, num_kv_heads, head_dim] in the dtype of kv_cache
-    [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+    payload [num_layers, planes, num_tokens, num_kv_heads, head_dim] in the dtype of kv_cache
+    [num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim].
     checksum [1] int64 is set to the `payload_checksum` of the payload as it was read.
     """
-    num_layers, _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_layers, num_planes, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     device = kv_cache.device
     positions = torch.arange(first_token, first_token + num_tokens, device=device)
-    planes = torch.arange(num_layers * 2, device=device).view(-1, 1, 1) * num_blocks
+    planes = torch.arange(num_layers * num_planes, device=device).view(-1, 1, 1) * num_blocks
     blocks = planes + block_table[positions // block_size].unsqueeze(1)  # [planes, tokens, 1]
     heads = blocks * num_kv_heads + torch.arange(num_kv_heads, device=device)
     rows = (heads * block_size + (positions % block_size).unsqueeze(1)).view(-1)

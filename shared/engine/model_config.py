@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.moe_config import MoeConfig
 from shared.engine.quantisation.quantisation import LayerFormats
 from shared.kv_layout import Reach
 
@@ -41,14 +42,44 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
 
 
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: a token's keys and values are one latent of `kv_rank` elements,
+    and `rope_dim` elements of key with its position, which all heads share.
+
+    A head's query has `nope_dim` elements without a position, and then `rope_dim`. `query_rank`
+    None: one product instead of two of low rank.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+
+class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries at position p are multiplied by log1p(floor((p + 1) / floor_scale)) * scale + 1.
+
+    Scalable-Softmax (Nakanishi 2025), as in Llama 4: attention over more keys stays as sharp.
+    """
+
+    floor_scale: float
+    scale: float
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`; `formats` of the
-    weights, None: dense.
+    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation;
+    `formats` of the weights, None: dense.
+
+    `moe`: experts in place of the dense MLP, whose size is the model's `intermediate_size`.
     """
 
     reach: Reach = None
-    rope_index: int = 0
+    rope_index: int | None = 0
+    query_temperature: QueryTemperature | None = None
+    has_weightless_qk_norm: bool = False
     formats: LayerFormats | None = None
+    moe: MoeConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,6 +114,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None  # then head_dim is of queries, and num_kv_heads 1
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of a head of attention's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def num_layers(self) -> int:
@@ -91,3 +128,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def is_quantised(self) -> bool:
         return any(layer.formats is not None for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.moe is not None for layer in self.layers)

@@ -9,11 +9,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Operation: its module in the library, in `kernels.cpu` (else the library), in `kernels.gpu`.
+# Operation: its module in the library, in `kernels.cpu`, in `kernels.gpu`; None: the library.
 BACKENDS = {
+    "_grouped_linear": (
+        "reference.grouped_linear",
+        "cpu.gemm.grouped_linear",
+        "gpu.gemm.grouped_linear",
+    ),
+    "_grouped_sums": (
+        "reference.grouped_linear",
+        "cpu.gemm.grouped_linear",
+        "gpu.gemm.grouped_linear",
+    ),
     "_lane_linear": ("reference.lane_linear", "cpu.gemm.lane_linear", "gpu.gemm.lane_linear"),
     "_lane_sums": ("reference.lane_linear", "cpu.gemm.lane_linear", "gpu.gemm.lane_linear"),
     "_linear": ("reference.linear", "cpu.gemm.linear", "gpu.gemm.linear"),
+    "add_experts": ("torch_ops.expert_rows", "cpu.moe.expert_rows", None),
     "add_rms_norm": (
         "reference.add_rms_norm",
         "cpu.layer.add_rms_norm",
@@ -31,7 +42,7 @@ BACKENDS = {
         "gpu.sampling.apply_token_mask",
     ),
     "gather_blocks": ("torch_ops.gather_blocks", None, "gpu.kv.gather_blocks"),
-    "gelu_and_mul": ("reference.gelu_and_mul", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
+    "gelu_and_mul": ("reference.gated", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
     "top_k": ("torch_ops.top_k", None, "gpu.sampling.top_k"),
     "penalize": ("torch_ops.penalize", None, "gpu.sampling.penalize"),
     "prefill_attention": (
@@ -45,9 +56,16 @@ BACKENDS = {
         "cpu.attention.rotate_and_store",
         "gpu.kv.rotate_and_store",
     ),
+    "rotate_and_store_latent": (
+        "reference.rotate_and_store_latent",
+        "cpu.attention.rotate_and_store_latent",
+        "gpu.kv.rotate_and_store_latent",
+    ),
+    "route": ("torch_ops.route", "cpu.moe.route", None),
     "sample": ("torch_ops.sample", None, "gpu.sampling.sample"),
     "scatter_blocks": ("torch_ops.scatter_blocks", None, "gpu.kv.scatter_blocks"),
-    "silu_and_mul": ("reference.silu_and_mul", "cpu.layer.gated", "gpu.rows.silu_and_mul"),
+    "silu_and_mul": ("reference.gated", "cpu.layer.gated", "gpu.rows.silu_and_mul"),
+    "sort_by_expert": ("torch_ops.expert_rows", "cpu.moe.expert_rows", None),
 }
 SOURCE = """
 import json
@@ -85,5 +103,6 @@ def test_cpu_uses_its_loops_or_else_the_library() -> None:
 
 def test_triton_has_every_operation() -> None:
     assert _modules(TRITON_INTERPRET="1") == {
-        name: [library, gpu, gpu] for name, (library, _, gpu) in BACKENDS.items()
+        name: [library, gpu or library, gpu or library]
+        for name, (library, _, gpu) in BACKENDS.items()
     }

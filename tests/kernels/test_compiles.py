@@ -114,6 +114,19 @@ def _launch_lane_linear() -> None:
     lane_linear(_empty(8, 96), _empty(63, 96), _empty(63), lanes=SumLanes.of((0, 32, 96)))
 
 
+def _launch_grouped_linear() -> None:
+    """Qwen3-30B-A3B's experts, and lanes of 32 columns."""
+    from kernels.gpu.gemm.grouped_linear import grouped_linear, grouped_sums
+
+    offsets, rows = _empty(129, dtype=torch.int64), _empty(512, dtype=torch.int64)
+    lanes = SumLanes.of((0, 2048)), SumLanes.of(range(0, 769, 96))
+    x, gate_up = _empty(64, 2048), _empty(128 * 1536, 2048)
+    grouped_linear(x, rows, offsets, gate_up, lanes=lanes[0])
+    x, down = _empty(512, 768), _empty(128 * 2048, 768)
+    grouped_linear(x, None, offsets, down, lanes=lanes[1])
+    grouped_sums(x, None, offsets, down, lanes=lanes[1], num_sums=8)
+
+
 def _launch_compressed_linear() -> None:
     from kernels.gpu.gemm.compressed_linear import compressed_linear
 
@@ -187,6 +200,27 @@ def _launch_decode_attention(dtype: torch.dtype = BF16) -> None:
         decode_attention(query, cache, tables, lens, 0.1, kv_scales=scales, **options)
 
 
+def _launch_latent_attention() -> None:
+    """Of one rank of Kimi K2 (8 of 64 heads), and of all heads."""
+    from kernels.gpu.attention.decode_attention import decode_attention
+    from kernels.gpu.attention.prefill_attention import prefill_attention
+    from kernels.gpu.kv.rotate_and_store_latent import rotate_and_store_latent
+
+    cache, tables = _empty(1, 100, 1, 64, 576), _empty(64, 512, dtype=torch.int32)
+    lens, starts = _empty(64, dtype=torch.int32), _empty(65, dtype=torch.int32)
+    for num_heads in (8, 64):
+        query, latent, angles = _empty(300, num_heads, 576), _empty(300, 576), _empty(300, 32)
+        angles, slots = angles.float(), _empty(300, dtype=torch.int64)
+        rotate_and_store_latent(
+            *(query[..., 512:], latent, angles, angles, cache, slots),
+            norm=_empty(512),
+            eps=1e-6,
+        )
+        options = {"value_dim": 512, "is_batch_invariant": True}
+        prefill_attention(query, cache, tables, starts, lens, 0.1, **options)
+        decode_attention(query[:64], cache, tables, lens, 0.1, **options)
+
+
 def _with_lower(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     if "has_lower" not in options:
         return options
@@ -208,6 +242,7 @@ def _attention(
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
+    "grouped_linear": _launch_grouped_linear,
     "lane_linear": _launch_lane_linear,
     "compressed_linear": _launch_compressed_linear,
     "copy_blocks": _launch_copy_blocks,
@@ -262,6 +297,15 @@ def test_compiles_for_fp8_caches(request: pytest.FixtureRequest, op: str) -> Non
         FP8_LAUNCHES[op](torch.float8_e4m3fn)
         assert found
         assert [each for each in found if each.num_spilled_bytes] == []
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_for_latents(request: pytest.FixtureRequest, capability: int) -> None:
+    """Sums of 64 x 512 take half of the registers; some values spill, as with heads of 256."""
+    with compiling_once(request, capability) as found:
+        _launch_latent_attention()
+        shared_bytes = {each.shared_bytes for each in found}
+        assert 0 < max(shared_bytes) <= {80: 166_912, 90: 232_448}[capability]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

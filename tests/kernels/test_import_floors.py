@@ -16,6 +16,7 @@ LAYERS = [
     {"kernels.reference"},
     {"kernels.torch_ops"},
     {"kernels.split_weight", "kernels.sum_lanes", "kernels.device", "kernels.cache"},
+    {"kernels.routing"},
     {"kernels.check_tensor"},
 ]
 CPU_LAYERS = [
@@ -24,7 +25,7 @@ CPU_LAYERS = [
     {"kernels.cpu.warm_parts"},
     {"kernels.cpu.compile_plan"},
     {"kernels.cpu.probe"},
-    {"kernels.cpu.attention"},
+    {"kernels.cpu.attention", "kernels.cpu.moe"},
     {"kernels.cpu.layer"},
     {"kernels.cpu.gemm"},
     {"kernels.cpu.codec"},

@@ -81,7 +81,7 @@ def amx_attention(
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
     max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
-    key, value = kv_cache.unbind(0)
+    key, value = kv_cache[0], kv_cache[-1]  # one plane: values are parts of their keys
     runs = runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens)
     # Heads of a run are adjacent in a block: one core reads all of them if there are enough runs to
     # share among the cores.

@@ -20,6 +20,7 @@ def decode_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
@@ -33,6 +34,7 @@ def decode_attention(
             lower=lower,
             softcap=softcap,
             kv_scales=kv_scales,
+            value_dim=value_dim,
         )
     attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
     query_lens = torch.ones_like(context_lens)
@@ -40,4 +42,4 @@ def decode_attention(
         *(query, kv_cache, block_tables, query_lens, context_lens, scale),
         lower=lower,
         softcap=softcap,
-    )
+    )[..., :value_dim]

@@ -21,6 +21,7 @@ def prefill_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
@@ -35,10 +36,11 @@ def prefill_attention(
             lower=lower,
             softcap=softcap,
             kv_scales=kv_scales,
+            value_dim=value_dim,
         )
     attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
     return attend(
         *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),
         lower=lower,
         softcap=softcap,
-    )
+    )[..., :value_dim]

@@ -68,7 +68,7 @@ def vector_attention(
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
     max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
-    key, value = kv_cache.unbind(0)
+    key, value = kv_cache[0], kv_cache[-1]  # one plane: values are parts of their keys
     is_direct = kv_cache.dtype == torch.float32 and block_size % SIDE == 0 and head_dim % SIDE == 0
     _attend(
         array(grouped.contiguous()),

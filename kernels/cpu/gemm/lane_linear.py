@@ -84,7 +84,7 @@ def lane_linear(
     lanes.check(x.shape[1], 1)
     packed = _packed(weight, lanes)
     if packed is None:
-        y = _library_sums(x, weight, lanes, 1)[0].to(x.dtype)
+        y = library_sums(x, weight, lanes, 1)[0].to(x.dtype)
     else:
         y = x.new_empty(len(x), num_blocks(packed) * BLOCK)
         _multiply(x, packed, lanes, y[None])
@@ -96,7 +96,7 @@ def lane_sums(x: Tensor, weight: LaneWeight, *, lanes: SumLanes, num_sums: int =
     lanes.check(x.shape[1], num_sums)
     packed = _packed(weight, lanes)
     if packed is None:
-        return _library_sums(x, weight, lanes, num_sums)
+        return library_sums(x, weight, lanes, num_sums)
     shape = num_sums, len(x), num_blocks(packed) * BLOCK
     sums = torch.empty(shape, dtype=torch.float32)
     _multiply(x, packed, lanes, sums)
@@ -176,7 +176,7 @@ def multiply_lanes(
                 store_numbers(sums_of_row, at + row * row_bytes, sums.dtype, BLOCK)
 
 
-def _library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) -> Tensor:
+def library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) -> Tensor:
     """FP32 [num_sums, T, N]"""
     rows = x.float()
     if isinstance(weight, LibraryLanes):

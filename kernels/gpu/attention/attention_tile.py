@@ -6,6 +6,9 @@
 Online normalizer calculation for softmax, 2018). Tiles start at fixed multiples of BLOCK_N. A tile
 that is masked for a row changes none of its bits, and multiply-adds are fused only where explicit,
 so that the same tiles give the same bits in every kernel (launch with `enable_fp_fusion=False`).
+
+Latents: values are the first VALUE_DIM elements of their keys. The other elements, the tail, are
+multiplied apart, so that neither tile is padded to the power of two above their sum.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.gemm.tile_dot import dot
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 1024  # of which at most 512 are values
 SEGMENT = 1024  # tokens summed separately if bits must not depend on chunks and splits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -33,13 +37,15 @@ def expect_attention(
     scale: float,
     kv_scales: Tensor | None,
     lower: Tensor | None,
+    value_dim: int | None,
 ) -> None:
     """Checks the common arguments of both wrappers. Raises BadTensor, ValueError."""
     device = query.device
     expect("query", query, (None, None, None), dtype=FLOATS)
     num_heads, head_dim = query.shape[1:]
+    planes = (2, None, None) if value_dim is None else (1, None, 1)
     expect(
-        *("kv_cache", kv_cache, (2, None, None, None, head_dim)),
+        *("kv_cache", kv_cache, (*planes, None, head_dim)),
         dtype=(query.dtype, torch.float8_e4m3fn),
         device=device,
     )
@@ -63,12 +69,23 @@ def expect_attention(
         )
     if not num_kv_heads or num_heads % num_kv_heads:
         raise BadTensor(f"query has {num_heads} heads for {num_kv_heads} KV heads")
-    if head_dim > MAX_HEAD_DIM:
-        raise BadTensor(f"query has head_dim {head_dim}, more than {MAX_HEAD_DIM}")
+    _expect_dims(head_dim, value_dim, kv_scales)
     if kv_cache[0].numel() // head_dim >= 2**31:
         raise BadTensor(f"kv_cache of {list(kv_cache.shape)} has more rows than 32 bits can count")
     if scale <= 0:
         raise ValueError(f"scale is {scale}, not positive")
+
+
+def _expect_dims(head_dim: int, value_dim: int | None, kv_scales: Tensor | None) -> None:
+    most = MAX_HEAD_DIM if value_dim is None else MAX_LATENT_DIM
+    if head_dim > most:
+        raise BadTensor(f"query has head_dim {head_dim}, more than {most}")
+    if value_dim is None:
+        return
+    if not 0 < value_dim <= min(head_dim, MAX_LATENT_DIM // 2):
+        raise BadTensor(f"values of {value_dim} elements in keys of {head_dim}")
+    if kv_scales is not None:
+        raise BadTensor("kv_scales are given for values that are parts of their keys")
 
 
 def block_n(
@@ -90,6 +107,40 @@ def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def columns_of(head_dim: int, value_dim: int | None) -> dict[str, int]:
+    """How a kernel reads rows of `head_dim` elements: the first VALUE_DIM, and then a tail."""
+    width = head_dim if value_dim is None else value_dim
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": width,
+        "BLOCK_D": padded(width),
+        "BLOCK_TAIL": padded(head_dim - width) if head_dim > width else 0,
+    }
+
+
+def value_stride(kv_cache: Tensor) -> int:
+    """Elements from a key to its value."""
+    return kv_cache.stride(0) if len(kv_cache) == 2 else 0
+
+
+@triton.jit
+def load_tail(
+    query_ptr,
+    q_offset,  # [BLOCK_M]
+    is_inside,  # [BLOCK_M, BLOCK_D]
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):
+    """The tails of queries [BLOCK_M, BLOCK_TAIL]; None if keys have none."""
+    if BLOCK_TAIL == 0:
+        return None
+    column = VALUE_DIM + tl.arange(0, BLOCK_TAIL)[None, :]
+    is_row = tl.max(is_inside.to(tl.int32), axis=1) > 0
+    is_read = is_row[:, None] & (column < HEAD_DIM)
+    return tl.load(query_ptr + q_offset[:, None] + column, mask=is_read, other=0.0)
+
+
 @triton.jit
 def scales(scale, softcap, kv_scales_ptr, head, num_kv_heads):
     """The factor from q·k to a score in log2, or to the argument of tanh; the scale of values."""
@@ -108,11 +159,13 @@ def scales(scale, softcap, kv_scales_ptr, head, num_kv_heads):
 @triton.jit
 def attend(
     q,  # [BLOCK_M, BLOCK_D]
+    tail,  # [BLOCK_M, BLOCK_TAIL], or None
     position,  # [BLOCK_M]: a row attends to tokens up to its own
     span,  # [lowest, stop) is visible; [first_full, end_full), full tiles, is visible to each row
     paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows per block
     scoring,  # score_scale, softcap, lower: [BLOCK_M], or None
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -129,17 +182,17 @@ def attend(
     state = _fresh(q, first, readable, paged, BLOCK_SIZE, BLOCK_N)
     if scoring[2] is not None:
         state = _attend_tiles(
-            *(q, position, state, first, first_full, readable, paged, scoring),
-            *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
+            *(q, tail, position, state, first, first_full, readable, paged, scoring),
+            *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, True),
         )
     state = _attend_tiles(
-        *(q, position, state, first_full, end_full, readable, paged, scoring),
-        *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, False),
+        *(q, tail, position, state, first_full, end_full, readable, paged, scoring),
+        *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, False),
     )
     # One more tile, masked for every row, adds the last tile's values.
     state = _attend_tiles(
-        *(q, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
-        *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
+        *(q, tail, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
+        *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, True),
     )
     return state[0]
 
@@ -159,6 +212,7 @@ def _fresh(q, first, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit
 def _attend_tiles(
     q,
+    tail,
     position,
     state,
     first,  # a multiple of BLOCK_N
@@ -167,6 +221,7 @@ def _attend_tiles(
     paged,
     scoring,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,  # else every row attends to every token of the tiles
@@ -191,15 +246,19 @@ def _attend_tiles(
         next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
         token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         row = block * block_rows + token % BLOCK_SIZE  # [BLOCK_N]
-        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, IS_MASKED)
+        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, VALUE_DIM, IS_MASKED)
         value = _load_rows(
-            *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM),
+            *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM, VALUE_DIM),
             IS_MASKED or lower is not None,
         )
         block = next_block
         last_row = row
 
         score = dot(q, tl.trans(key.to(q.dtype)), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if tail is not None:
+            rest = VALUE_DIM + tl.arange(0, tail.shape[1])[None, :]
+            key = _load_rows(key_ptr, row, start, rest, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
+            score = dot(tail, tl.trans(key.to(q.dtype)), score)
         acc = dot(weight.to(q.dtype, bitcast=True), value.to(q.dtype), acc * kept[:, None])
         factor = score_scale
         if softcap is not None:
@@ -237,6 +296,7 @@ def _load_rows(
     column,  # [1, BLOCK_D]
     readable,
     HEAD_DIM: tl.constexpr,
+    END: tl.constexpr,  # columns of a row that are read
     IS_MASKED: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_D] of the tile at `start`; zero outside `readable`."""
@@ -244,10 +304,10 @@ def _load_rows(
     at = ptr + (row.to(tl.int64) * HEAD_DIM)[:, None] + column
     if IS_MASKED:
         token = start + tl.arange(0, row.shape[0])[:, None]
-        is_read = (token >= lowest) & (token < stop) & (column < HEAD_DIM)
+        is_read = (token >= lowest) & (token < stop) & (column < END)
         rows = tl.load(at, mask=is_read, other=0.0)
-    elif column.shape[1] > HEAD_DIM:
-        rows = tl.load(at, mask=column < HEAD_DIM, other=0.0)
+    elif column.shape[1] != END:
+        rows = tl.load(at, mask=column < END, other=0.0)
     else:
         rows = tl.load(at)
     return rows

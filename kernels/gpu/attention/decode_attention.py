@@ -19,11 +19,14 @@ from kernels.gpu.attention.attention_tile import (
     SEGMENT,
     attend,
     block_n,
+    columns_of,
     expect_attention,
+    load_tail,
     merge,
     normalized,
     padded,
     scales,
+    value_stride,
 )
 
 PROGRAMS_PER_PROCESSOR = 6  # two or three run at a time: loads of one cover the ends of the others
@@ -40,18 +43,23 @@ def decode_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.decode_attention. Raises BadTensor."""
-    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales, lower)
+    expect_attention(
+        query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, value_dim
+    )
     num_seqs, num_heads, head_dim = query.shape
     expect("context_lens", context_lens, (num_seqs,))
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    columns = columns_of(head_dim, value_dim)
+    width = columns["VALUE_DIM"]
+    out = torch.empty((num_seqs, num_heads, width), dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
-    tile_tokens = _tile_tokens(query, kv_cache, is_batch_invariant)
+    tile_tokens = _tile_tokens(query, kv_cache, width, is_batch_invariant)
     max_units = triton.cdiv(
         block_tables.shape[1] * block_size, SEGMENT if is_batch_invariant else tile_tokens
     )
@@ -61,7 +69,7 @@ def decode_attention(
     num_parts = num_seqs * max_units if is_batch_invariant else num_items
     parts = sums = None
     if max_units > 1:
-        parts = query.new_empty((num_parts, num_heads, head_dim), dtype=torch.float32)
+        parts = query.new_empty((num_parts, num_heads, width), dtype=torch.float32)
         sums = query.new_empty((2, num_parts, num_heads), dtype=torch.float32)
     # Invariant: at least the rows of a warp group, as in prefill_attention.
     block_m = max(64 if is_batch_invariant else 16, triton.next_power_of_2(group))
@@ -72,16 +80,15 @@ def decode_attention(
     }
     _decode_attention_kernel[(num_kv_heads, num_items)](
         *(query, kv_cache, block_tables, context_lens, lower, kv_scales, out, parts, sums),
-        *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
+        *(query.stride(0), query.stride(1), value_stride(kv_cache), block_tables.stride(0)),
         *(num_seqs, num_splits, max_units, num_parts, scale, softcap),
-        HEAD_DIM=head_dim,
+        **columns,
         BLOCK_SIZE=block_size,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=tile_tokens,
-        BLOCK_D=padded(head_dim),
         **plan,
-        num_warps=_num_warps(block_m, query.dtype) if is_batch_invariant else 4,
+        num_warps=_num_warps(block_m, query.dtype, value_dim) if is_batch_invariant else 4,
         num_stages=3,
         enable_fp_fusion=False,
     )
@@ -89,22 +96,22 @@ def decode_attention(
         _join_kernel[(num_seqs, num_heads)](
             *(context_lens, lower, kv_scales, out, parts, sums),
             *(num_seqs, num_splits, max_units, num_parts),
-            HEAD_DIM=head_dim,
+            VALUE_DIM=width,
             GROUP=group,
-            BLOCK_D=padded(head_dim),
+            BLOCK_D=columns["BLOCK_D"],
             PARTS_AT_ONCE=PARTS_AT_ONCE,
             **plan,
-            num_warps=max(1, padded(head_dim) // 32),
+            num_warps=max(1, columns["BLOCK_D"] // 32),
             enable_fp_fusion=False,
         )
     return out
 
 
-def _tile_tokens(query: Tensor, kv_cache: Tensor, is_batch_invariant: bool) -> int:
+def _tile_tokens(query: Tensor, kv_cache: Tensor, width: int, is_batch_invariant: bool) -> int:
     """16 KiB of keys per tile: two or three programs of several stages can share a processor."""
     if is_batch_invariant:
-        return block_n(query.shape[2], query.dtype, query.device, is_batch_invariant)
-    row_bytes = padded(query.shape[2]) * kv_cache.dtype.itemsize
+        return block_n(width, query.dtype, query.device, is_batch_invariant)
+    row_bytes = padded(width) * kv_cache.dtype.itemsize
     return max(16, min(128, 16384 // row_bytes))
 
 
@@ -116,9 +123,9 @@ def _block_seqs(num_seqs: int) -> int:
     return block
 
 
-def _num_warps(block_m: int, dtype: torch.dtype) -> int:
+def _num_warps(block_m: int, dtype: torch.dtype, value_dim: int | None) -> int:
     """As in prefill_attention: rows have the same layout in warps there, and the same sum order."""
-    return 8 if dtype == torch.float32 else block_m // 16
+    return 8 if dtype == torch.float32 or value_dim is not None else block_m // 16
 
 
 # These depend on the batch's shape, which changes at each step: not specialised on.
@@ -147,11 +154,13 @@ def _decode_attention_kernel(
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
@@ -176,9 +185,10 @@ def _decode_attention_kernel(
 
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
-    is_inside = (row < GROUP)[:, None] & (column < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+    is_inside = (row < GROUP)[:, None] & (column < VALUE_DIM)  # [BLOCK_M, BLOCK_D]
     q_offset = seq.to(tl.int64) * stride_query_seq + (head * GROUP + row) * stride_query_head
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
+    tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(0))
     scoring = (score_scale, softcap, lower_ptr)
@@ -196,15 +206,21 @@ def _decode_attention_kernel(
         for unit in tl.range(first_unit, tl.maximum(end_unit, first_unit + 1)):
             start = tl.maximum(lowest, unit * UNIT)
             span = (start, first_full, end_full, tl.minimum((unit + 1) * UNIT, length))
-            state = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+            state = attend(
+                *(q, tail, position, span, paged, scoring),
+                *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
+            )
             part = seq * max_units + unit
-            _store(state, value_scale, target, part, num_units, is_inside, HEAD_DIM, GROUP)
+            _store(state, value_scale, target, part, num_units, is_inside, VALUE_DIM, GROUP)
     else:
         start = tl.maximum(lowest, first_unit * UNIT)
         span = (start, first_full, end_full, tl.minimum(end_unit * UNIT, length))
-        state = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+        state = attend(
+            *(q, tail, position, span, paged, scoring),
+            *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
+        )
         num_splits_of_seq = tl.cdiv(num_units, num_own)
-        _store(state, value_scale, target, item, num_splits_of_seq, is_inside, HEAD_DIM, GROUP)
+        _store(state, value_scale, target, item, num_splits_of_seq, is_inside, VALUE_DIM, GROUP)
 
 
 @triton.jit
@@ -215,7 +231,7 @@ def _store(
     part,
     num_parts_of_seq,
     is_inside,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Stores the result of a sequence with one part, or else the part."""
@@ -228,13 +244,13 @@ def _store(
         is_part = num_parts_of_seq + row > row + 1  # [BLOCK_M]
         at = part.to(tl.int64) * num_heads + row_head
         total_at = sums_ptr + num_parts.to(tl.int64) * num_heads + at
-        acc_at = parts_ptr + (at * HEAD_DIM)[:, None] + column
+        acc_at = parts_ptr + (at * VALUE_DIM)[:, None] + column
         tl.store(acc_at, acc, mask=is_inside & is_part[:, None])
         tl.store(sums_ptr + at, top, mask=(row < GROUP) & is_part)
         tl.store(total_at, total, mask=(row < GROUP) & is_part)
         is_inside &= ~is_part[:, None]
     out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
-    out_offset = (seq * num_heads + row_head) * HEAD_DIM
+    out_offset = (seq * num_heads + row_head) * VALUE_DIM
     tl.store(out_ptr + out_offset[:, None] + column, out, mask=is_inside)
 
 
@@ -250,7 +266,7 @@ def _join_kernel(
     num_splits,
     max_units,
     num_parts,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS_AT_ONCE: tl.constexpr,
@@ -286,8 +302,8 @@ def _join_kernel(
             is_part = done + index + one < count
             at = (first + done + index).to(tl.int64) * num_heads + head + one
             total_at = sums_ptr + num_parts.to(tl.int64) * num_heads + at
-            acc_at = parts_ptr + at[:, None] * HEAD_DIM + column
-            is_inside = is_part[:, None] & (column < HEAD_DIM)
+            acc_at = parts_ptr + at[:, None] * VALUE_DIM + column
+            is_inside = is_part[:, None] & (column < VALUE_DIM)
             part = (
                 tl.load(sums_ptr + at, mask=is_part, other=float("-inf")),
                 tl.load(total_at, mask=is_part, other=0.0),
@@ -300,8 +316,8 @@ def _join_kernel(
     if kv_scales_ptr is not None:
         value_scale = tl.load(kv_scales_ptr + num_heads // GROUP + head // GROUP)
     out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
-    at = (seq.to(tl.int64) * num_heads + head) * HEAD_DIM + column
-    tl.store(out_ptr + at, out, mask=column < HEAD_DIM)
+    at = (seq.to(tl.int64) * num_heads + head) * VALUE_DIM + column
+    tl.store(out_ptr + at, out, mask=column < VALUE_DIM)
 
 
 @triton.jit

@@ -18,11 +18,13 @@ from kernels.gpu.attention.attention_tile import (
     SEGMENT,
     attend,
     block_n,
+    columns_of,
     expect_attention,
+    load_tail,
     merge,
     normalized,
-    padded,
     scales,
+    value_stride,
 )
 
 
@@ -37,10 +39,13 @@ def prefill_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.prefill_attention. Raises BadTensor."""
-    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales, lower)
+    expect_attention(
+        query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, value_dim
+    )
     num_seqs, num_tokens = len(context_lens), len(query)
     expect(
         *("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,)),
@@ -48,25 +53,28 @@ def prefill_attention(
         device=query.device,
         is_contiguous=True,
     )
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    columns = columns_of(head_dim, value_dim)
+    out = torch.empty(
+        (*query.shape[:2], columns["VALUE_DIM"]), dtype=query.dtype, device=query.device
+    )
     if not out.numel():
         return out
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     group = query.shape[1] // num_kv_heads
-    block_m = max(64 if query.dtype == torch.float32 else 128, triton.next_power_of_2(group))
+    is_wide = query.dtype == torch.float32 or value_dim is not None
+    block_m = max(64 if is_wide else 128, triton.next_power_of_2(group))
     num_tiles = triton.cdiv(num_tokens, block_m // group) + num_seqs  # enough for any lengths
     has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
     _prefill_attention_kernel[(num_tiles, num_kv_heads)](
         *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, lower, kv_scales, out, done),
-        *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
+        *(query.stride(0), query.stride(1), value_stride(kv_cache), block_tables.stride(0)),
         *(out.stride(0), num_seqs, scale, softcap),
-        HEAD_DIM=head_dim,
+        **columns,
         BLOCK_SIZE=block_size,
         GROUP=group,
         BLOCK_M=block_m,
-        BLOCK_N=block_n(head_dim, query.dtype, query.device, is_batch_invariant),
-        BLOCK_D=padded(head_dim),
+        BLOCK_N=block_n(columns["VALUE_DIM"], query.dtype, query.device, is_batch_invariant),
         SEGMENT=SEGMENT if has_segments else None,
         num_warps=8,  # 16 rows each: sums and scores just fit into their registers
         num_stages=3,
@@ -95,11 +103,13 @@ def _prefill_attention_kernel(
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -114,11 +124,12 @@ def _prefill_attention_kernel(
         return
     before = tl.load(context_lens_ptr + seq).to(tl.int32) - query_len
     row_index, row_head, is_inside = _rows(
-        cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
+        cu_seqlens_q_ptr, seq, tile, head, VALUE_DIM, GROUP, BLOCK_M, BLOCK_D
     )
     column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
     q_offset = row_index * stride_query_token + row_head * stride_query_head
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
+    tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(1))
     key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
@@ -140,7 +151,10 @@ def _prefill_attention_kernel(
         first_full = tl.cdiv(tl.load(lower_ptr + last), BLOCK_N) * BLOCK_N
     if SEGMENT is None:
         span = (lowest, first_full, end_full, stop)
-        _, total, acc = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+        _, total, acc = attend(
+            *(q, tail, position, span, paged, scoring),
+            *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
+        )
     else:
         # One segment at a time, as in decode_attention, joined in the same order. Earlier sums stay
         # in memory: two sums of a tile do not fit into registers.
@@ -151,20 +165,23 @@ def _prefill_attention_kernel(
         for start in tl.range(first, stop, SEGMENT):
             end = tl.minimum(start + SEGMENT, stop)
             span = (tl.maximum(lowest, start), first_full, end_full, end)
-            segment = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
-            row_index, row_head, is_inside = _rows(
-                cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
+            segment = attend(
+                *(q, tail, position, span, paged, scoring),
+                *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
             )
-            done_at = done_ptr + (row_index * stride_out_token + row_head * HEAD_DIM)[:, None]
+            row_index, row_head, is_inside = _rows(
+                cu_seqlens_q_ptr, seq, tile, head, VALUE_DIM, GROUP, BLOCK_M, BLOCK_D
+            )
+            done_at = done_ptr + (row_index * stride_out_token + row_head * VALUE_DIM)[:, None]
             is_later = tl.full((1, 1), start - first, tl.int32) > 0
             done = tl.load(done_at + column, mask=is_inside & is_later, other=0.0)
             top, total, acc = merge((top, total, done), segment)
             tl.store(done_at + column, acc, mask=is_inside)
             tl.debug_barrier()  # an element may be loaded by another thread than stored it
     row_index, row_head, is_inside = _rows(
-        cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
+        cu_seqlens_q_ptr, seq, tile, head, VALUE_DIM, GROUP, BLOCK_M, BLOCK_D
     )
-    out_offset = row_index * stride_out_token + row_head * HEAD_DIM
+    out_offset = row_index * stride_out_token + row_head * VALUE_DIM
     out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset[:, None] + column, out, mask=is_inside)
 
@@ -175,7 +192,7 @@ def _rows(
     seq,
     tile,
     head,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -190,7 +207,7 @@ def _rows(
     row = tl.arange(0, BLOCK_M)
     index = begin + (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS + row // GROUP
     is_row = (row < TILE_TOKENS * GROUP) & (index < end)
-    is_inside = is_row[:, None] & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM)
+    is_inside = is_row[:, None] & (tl.arange(0, BLOCK_D)[None, :] < VALUE_DIM)
     return index.to(tl.int64), head * GROUP + row % GROUP, is_inside
 
 

@@ -151,7 +151,7 @@ def multiply(
     is_uneven = lanes is not None and not has_even_lanes(lanes, tiled.block_k)
     kernel[(num_tiles, num_segments if tiled.is_split else 1)](
         *(*operands, bias, sums, *strides, num_rows, num_columns, width),
-        _borders(lanes, out.device) if is_uneven else None,
+        borders_on(lanes, out.device) if is_uneven else None,
         HAS_BIAS=bias is not None,
         IS_CUT=is_batch_invariant and not tiled.is_split,
         IS_SPLIT=tiled.is_split,
@@ -182,7 +182,8 @@ def multiply(
 
 
 @cache
-def _borders(lanes: SumLanes, device: torch.device) -> Tensor:
+def borders_on(lanes: SumLanes, device: torch.device) -> Tensor:
+    """[L + 1] int32"""
     return torch.tensor(lanes.borders, dtype=torch.int32, device=device)
 
 

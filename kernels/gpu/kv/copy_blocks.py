@@ -23,10 +23,10 @@ WORDS_PER_WARP = 512
 
 def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Like kernels.torch_ops.copy_blocks. Raises BadTensor."""
-    expect("kv_cache", kv_cache, (None, 2, None, None, None, None), is_contiguous=True)
+    expect("kv_cache", kv_cache, (None,) * 6, is_contiguous=True)
     expect("sources", sources, (None,), dtype=INDICES, device=kv_cache.device)
     expect("destinations", destinations, sources.shape, dtype=INDICES, device=kv_cache.device)
-    num_copies, num_planes = len(sources), kv_cache.shape[0] * 2
+    num_copies, num_planes = len(sources), kv_cache.shape[0] * kv_cache.shape[1]
     if not num_copies or not kv_cache.numel():
         return
     if num_copies > MAX_COPIES:

@@ -39,7 +39,7 @@ def move(
         checksum.zero_()
     if not wire.numel():
         return
-    num_layers, _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_layers, num_planes, _, num_kv_heads, block_size, _ = kv_cache.shape
     cache_words, wire_words = as_words(kv_cache), as_words(wire)
     row_words = cache_words.shape[-1]
     block_words = triton.next_power_of_2(row_words)
@@ -49,7 +49,7 @@ def move(
         _num_blocks(first_token, num_tokens, kv_cache),
     )
     num_rows = (end_block - first_block) * num_kv_heads * block_size
-    kernel[(triton.cdiv(num_rows, block_rows), num_layers * 2)](
+    kernel[(triton.cdiv(num_rows, block_rows), num_layers * num_planes)](
         *(cache_words, block_table, wire_words, checksum),
         *(cache_words.stride(1), first_token, num_tokens, num_rows),
         NUM_KV_HEADS=num_kv_heads,
@@ -80,13 +80,13 @@ def _expect(
     wire: Tensor,
     checksum: Tensor | None,
 ) -> None:
-    expect("kv_cache", kv_cache, (None, 2, None, None, None, None), is_contiguous=True)
-    num_layers, _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    expect("kv_cache", kv_cache, (None,) * 6, is_contiguous=True)
+    num_layers, num_planes, _, num_kv_heads, _, head_dim = kv_cache.shape
     expect("block_table", block_table, (None,), dtype=INDICES, device=kv_cache.device)
     expect(
         "payload",
         wire,
-        (num_layers, 2, num_tokens, num_kv_heads, head_dim),
+        (num_layers, num_planes, num_tokens, num_kv_heads, head_dim),
         dtype=kv_cache.dtype,
         device=kv_cache.device,
         is_contiguous=True,
@@ -124,7 +124,7 @@ def places(
     existing rows. [BLOCK_ROWS, 1] each
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    plane = tl.program_id(1).to(tl.int64)  # layer * 2, + 1 for values
+    plane = tl.program_id(1).to(tl.int64)  # of all layers, one after the other
     block_index = first_token // BLOCK_SIZE + row // (NUM_KV_HEADS * BLOCK_SIZE)
     token = block_index * BLOCK_SIZE + row % BLOCK_SIZE - first_token
     is_moved = (row < num_rows) & (token >= 0) & (token < num_tokens)

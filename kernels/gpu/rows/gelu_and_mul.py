@@ -8,5 +8,5 @@ from kernels.gpu.rows.gated import gated
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """Like kernels.reference.gelu_and_mul. Raises BadTensor."""
+    """Like kernels.reference.gated. Raises BadTensor."""
     return gated(gate_up, is_gelu=True)

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache: project, norm, rotate, store, attend, project."""
+"""Attention over the paged cache: project, norm, rotate, store, attend, project."""
 
 from __future__ import annotations
 
@@ -10,20 +10,70 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
 
 
-class Attention(nn.Module):
-    """Which tokens a token attends to is part of the step's inputs. Heads may have norms."""
+class PagedAttention(nn.Module):
+    """Which tokens a token attends to is part of the step's inputs.
+
+    `value_dim`: values are the first elements of their keys, see kernels.reference.
+    """
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
+    value_dim: int | None = None
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
+
+    def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape,
+        or [T, num_heads, value_dim].
+        """
+        if inputs.query_factors is not None:
+            query = (query.float() * inputs.query_factors[:, None, None]).to(query.dtype)
+        out: Tensor | None = None
+        if inputs.prefill is not None:
+            rows = inputs.prefill.rows
+            attended = prefill_attention(
+                query if rows is None else query.index_select(0, rows),
+                kv_cache,
+                inputs.prefill.block_tables,
+                inputs.prefill.cu_seqlens_q,
+                inputs.prefill.context_lens,
+                self.scale,
+                lower=inputs.prefill.lower,
+                softcap=self.softcap,
+                value_dim=self.value_dim,
+                is_batch_invariant=self.is_batch_invariant,
+            )
+            out = _place(out, attended, rows, query)
+        if inputs.decode is not None:
+            rows = inputs.decode.rows
+            attended = decode_attention(
+                query if rows is None else query.index_select(0, rows),
+                kv_cache,
+                inputs.decode.block_tables,
+                inputs.decode.context_lens,
+                self.scale,
+                lower=inputs.decode.lower,
+                softcap=self.softcap,
+                value_dim=self.value_dim,
+                is_batch_invariant=self.is_batch_invariant,
+            )
+            out = _place(out, attended, rows, query)
+        assert out is not None  # a step has at least one token
+        return out
+
+
+class Attention(PagedAttention):
+    """Grouped-query attention. Heads may have norms."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        self.head_dim = config.head_dim
         self.norm_eps = config.rms_norm_eps
         self.has_unit_offset_norms = config.has_unit_offset_norms
         num_qkv_heads = config.num_heads + 2 * config.num_kv_heads
@@ -45,9 +95,11 @@ class Attention(nn.Module):
         self.parts = {} if config.has_fused_projections else {"qkv_proj": parts}
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.has_qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, config, dtype=dtype)
+        if config.has_qk_norm or layer.has_weightless_qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, config, dtype=dtype, has_weight=config.has_qk_norm)
+                for _ in range(2)
+            )
 
     def destinations(self) -> dict[str, Tensor]:
         return child_destinations(self, self.parts)
@@ -66,43 +118,10 @@ class Attention(nn.Module):
         )
         return self.o_proj(self.attend(query, kv_cache, inputs).flatten(1))
 
-    def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape."""
-        out: Tensor | None = None
-        if inputs.prefill is not None:
-            rows = inputs.prefill.rows
-            attended = prefill_attention(
-                query if rows is None else query.index_select(0, rows),
-                kv_cache,
-                inputs.prefill.block_tables,
-                inputs.prefill.cu_seqlens_q,
-                inputs.prefill.context_lens,
-                self.scale,
-                lower=inputs.prefill.lower,
-                softcap=self.softcap,
-                is_batch_invariant=self.is_batch_invariant,
-            )
-            out = _place(out, attended, rows, query)
-        if inputs.decode is not None:
-            rows = inputs.decode.rows
-            attended = decode_attention(
-                query if rows is None else query.index_select(0, rows),
-                kv_cache,
-                inputs.decode.block_tables,
-                inputs.decode.context_lens,
-                self.scale,
-                lower=inputs.decode.lower,
-                softcap=self.softcap,
-                is_batch_invariant=self.is_batch_invariant,
-            )
-            out = _place(out, attended, rows, query)
-        assert out is not None  # a step has at least one token
-        return out
-
 
 def _place(out: Tensor | None, part: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
     if rows is None:
         return part
     if out is None:
-        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        out = like.new_empty((len(like), *part.shape[1:]))
     return out.index_copy_(0, rows, part)

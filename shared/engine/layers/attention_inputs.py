@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,8 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
+from shared.engine.model_config import QueryTemperature
 from shared.engine.runner import StepInputs
 from shared.kv_layout import Chunk, Reach, Window
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind have the same inputs."""
+
+    group: int = 0
+    reach: Reach = None
+    temperature: QueryTemperature | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +52,13 @@ class AttentionInputs:
     slot_mapping: Tensor  # [T]
     prefill: PrefillRows | None
     decode: DecodeRows | None
+    query_factors: Tensor | None = None  # [T] FP32
 
 
 def build_attention_inputs(
-    inputs: StepInputs, device: torch.device, kinds: Sequence[tuple[int, Reach]] = ((0, None),)
+    inputs: StepInputs, device: torch.device, kinds: Sequence[LayerKind] = (LayerKind(),)
 ) -> tuple[AttentionInputs, ...]:
-    """One for each kind of layer: its group and its reach."""
+    """One for each kind of layer."""
     starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
     runs = np.flatnonzero(inputs.query_lens > 1)
     single = np.flatnonzero(inputs.query_lens == 1)
@@ -57,14 +67,14 @@ def build_attention_inputs(
     prefill = _PrefillRuns.of(inputs, runs, starts, device) if len(runs) else None
     decode = _DecodeRuns.of(inputs, single, starts, device) if len(single) else None
     found = []
-    for group, reach in kinds:
-        bounds = lower_bounds(reach, inputs.positions)
-        lower = None if bounds is None else torch.from_numpy(bounds).to(device)
+    for group, reach, temperature in kinds:
+        lower = _on(device, lower_bounds(reach, inputs.positions))
         found.append(
             AttentionInputs(
                 torch.from_numpy(inputs.slot_mapping[group]).to(device),
                 None if prefill is None else prefill.rows_of(group, lower),
                 None if decode is None else decode.rows_of(group, lower),
+                _on(device, query_factors(temperature, inputs.positions)),
             )
         )
     return tuple(found)
@@ -78,6 +88,20 @@ def lower_bounds(reach: Reach, positions: NDArray[np.int64]) -> NDArray[np.int32
         case Chunk(tokens=tokens):
             return (positions // tokens * tokens).astype(np.int32)
     return None
+
+
+def query_factors(
+    temperature: QueryTemperature | None, positions: NDArray[np.int64]
+) -> NDArray[np.float32] | None:
+    """Of the shape of `positions`; rounded once, so that they do not depend on the host."""
+    if temperature is None:
+        return None
+    growth = np.log1p((positions + 1) // temperature.floor_scale)
+    return (growth * temperature.scale + 1).astype(np.float32)
+
+
+def _on(device: torch.device, values: NDArray[Any] | None) -> Tensor | None:
+    return None if values is None else torch.from_numpy(values).to(device)
 
 
 def _of_rows(lower: Tensor | None, rows: Tensor | None) -> Tensor | None:

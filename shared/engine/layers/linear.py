@@ -53,11 +53,13 @@ class MatrixModule(nn.Module):
 
 
 class ProductModule(MatrixModule):
-    """A module that multiplies with its weight.
+    """A module that multiplies with its weight. `share`: the part that a token uses.
 
     `store`: of a quantised weight. The parameter is then its memory, and no product uses it.
     """
 
+    is_compressible = True
+    share = 1.0
     store: QuantisedStore | None = None
 
     def pack(self) -> None:

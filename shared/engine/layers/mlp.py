@@ -15,9 +15,13 @@ GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 class GatedMlp(nn.Module):
     """down(activation(gate(x)) · up(x)), with gate and up in one GEMM."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, inner: int | None = None, *, dtype: torch.dtype
+    ) -> None:
+        """`inner`: the intermediate size, by default the model's."""
         super().__init__()
-        hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
+        hidden, has_bias = config.hidden_size, config.has_mlp_bias
+        inner = config.intermediate_size if inner is None else inner
         self.gate_up_proj = Linear(hidden, 2 * inner, has_bias=has_bias, dtype=dtype)
         lanes = column_lanes(inner)
         self.down_proj = Linear(inner, hidden, has_bias=has_bias, dtype=dtype, lane_borders=lanes)

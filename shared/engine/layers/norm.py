@@ -8,14 +8,24 @@ from shared.engine.model_config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    """Without a weight of its own it multiplies by ones, which no checkpoint fills."""
+
+    weight: Tensor
+
+    def __init__(
+        self, size: int, config: ModelConfig, *, dtype: torch.dtype, has_weight: bool = True
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        if has_weight:
+            self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        else:
+            self.register_buffer("weight", torch.ones(size, dtype=dtype), persistent=False)
+        self.has_weight = has_weight
         self.eps = config.rms_norm_eps
         self.has_unit_offset = config.has_unit_offset_norms
 
     def destinations(self) -> dict[str, Tensor]:
-        return {"weight": self.weight}
+        return {"weight": self.weight} if self.has_weight else {}
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, has_unit_offset=self.has_unit_offset)

@@ -34,9 +34,15 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1: stretches long wavelengths by `factor`, not short ones; blends in between."""
+    """Llama 3.1: stretches long wavelengths by `factor`, not short ones; blends in between.
+
+    With equal factors, as in Llama 4 Scout, nothing is in between.
+    """
     wavelengths = 2 * math.pi / frequencies
     original, factor = scaling.original_context, scaling.factor
+    if scaling.low_freq_factor == scaling.high_freq_factor:
+        is_long = wavelengths > original / scaling.low_freq_factor
+        return torch.where(is_long, frequencies / factor, frequencies)
     blend = (original / wavelengths - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )

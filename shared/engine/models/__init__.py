@@ -10,12 +10,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.engine.model_config import ModelConfig
-from shared.engine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from shared.engine.models import (
+    deepseek,
+    gemma2,
+    gemma3,
+    llama,
+    llama4,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+)
+from shared.engine.models.moe import glm4_moe, mixtral, qwen3_moe
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]
 FAMILIES: dict[str, Configure] = {
     "LlamaForCausalLM": llama.configure,
+    "Llama4ForCausalLM": llama4.configure,
+    "Llama4ForConditionalGeneration": llama4.configure_text_part,
     "MistralForCausalLM": mistral.configure,
     "Qwen2ForCausalLM": qwen2.configure,
     "Qwen3ForCausalLM": qwen3.configure,
@@ -23,6 +36,12 @@ FAMILIES: dict[str, Configure] = {
     "Gemma3ForCausalLM": gemma3.configure,
     "Gemma3ForConditionalGeneration": gemma3.configure_text_part,
     "Phi3ForCausalLM": phi3.configure,
+    "DeepseekV3ForCausalLM": deepseek.configure,
+    "KimiK25ForConditionalGeneration": deepseek.configure_text_part,
+    "Kimi_K25ForConditionalGeneration": deepseek.configure_text_part,
+    "MixtralForCausalLM": mixtral.configure,
+    "Qwen3MoeForCausalLM": qwen3_moe.configure,
+    "Glm4MoeForCausalLM": glm4_moe.configure,
 }
 
 

@@ -21,13 +21,13 @@ EosTokenId = int | list[int] | None
 _T = TypeVar("_T")
 
 
-class _Head(msgspec.Struct):
-    architectures: list[str] | None = None
-    eos_token_id: EosTokenId = None
-
-
 class _Generation(msgspec.Struct):
     eos_token_id: EosTokenId = None
+
+
+class _Head(_Generation):
+    architectures: list[str] | None = None
+    text_config: _Generation | None = None
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -41,7 +41,10 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
         raise CheckpointError(f"{path}: numbers out of range: {error}") from None
-    eos_token_ids = _eos_token_ids(model_dir, head.eos_token_id)
+    eos = head.eos_token_id
+    if eos is None and head.text_config is not None:
+        eos = head.text_config.eos_token_id
+    eos_token_ids = _eos_token_ids(model_dir, eos)
     if eos_token_ids is not None:
         for token_id in eos_token_ids:
             if not 0 <= token_id < config.vocab_size:

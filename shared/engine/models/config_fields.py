@@ -69,6 +69,15 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
     return fields
 
 
+def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a multimodal model's text part. Raises CheckpointError if it is missing."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("text_config is missing")
+    name = "tie_word_embeddings"
+    return {**text, name: given[name]} if name in given else text
+
+
 def decoder_config(
     fields: ConfigFields,
     *,
@@ -82,7 +91,7 @@ def decoder_config(
     """
     head_dim = _head_dim(fields)
     layer_types = _layer_types(fields, is_sliding, may_list_layers)
-    ropes = [_rope_fields(fields, head_dim, written) for written in _written_ropes(fields)]
+    ropes = layer_ropes(fields)
     if not may_rotate_partly and any(rope.partial_rotary_factor != 1.0 for rope in ropes):
         raise CheckpointError("partial_rotary_factor is not supported for this architecture")
     return ModelConfig(
@@ -106,6 +115,12 @@ def decoder_config(
         ropes=tuple(rope_config(rope) for rope in ropes),
         has_tied_embeddings=fields.tie_word_embeddings,
     )
+
+
+def layer_ropes(fields: ConfigFields) -> list[RopeFields]:
+    """One for all layers, or two: for layers without and with a window."""
+    head_dim = _head_dim(fields)
+    return [_rope_fields(fields, head_dim, written) for written in _written_ropes(fields)]
 
 
 def _reach(fields: ConfigFields, layer_type: str) -> Reach:

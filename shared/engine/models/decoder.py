@@ -1,4 +1,4 @@
-"""A dense decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
+"""A decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
+from shared.engine.layers.latent_attention import LatentAttention
 from shared.engine.layers.mlp import GatedMlp
+from shared.engine.layers.moe import MoeMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
 from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.parallel.cuts import column_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 
 
@@ -31,9 +34,14 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, layer, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.mlp = GatedMlp(config, dtype=dtype)
+        self.mlp = (
+            GatedMlp(config, dtype=dtype)
+            if layer.moe is None
+            else MoeMlp(config, layer.moe, dtype=dtype)
+        )
 
     def destinations(self) -> dict[str, Tensor]:
         return child_destinations(self)
@@ -57,14 +65,22 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
     def join(self, mesh: Mesh, output: SumLanes, down: SumLanes) -> None:
-        """The layer is one rank's part, which holds these lanes of its row-parallel products."""
+        """The layer is one rank's part, which holds these lanes of its row-parallel products.
+
+        `down`: of a dense MLP.
+        """
         self.self_attn.o_proj.join(mesh, output)
-        self.mlp.down_proj.join(mesh, down)
+        if isinstance(self.mlp, MoeMlp):
+            self.mlp.join(mesh)
+        else:
+            self.mlp.down_proj.join(mesh, down)
 
     def fused(self) -> FusedLayer | None:
         """The layer as one kernel; None if there is no kernel for it."""
-        if self.self_attn.o_proj.mesh is not None:
-            return None  # the kernel would sum the lanes itself
+        if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
+            return None  # the kernel would sum the lanes itself, and has one MLP
+        if isinstance(self.self_attn, LatentAttention):
+            return None
         norms = self.input_layernorm, self.post_attention_layernorm
         return fused_layer(self.self_attn, self.mlp, norms)
 
@@ -94,7 +110,9 @@ class SandwichLayer(DecoderLayer):
         return x, self.post_feedforward_layernorm(self.mlp(normed))
 
     def fused(self) -> FusedLayer | None:
-        if self.self_attn.o_proj.mesh is not None:
+        if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
+            return None
+        if isinstance(self.self_attn, LatentAttention):
             return None
         before = self.input_layernorm, self.pre_feedforward_layernorm
         after = self.post_attention_layernorm, self.post_feedforward_layernorm
@@ -131,11 +149,13 @@ class LayerStack(nn.Module):
         """x [T, hidden], positions [T]; KV cache and inputs of each layer -> [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
+        unrotated = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
         update = None
         for layer, each, kv_cache, own in zip(
             self.layers, self.layer_config.layers, kv_caches, inputs, strict=True
         ):
-            angles = cos[each.rope_index], sin[each.rope_index]
+            index = each.rope_index
+            angles = unrotated if index is None else (cos[index], sin[index])
             x, update = layer(x, update, *angles, kv_cache, own)
         return x if update is None else x + update
 
@@ -154,9 +174,9 @@ class LayerStack(nn.Module):
         mesh = LocalMesh("bf16")
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            output, down = layer.self_attn.o_proj.lanes, layer.mlp.down_proj.lanes
+            output = layer.self_attn.o_proj.lanes
             assert output is not None
-            assert down is not None
+            down = SumLanes.of(column_lanes(self.layer_config.intermediate_size))
             layer.join(mesh, output, down)
 
     def layer_destinations(self, first_layer: int = 0) -> dict[str, Tensor]:

@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from shared.engine.checkpoint_form import TEXT_PART
 from shared.engine.model_config import ModelConfig
-from shared.engine.models.config_fields import FULL, SLIDING, ConfigFields, config_fields, rope_of
+from shared.engine.models.config_fields import (
+    FULL,
+    SLIDING,
+    ConfigFields,
+    config_fields,
+    rope_of,
+    text_fields,
+)
 from shared.engine.models.gemma2 import gemma_decoder
 from shared.errors import CheckpointError
 
@@ -43,12 +50,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
     """The text part of a multimodal model, which is served for text only."""
-    text = given.get("text_config")
-    if not isinstance(text, dict):
-        raise CheckpointError("text_config is missing")
-    name = "tie_word_embeddings"
-    above = {name: given[name]} if name in given else {}
-    return replace(configure({**text, **above}), checkpoint=TEXT_PART)
+    return replace(configure(text_fields(given)), checkpoint=TEXT_PART)
 
 
 def _ropes(fields: ConfigFields) -> dict[str, Any]:

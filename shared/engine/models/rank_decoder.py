@@ -61,7 +61,7 @@ class RankDecoder(LayerStack):
         """Sums row-parallel products over the ranks of the stage, in the lanes of the whole."""
         shape, rank = self._mesh.shape, self._mesh.rank
         lanes = rank_lanes(shape.place(rank)[1], shape.tp)
-        output = SumLanes.of(head_lanes(config.num_heads, config.head_dim)).part(*lanes)
+        output = SumLanes.of(head_lanes(config.num_heads, config.output_dim)).part(*lanes)
         down = SumLanes.of(column_lanes(config.intermediate_size)).part(*lanes)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)

@@ -147,8 +147,12 @@ def dynamic_theta(fields: RopeFields, context: int) -> float:
 
 
 def _llama3(fields: RopeFields) -> Llama3Scaling:
-    if not 0 < fields.low_freq_factor < fields.high_freq_factor:
-        raise CheckpointError("rope factors are out of range")
+    low, high = fields.low_freq_factor, fields.high_freq_factor
+    if not 0 < low <= high:
+        raise CheckpointError(
+            f"low_freq_factor {low} and high_freq_factor {high} of the rope must be positive, the"
+            " low one not above the high one"
+        )
     return Llama3Scaling(
         factor=_factor(fields),
         low_freq_factor=fields.low_freq_factor,
@@ -174,6 +178,13 @@ def _yarn_attention_factor(fields: RopeFields) -> float:
     if fields.mscale and fields.mscale_all_dim:  # like transformers: 0 means missing
         return _mscale(factor, fields.mscale) / _mscale(factor, fields.mscale_all_dim)
     return _mscale(factor, 1.0)
+
+
+def softmax_mscale(fields: RopeFields) -> float:
+    """What multiplies queries and keys each, besides the factor of cos and sin (DeepSeek V2)."""
+    if fields.rope_type == "default" or not fields.mscale_all_dim:
+        return 1.0
+    return _mscale(_factor(fields), fields.mscale_all_dim)
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -15,6 +15,7 @@ class WeightCuts:
 
     def __init__(self, config: ModelConfig, part: RankPart) -> None:
         dim, heads, columns = config.head_dim, part.heads, part.columns
+        output_dim = config.output_dim
         kv_heads = part.kv_heads.start, part.kv_heads.stop
         query = _rows(heads, dim)
         key = _rows(part.kv_heads, dim)
@@ -26,7 +27,9 @@ class WeightCuts:
             "self_attn.qkv_proj": qkv_cut(
                 (heads.start, heads.stop), kv_heads, config.num_heads, config.num_kv_heads, dim
             ),
-            "self_attn.o_proj": Cut(columns=(heads.start * dim, heads.stop * dim)),
+            "self_attn.q_b_proj": query,
+            "self_attn.kv_b_proj": _rows(heads, _expansion_dim(config)),
+            "self_attn.o_proj": Cut(columns=(heads.start * output_dim, heads.stop * output_dim)),
             "mlp.gate_proj": inner,
             "mlp.up_proj": inner,
             "mlp.gate_up_proj": gate_up_cut(
@@ -49,6 +52,11 @@ class WeightCuts:
         formats = self._layers[int(index)].formats if index.isdigit() else None
         form = None if formats is None else formats.of(inside)
         return cut if form is None or cut.is_whole else stored_cut(name, form, cut)
+
+
+def _expansion_dim(config: ModelConfig) -> int:
+    """Rows of a head's keys and values in what expands latents."""
+    return 0 if config.latent is None else config.latent.nope_dim + config.latent.value_dim
 
 
 def _rows(positions: range, size: int = 1) -> Cut:

@@ -66,6 +66,11 @@ class Cut:
 WHOLE = Cut()
 
 
+def whole_blocks(size: int) -> int:
+    """The size of an expert's dimension in memory, where it is padded with zeros."""
+    return -(-size // BLOCK) * BLOCK
+
+
 def head_lanes(num_heads: int, head_dim: int) -> tuple[int, ...]:
     """The borders of `o_proj`'s lanes as columns of K.
 

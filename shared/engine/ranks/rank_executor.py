@@ -94,6 +94,13 @@ class RankExecutor(ModelExecutor):
             self.model.logits(self._sampled(hidden, inputs))
         return [], [], frozenset()
 
+    def _check_routing(self, sampled: Tensor) -> None:
+        """After the last exchange with other ranks: it fails this step alone."""
+        try:
+            super()._check_routing(sampled)
+        except FloatingPointError as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
     def _sample_logits(
         self, logits: Tensor, inputs: StepInputs, began_at: float
     ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
@@ -176,7 +183,7 @@ def _fill(
         own = RankTensors(source.tensors, WeightCuts(config, part), destinations.keys())
 
         def identity() -> str:
-            return fingerprint(source.tensors, source.described)
+            return fingerprint(source.stored, source.described)
 
         if not IS_INTERPRETED:
             described = source.described + repr(part).encode()

@@ -35,6 +35,7 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         cpu_host().has_gemm(kv_layout.dtype)
         and all(width % _BLOCK == 0 for width in widths)
         and not (config.has_output_bias or config.has_mlp_bias)
+        and not all(layer.moe for layer in config.layers)
     )
     return cpu_host().compile_plan(
         dtype=kv_layout.dtype,
@@ -46,6 +47,7 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         has_masked_attention=any(is_masked),
         has_gelu=config.activation != "silu",
         quantised=_quantised_kinds(config) if kv_layout.dtype == "bfloat16" else (),
+        has_experts=config.has_experts,
     )
 
 

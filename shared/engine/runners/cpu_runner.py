@@ -72,11 +72,16 @@ class CpuRunner(ModelRunner):
         )
         self._row_kernels: RowKernels | None = None
         products = list(_products(executor.model))
+        experts = [each for each in products if each.share < 1.0]
+        expert_weights = sum(each.weight.numel() for each in experts)
         self._threads = StepThreads(
             num_threads or torch.get_num_threads(),
-            sum(each.weight.numel() for each in products),  # one multiplication each per token
+            # one multiplication each per token
+            sum(each.weight.numel() for each in products) - expert_weights,
             executor.kv_cache.dtype,
             has_custom_gemm=all(each.method.has_custom_gemm for each in products),
+            expert_weights=expert_weights,
+            expert_share=max((each.share for each in experts), default=0.0),
         )
 
     @classmethod

@@ -12,6 +12,7 @@ from kernels.device import on_triton_compile
 from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runner import KvRun, StepInputs
 from shared.engine.runners.cuda_device import CudaDevice
@@ -119,7 +120,11 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     """Launches every kernel that a step or a push can need, and runs the largest steps."""
     kv_layout = executor.kv_layout
     modules = executor.model.modules()
-    weights = [(each.weight, each.lanes) for each in modules if isinstance(each, ProductModule)]
+    weights = [
+        (each.weight, each.lanes)
+        for each in modules
+        if isinstance(each, ProductModule) and not isinstance(each, ExpertLinear)
+    ]
     row_counts = product_row_counts(
         weights,
         executor.kv_cache.dtype,

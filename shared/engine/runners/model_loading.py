@@ -13,9 +13,10 @@ import torch
 
 from shared.clock import Clock, MonotonicClock
 from shared.config import LOAD_FORMATS
-from shared.engine.layers.attention import Attention
+from shared.engine.layers.attention import PagedAttention
+from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import MatrixModule, ProductModule
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.formed_tensors import FormedTensors
@@ -24,7 +25,7 @@ from shared.engine.weights.quantised_tensors import QuantisedTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
-from shared.kv_layout import KvLayout, PagedKv, Reach, group_layers
+from shared.kv_layout import KvLayout, LatentKv, LayerState, PagedKv, Reach, group_layers
 from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
@@ -81,11 +82,15 @@ def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
     """Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
-    states = [
-        PagedKv(config.num_kv_heads, config.head_dim, dtype, _bounded_reach(config, layer.reach))
-        for layer in config.layers
-    ]
+    states = [_layer_state(config, layer, dtype) for layer in config.layers]
     return KvLayout(group_layers(states), block_size, hash_tokens=block_size)
+
+
+def _layer_state(config: ModelConfig, layer: LayerConfig, dtype: str) -> LayerState:
+    if config.latent is not None:
+        return LatentKv(config.latent.kv_rank, config.latent.rope_dim, dtype)
+    reach = _bounded_reach(config, layer.reach)
+    return PagedKv(config.num_kv_heads, config.head_dim, dtype, reach)
 
 
 def _bounded_reach(config: ModelConfig, reach: Reach) -> Reach:
@@ -115,9 +120,12 @@ def empty_model(
 
 @dataclass(frozen=True, slots=True)
 class OpenedWeights:
-    """Tensors by the model's names. `described`: other inputs that determine the weights."""
+    """Tensors by the model's names, and as they are stored. `described`: other inputs that
+    determine the weights.
+    """
 
     tensors: WeightSource
+    stored: WeightSource
     described: bytes
     revision: Callable[[], str]
 
@@ -136,14 +144,17 @@ def open_weights(
         norm_weight = 0.0 if config.has_unit_offset_norms else 1.0
         dummy = DummyTensors(model_dir, model.weight_destinations(), norm_weight=norm_weight)
         described += dummy.identity.encode()
-        yield OpenedWeights(dummy, described, lambda: weights_digest(dummy, described))
+        yield OpenedWeights(dummy, dummy, described, lambda: weights_digest(dummy, described))
         return
     with open_checkpoint(model_dir) as tensors:
-        read: WeightSource = FormedTensors(tensors, config.checkpoint)
+        formed = FormedTensors(tensors, config.checkpoint)
+        if formed.dropped:
+            log.info("tensors_not_used", count=len(formed.dropped), first=formed.dropped[0])
+        read: WeightSource = formed
         if (formats := config.layers[0].formats) is not None:
             destinations = model.weight_destinations()
-            read = QuantisedTensors(read, formats.quantisation, destinations)
-        yield OpenedWeights(read, described, lambda: weights_digest(tensors, described))
+            read = QuantisedTensors(formed, formats.quantisation, destinations)
+        yield OpenedWeights(read, tensors, described, lambda: weights_digest(tensors, described))
 
 
 def finish_model(
@@ -153,7 +164,7 @@ def finish_model(
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
     for module in model.modules():
-        if isinstance(module, ProductModule):
+        if isinstance(module, ProductModule | LatentExpansion):
             module.pack()
     if model.layer_config.is_quantised:
         report = weights_report(model)
@@ -170,5 +181,5 @@ def set_mode(model: LayerStack, mode: Mode) -> None:
     for module in model.modules():
         if isinstance(module, MatrixModule):
             module.set_batch_invariance(is_batch_invariant=mode == "exact")
-        elif isinstance(module, Attention):
+        elif isinstance(module, PagedAttention | LatentExpansion):
             module.is_batch_invariant = mode == "exact"

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.ops import copy_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.kv_copies import KvCopies, any_thread
-from shared.engine.layers.attention_inputs import build_attention_inputs
+from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import KvRun, StepInputs, StepOutput
@@ -51,7 +51,7 @@ class ModelExecutor(KvCopies):
         super().__init__(kv_cache, kv_layout, check_thread)
         self.model = model
         of_layers = [
-            (group, layer.reach)
+            LayerKind(group, layer.reach, layer.query_temperature)
             for (group, _), layer in zip(kv_layout.places, model.layer_config.layers, strict=True)
         ]
         self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs
@@ -106,9 +106,19 @@ class ModelExecutor(KvCopies):
             return [], [], frozenset()
         sampled = self._sampled(hidden, inputs)
         if inputs.sampling.is_plain_greedy:
-            return self.model.argmax_tokens(sampled).tolist(), [], frozenset()
+            token_ids = self.model.argmax_tokens(sampled).tolist()
+            self._check_routing(sampled)
+            return token_ids, [], frozenset()
         logits = self.model.logits(sampled)
+        self._check_routing(sampled)
         return self._sample_logits(logits, inputs, began_at)
+
+    def _check_routing(self, sampled: Tensor) -> None:
+        """Raises FloatingPointError if a router's logits were no numbers: a token without a choice
+        of experts has NaN in all that follows.
+        """
+        if self.model.config.has_experts and bool(sampled.isnan().any()):
+            raise FloatingPointError("a router's logits are NaN or infinite")
 
     def _sample_logits(
         self, logits: Tensor, inputs: StepInputs, began_at: float

@@ -19,7 +19,8 @@ OWN_WORTHWHILE_S = 2e-3  # with few task launches: 16 sequences of a 4 M model a
 
 @dataclass
 class StepThreads:
-    """`num_weights`: of all GEMMs with weights; `has_custom_gemm`: our kernels compute these, and
+    """`num_weights`: of all GEMMs with weights that every token uses; `expert_weights`: of those of
+    which a token uses `expert_share`; `has_custom_gemm`: our kernels compute these, and
     torch only small operations. Call `set_for` on the step thread: OpenMP and numba store the
     number of threads per calling thread.
     """
@@ -28,6 +29,8 @@ class StepThreads:
     num_weights: int
     dtype: torch.dtype
     has_custom_gemm: bool = False
+    expert_weights: int = 0
+    expert_share: float = 0.0
     _num_set: int = 0
 
     def set_for(self, num_tokens: int) -> None:
@@ -40,5 +43,7 @@ class StepThreads:
             self._num_set = num_threads
 
     def seconds_alone(self, num_tokens: int) -> float:
-        multiplying_s = num_tokens * self.num_weights / MULTIPLICATIONS_PER_S[self.dtype]
-        return max(multiplying_s, self.num_weights * self.dtype.itemsize / READ_BYTES_PER_S)
+        used = self.num_weights + self.expert_share * self.expert_weights
+        read = self.num_weights + min(1.0, num_tokens * self.expert_share) * self.expert_weights
+        multiplying_s = num_tokens * used / MULTIPLICATIONS_PER_S[self.dtype]
+        return max(multiplying_s, read * self.dtype.itemsize / READ_BYTES_PER_S)

@@ -77,7 +77,7 @@ class DummyTensors:
         """Computes the part on the device of `out`, rounded once to its dtype."""
         full = self._shapes[name]
         check_part(name, full, cut, out)
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "_bias")):
             out.zero_()
         elif name.endswith("norm.weight"):
             out.fill_(self._norm_weight)
@@ -88,11 +88,12 @@ class DummyTensors:
             width, std = math.prod(full[1:]), 1 / math.sqrt(full[-1])
             std = 1.0 if self._codes.get(name) == "F8_E4M3" else std
             for (rows, *columns), part in cut.slices(full):
-                if not columns:
+                if not columns and out[part].is_contiguous():
                     _fill_run(out[part].view(-1), key, rows.start * width, std)
                     continue
+                column = columns[0].start if columns else 0
                 for row, values in enumerate(out[part], start=rows.start):
-                    _fill_run(values, key, row * width + columns[0].start, std)
+                    _fill_run(values, key, row * width + column, std)
 
     def _constant(self, name: str) -> float:
         """Zero points are 8; scales give weights the standard deviation of dense ones."""

@@ -10,24 +10,36 @@ from torch import Tensor
 
 from shared.engine.checkpoint_form import CheckpointForm, PairedRows
 from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.stacked_experts import StackedPart, stacked_parts
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
 
 
 class FormedTensors:
-    """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows."""
+    """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows.
+
+    Experts that the checkpoint has as one tensor have the content of all. `dropped`: names of
+    the checkpoint that the model does not use.
+    """
 
     def __init__(self, tensors: WeightSource, form: CheckpointForm) -> None:
         """Raises CheckpointError if two tensors have one name."""
         self._tensors = tensors
         self._paired = [(re.compile(pattern), rows) for pattern, rows in form.paired]
+        self._experts: dict[str, StackedPart] = {}
         self._source: dict[str, str] = {}
-        for given, name in model_names(tensors.names(), form):
-            other = self._source.setdefault(name, given)
-            if other != given:
-                raise CheckpointError(
-                    f"{tensors.path(given)}: tensors {other} and {given} are both {name}"
-                )
+        names = tensors.names()
+        found = model_names(names, form)
+        self.dropped = sorted(set(names) - {given for given, _ in found})
+        for given, name in found:
+            parts = stacked_parts(name, form.experts)
+            self._experts |= parts
+            for part in parts or (name,):
+                other = self._source.setdefault(part, given)
+                if other != given:
+                    raise CheckpointError(
+                        f"{tensors.path(given)}: tensors {other} and {given} are both {part}"
+                    )
 
     def names(self) -> list[str]:
         return sorted(self._source)
@@ -39,13 +51,18 @@ class FormedTensors:
         return self._tensors.path(self._source[name])
 
     def info(self, name: str) -> TensorInfo:
-        return self._tensors.info(self._source[name])
+        dtype, shape = self._tensors.info(self._source[name])
+        part = self._experts.get(name)
+        return TensorInfo(dtype, shape if part is None else part.shape(shape))
 
     def content(self, name: str) -> Content:
         return self._tensors.content(self._source[name])
 
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         """Raises ValueError for a cut through a head of paired rows."""
+        if name in self._experts:
+            self._experts[name].read_into(self._tensors, self._source[name], cut, out)
+            return
         for pattern, rows in self._paired:
             if pattern.fullmatch(name):
                 _check_heads(name, cut, rows.head)

@@ -126,8 +126,10 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
     No tensor is read, because an untrusted bundle may expand a few bytes to fill all memory.
     """
     names = tensors.names()
-    for name in sorted(destinations.keys() - set(names)):
-        raise CheckpointError(f"{_where(tensors, names)}: tensor {name} is missing")
+    missing = sorted(destinations.keys() - set(names))
+    if missing:
+        others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{_where(tensors, names)}: tensor {missing[0]} is missing{others}")
     for name in names:
         is_harmless = name.endswith(HARMLESS_SUFFIXES)
         if name in destinations:

@@ -47,7 +47,8 @@ class Region:
         smaller, or a module needs the dense weight.
         """
         readers = [*self.linears.values(), *self.embeddings.values()]
-        if not readers or self.has_other_readers:
+        is_compressible = all(each.is_compressible for each in self.linears.values())
+        if not readers or self.has_other_readers or not is_compressible:
             return None
         weight = readers[0].parameter
         return compress_weight(weight if filled is None else view_of(filled, weight))

@@ -8,8 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.engine.model_config import ModelConfig
+from shared.engine.moe_config import MoeConfig
+from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
+from shared.engine.parallel.planning.rank_bytes import (
+    kv_values_per_token,
+    num_router_weights,
+    num_weights,
+)
 from shared.engine.parallel.planning.rank_part import RankPart
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.errors import ConfigError
@@ -77,7 +83,8 @@ def _rank_memory(
     step: StepSize,
 ) -> RankMemory:
     stage, tp_rank, part = place
-    weight_bytes = num_weights(config, part) * item_bytes
+    num_routers = num_router_weights(config, part)
+    weight_bytes = num_weights(config, part) * item_bytes + num_routers * (FP32_BYTES - item_bytes)
     workspace_bytes = _workspace_bytes(config, part, item_bytes, step)
     per_token = kv_values_per_token(config, part) * item_bytes
     tokens = None
@@ -104,11 +111,26 @@ def _rank_memory(
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:
     """Hidden states before and after a layer, a layer's widest products, and all logits."""
-    heads = len(part.heads) + 2 * len(part.kv_heads)
-    widest = max(heads * config.head_dim, 3 * len(part.columns)) * item_bytes
+    columns = max(len(part.columns), *(_expert_columns(layer.moe) for layer in config.layers))
+    widest = max(_attention_width(config, part), 3 * columns) * item_bytes
     hidden = config.hidden_size * (3 * item_bytes + FP32_BYTES)
     logits = step.max_sequences * config.vocab_size * FP32_BYTES if part.has_head else 0
     return step.max_batch_tokens * (widest + hidden) + logits
+
+
+def _attention_width(config: ModelConfig, part: RankPart) -> int:
+    """Elements of a token's queries, keys and values; latents are attended to in their own width,
+    by queries and their results.
+    """
+    if config.latent is None:
+        return (len(part.heads) + 2 * len(part.kv_heads)) * config.head_dim
+    row = config.latent.kv_rank + config.latent.rope_dim
+    return len(part.heads) * (config.head_dim + 2 * row) + row
+
+
+def _expert_columns(moe: MoeConfig | None) -> int:
+    """Of the rows that a token has in its experts."""
+    return 0 if moe is None else moe.experts_per_token * whole_blocks(moe.intermediate_size)
 
 
 def size_text(num_bytes: int) -> str:

@@ -14,9 +14,10 @@ def rank_layout(layout: KvLayout, part: RankPart) -> KvLayout:
     """`layout` with the layers and key-value heads of `part`; groups of other stages are empty."""
     groups = []
     for group in layout.groups:
-        assert isinstance(group.state, PagedKv), "dense decoders have heads"
         layers = (each - part.layers.start for each in group.layers if each in part.layers)
-        state = replace(group.state, num_kv_heads=len(part.kv_heads))
+        state = group.state
+        if isinstance(state, PagedKv):
+            state = replace(state, num_kv_heads=len(part.kv_heads))
         groups.append(KvGroup(tuple(layers), state))
     return replace(layout, groups=tuple(groups))
 

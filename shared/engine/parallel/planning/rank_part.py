@@ -1,4 +1,4 @@
-"""What one rank of a worker holds of a dense decoder. No torch.
+"""What one rank of a worker holds of a decoder. No torch.
 
     tensor parallelism    every rank of a stage: its heads, MLP columns and rows of the vocabulary
     pipeline parallelism  every stage: contiguous layers; the first embeds, the last has the head
@@ -26,7 +26,7 @@ from shared.errors import ConfigError
 class RankPart:
     """Ranges of the whole model's layers, heads, key-value heads, MLP columns and vocabulary.
 
-    Ranks that share a key-value head each hold it.
+    Ranks that share a key-value head each hold it, as all ranks of a stage hold latents.
     """
 
     layers: range
@@ -45,10 +45,15 @@ def whole_model(config: ModelConfig) -> RankPart:
 
 def rank_part(config: ModelConfig, *, tp_rank: int, tp_size: int, layers: range) -> RankPart:
     """Raises ConfigError if the model cannot be cut for `tp_size` ranks."""
+    if tp_size > 1 and config.has_experts:
+        raise ConfigError(
+            f"a model with experts is not cut for {tp_size} ranks yet, only into stages (--pp)",
+            param="tp",
+        )
     place = tp_rank, tp_size
     try:
-        first, end = rank_range(head_lanes(config.num_heads, config.head_dim), *place)
-        heads = first // config.head_dim, end // config.head_dim
+        first, end = rank_range(head_lanes(config.num_heads, config.output_dim), *place)
+        heads = first // config.output_dim, end // config.output_dim
         kv_heads = kv_head_range(heads, config.num_heads, config.num_kv_heads)
     except ValueError as error:
         raise ConfigError(str(error), param="tp") from None

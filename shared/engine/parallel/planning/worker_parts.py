@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shared.engine.model_config import ModelConfig
+from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.rank_bytes import attention_weights
 from shared.engine.parallel.planning.rank_part import RankPart, rank_part
 from shared.engine.parallel.planning.stages import ModelCosts, cut_stages
 from shared.errors import ConfigError
@@ -23,11 +25,19 @@ def worker_parts(config: ModelConfig, shape: MeshShape) -> list[RankPart]:
 def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of each stage, balanced by the multiplications of a token. Raises ConfigError."""
     hidden = config.hidden_size
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * hidden
-    layer = attention + 3 * config.intermediate_size * hidden
+    attention = attention_weights(config)
+    layers = [attention + _mlp_products(config, layer.moe) * hidden for layer in config.layers]
     head = config.vocab_size * hidden  # looking up the embedding multiplies nothing
     try:
-        borders = cut_stages(ModelCosts((layer,) * config.num_layers, lm_head=head), num_stages)
+        borders = cut_stages(ModelCosts(tuple(layers), lm_head=head), num_stages)
     except ValueError as error:
         raise ConfigError(str(error), param="pp") from None
     return [range(*each) for each in pairwise(borders)]
+
+
+def _mlp_products(config: ModelConfig, moe: MoeConfig | None) -> int:
+    """The multiplications of a token in an MLP or its experts, for each element of its input."""
+    if moe is None:
+        return 3 * config.intermediate_size
+    chosen = moe.experts_per_token * moe.intermediate_size
+    return 3 * (chosen + moe.shared_intermediate_size) + moe.num_experts

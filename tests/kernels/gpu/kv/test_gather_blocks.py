@@ -6,9 +6,12 @@ from torch import Tensor
 
 from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
+from kernels.gpu.kv.copy_blocks import copy_blocks
 from kernels.gpu.kv.gather_blocks import gather_blocks
+from kernels.gpu.kv.scatter_blocks import scatter_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.torch_ops.payload_checksum import payload_checksum
+from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from tests.kernels.gpu.inputs import random
 from tests.kernels.gpu.paged import assert_same_bits
 
@@ -52,6 +55,24 @@ def test_gather_blocks(
     gather_blocks(cache, table, first, count, out)
     reference_gather_blocks(cache, table, first, count, expected)
     assert_same_bits(out, expected)
+
+
+def test_caches_of_one_plane(device: torch.device) -> None:
+    """Of latents: they are gathered, scattered and copied like the first of two planes."""
+    pair, table = paged(70, 1, 16, 24, device)
+    cache = pair[:, :1].contiguous()
+    out = payload_of(cache, 40)[:, :1].contiguous()
+    gather_blocks(cache, table, 7, 40, out)
+    expected = payload_of(pair, 40)
+    reference_gather_blocks(pair, table, 7, 40, expected)
+    assert_same_bits(out, expected[:, :1].contiguous())
+    filled = torch.zeros_like(cache)
+    scatter_blocks(filled, table, 7, 40, out)
+    reference_filled = torch.zeros_like(cache)
+    reference_scatter_blocks(reference_filled, table, 7, 40, out)
+    assert_same_bits(filled, reference_filled)
+    copy_blocks(filled, table[:2], table[2:4])
+    assert_same_bits(filled[:, :, table[2:4]], reference_filled[:, :, table[:2]])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float32])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.engine.layers.attention_inputs import build_attention_inputs
+from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
 from shared.kv_layout import Chunk, Window
 from tests.shared.engine.support.steps import Blocks, Line, step_of
 
@@ -43,7 +43,9 @@ def test_step_of_single_tokens_is_decoded() -> None:
 
 def test_each_reach_has_its_own_lower_bounds() -> None:
     step = step_of(mixed(3, 1))
-    found = build_attention_inputs(step, CPU, ((0, None), (0, Window(2)), (0, Chunk(2))))
+    found = build_attention_inputs(
+        step, CPU, (LayerKind(), LayerKind(reach=Window(2)), LayerKind(reach=Chunk(2)))
+    )
     bounds = [each.prefill.lower for each in found if each.prefill is not None]
     assert step.positions.tolist() == [0, 1, 2, 0]
     assert bounds[0] is None

@@ -74,6 +74,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
         "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
     },
+    "Llama4ForCausalLM": {"interleave_moe_layer_step": 1, "num_local_experts": 3},
+    "Llama4ForConditionalGeneration": {
+        "text_config": {
+            **SIZES,
+            "eos_token_id": [1, 107],
+            "max_position_embeddings": 10_485_760,
+            "no_rope_layers": [],
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500_000.0,
+            "head_dim": 24,
+        },
+        "vision_config": {"model_type": "llama4_vision_model", "num_hidden_layers": 1},
+    },
+    "MixtralForCausalLM": {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "sliding_window": None,
+        "rope_theta": 1_000_000.0,
+    },
+    "Glm4MoeForCausalLM": {
+        "head_dim": 32,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+    },
     "Gemma3ForConditionalGeneration": {
         "eos_token_id": [1, 106],
         "text_config": {
@@ -140,9 +182,20 @@ def test_phi3_accepts_older_names_of_longrope(tmp_path: Path, older: str) -> Non
     assert _read(tmp_path, {**written, "rope_scaling": rope}) == expected
 
 
+def test_older_llama4_config_has_numbers_for_flags_and_tokens_of_its_text(tmp_path: Path) -> None:
+    written = _written("Llama4ForConditionalGeneration")
+    text = {**written["text_config"], "attn_temperature_tuning": 4}
+    config = _read(tmp_path, {**written, "text_config": text})
+    assert config == _read(tmp_path, written)
+    assert config.eos_token_ids == (1, 107)
+    assert [layer.rope_index for layer in config.layers] == [0, 0, 0, None] * 2
+    none = _read(tmp_path, {**written, "text_config": {**text, "attn_temperature_tuning": 0}})
+    assert none.layers[3].query_temperature is None
+
+
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "moe": ("LlamaForCausalLM", {"architectures": ["Qwen3MoeForCausalLM"]}, "'Qwen3MoeForCausalL"),
-    "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCaus"),
+    "moe": ("LlamaForCausalLM", {"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalL"),
+    "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV2ForCausalLM"]}, "'DeepseekV2ForCaus"),
     "none": ("LlamaForCausalLM", {"architectures": None}, "architecture '' is not supported"),
     "quantised": (
         "Gemma3ForConditionalGeneration",
@@ -233,6 +286,32 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "LlamaForCausalLM",
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0}},
         "rope parameters are out of range",
+    ),
+    "rope factors": (
+        "LlamaForCausalLM, llama3",
+        {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 5.0}},
+        "low_freq_factor 5.0 and high_freq_factor 4.0",
+    ),
+    "contradicting layers": (
+        "Llama4ForCausalLM",
+        {"layer_types": ["full_attention"] * 8},
+        r"layer_types\[0\] is 'full_attention', but a layer with rope \(no_rope_layers\) is 'chun",
+    ),
+    "too few ropes": (
+        "Llama4ForCausalLM",
+        {"no_rope_layers": [1, 0]},
+        "2 no_rope_layers for 8 layers",
+    ),
+    "no chunk size": (
+        "Llama4ForCausalLM",
+        {"attention_chunk_size": None},
+        "attention_chunk_size is missing, but layers with rope have chunked attention",
+    ),
+    "no flag": ("Llama4ForCausalLM", {"no_rope_layers": [2] * 8}, r"`\$.no_rope_layers\[0\]`"),
+    "no image text": (
+        "Llama4ForConditionalGeneration",
+        {"text_config": None},
+        "text_config is missing",
     ),
     "no text": (
         "Gemma3ForConditionalGeneration",

@@ -31,6 +31,13 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
+    "llama3, one step": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 512,
+    },
     "yarn": YARN,
     "yarn, attention factor": {**YARN, "attention_factor": 0.7},
     "yarn, mscale": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},

@@ -47,6 +47,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "sliding_window": 20,
     },
+    "deepseek": {
+        "architecture": "DeepseekV3ForCausalLM",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 14,
+        "first_k_dense_replace": 2,
+    },
 }
 PROMPTS = [[(11 * n) % 300 for n in range(50)], [(5 * n + 1) % 300 for n in range(9)]]
 

@@ -61,5 +61,8 @@ def write_model(
                 torch.nn.init.normal_(parameter, std=0.1)
             elif "norm" in name:  # ones or zeros
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model.float()

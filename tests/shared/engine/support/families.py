@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_model
 
 # 3 query heads share one KV head; windows end within a block and within a tile
 SHAPE = {
@@ -43,6 +46,49 @@ LONGROPE = {
 }
 
 
+# Dense layers only; ranks, dims and eps differ from each other and from their defaults.
+DEEPSEEK = {
+    "head_dim": 8,
+    "num_key_value_heads": 3,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 14,
+    "first_k_dense_replace": 3,
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
+
+# chunks and steps of the temperature that a prompt crosses several times; both rope factors equal
+LLAMA4 = {
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 80,
+    "num_hidden_layers": 4,
+    "moe_layers": [],
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 4,
+    "attn_scale": 0.4,
+    "rope_parameters": {
+        **LLAMA3_ROPE,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     architecture: str
@@ -50,6 +96,32 @@ class Family:
 
     def write(self, folder: Path, **options: Any) -> PreTrainedModel:
         return write_model(folder, self.architecture, **{**SHAPE, **self.fields, **options})
+
+
+class MultimodalLlama4(Family):
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        }
+        text = {"vocab_size": 199, "initializer_range": 0.25, "pad_token_id": 0, "eos_token_id": 2}
+        return write_model(
+            folder,
+            self.architecture,
+            text_config={**text, **SHAPE, **self.fields},
+            vision_config=vision,
+            image_token_index=0,
+            boi_token_index=1,
+            eoi_token_index=3,
+            **options,
+        )
 
 
 class MultimodalGemma3(Family):
@@ -73,6 +145,30 @@ class MultimodalGemma3(Family):
             eoi_token_index=2,
             **options,
         )
+
+
+class KimiText(Family):
+    """The names of Kimi K2.5 on the Hub, beside an image encoder and a layer that predicts a second
+    token. (transformers' own writer of this architecture gives other names.)
+    """
+
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        model = write_model(folder, "DeepseekV3ForCausalLM", **{**SHAPE, **self.fields, **options})
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        number = SHAPE["num_hidden_layers"]
+        unused = torch.ones(2)
+        renamed[f"language_model.model.layers.{number}.eh_proj.weight"] = unused
+        renamed["vision_tower.encoder.blocks.0.wqkv.weight"] = unused.clone()
+        renamed["mm_projector.proj.0.weight"] = unused.clone()
+        save_file(renamed, path, {"format": "pt"})
+        config = folder / "config.json"
+        text = {**json.loads(config.read_text()), "model_type": "kimi_k2"}
+        text["architectures"] = ["DeepseekV3ForCausalLM"]
+        whole = {"architectures": [self.architecture], "model_type": "kimi_k25", "eos_token_id": 2}
+        config.write_text(json.dumps({**whole, "text_config": text}))
+        return model
 
 
 FAMILIES = {
@@ -121,6 +217,22 @@ FAMILIES = {
         },
     ),
     "gemma3, text of a multimodal one": MultimodalGemma3("Gemma3ForConditionalGeneration", GEMMA3),
+    "llama4": Family("Llama4ForCausalLM", LLAMA4),
+    "llama4, listed layers, no norms": Family(
+        "Llama4ForCausalLM",
+        {**LLAMA4, "use_qk_norm": False, "no_rope_layers": [0, 1, 1, 0], "attention_bias": True},
+    ),
+    "llama4, no temperature": Family(
+        "Llama4ForCausalLM",
+        {
+            **LLAMA4,
+            "num_hidden_layers": 5,
+            "no_rope_layers": [],
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "llama4, text of a multimodal one": MultimodalLlama4("Llama4ForConditionalGeneration", LLAMA4),
     "phi3": Family("Phi3ForCausalLM", {}),
     "phi3, window, partly rotated": Family(
         "Phi3ForCausalLM",
@@ -129,5 +241,51 @@ FAMILIES = {
     "phi3, longrope": Family(
         "Phi3ForCausalLM",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "deepseek": Family("DeepseekV3ForCausalLM", DEEPSEEK),
+    "deepseek, full queries, biases, halves": Family(
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
+    ),
+    "kimi, text": KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "q_lora_rank": None}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "qwen3 moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 17,
+            "num_experts_per_tok": 5,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 moe, plain weights, each second layer": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "glm4 moe": Family("Glm4MoeForCausalLM", GLM4_MOE),
+    "glm4 moe, norms, biases, plain weights": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **GLM4_MOE,
+            "n_routed_experts": 17,
+            "num_experts_per_tok": 5,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
     ),
 }

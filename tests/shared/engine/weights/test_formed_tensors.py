@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from shared.engine.checkpoint_form import TEXT_PART, CheckpointForm, PairedRows
+from shared.engine.checkpoint_form import (
+    TEXT_PART,
+    CheckpointForm,
+    PairedRows,
+    StackedExperts,
+)
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.formed_tensors import FormedTensors
+from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import CheckpointError
 
@@ -83,3 +90,44 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
     given = source(**{"model.norm.weight": (3,), "language_model.model.norm.weight": (3,)})
     with pytest.raises(CheckpointError, match=r"are both model\.norm\.weight"):
         FormedTensors(given, TEXT_PART)
+
+
+DOWN = "layers.0.experts.down_proj"
+STACKED = CheckpointForm(
+    renames=((r"\.feed_forward\.", "."),), experts=StackedExperts(num_experts=3, inner=4)
+)
+
+
+def test_stacked_experts_are_tensors_of_each_in_every_part(tmp_path: Path) -> None:
+    gate_up, down = torch.randn(3, 5, 8), torch.randn(3, 4, 5)
+    stored = {"layers.0.feed_forward.experts.gate_up_proj": gate_up, DOWN: down}
+    save_file(stored, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as given:
+        formed = FormedTensors(given, STACKED)
+        assert len(formed.names()) == 9
+        _check_experts(formed, gate_up, down)
+
+
+def _check_experts(formed: FormedTensors, gate_up: Tensor, down: Tensor) -> None:
+    for index in range(3):
+        for name, whole in (
+            ("gate_proj", gate_up[index, :, :4].T),
+            ("up_proj", gate_up[index, :, 4:].T),
+            ("down_proj", down[index].T),
+        ):
+            full = f"layers.0.experts.{index}.{name}.weight"
+            assert formed.info(full).shape == whole.shape
+            for cut, expected in (
+                (WHOLE, whole),
+                (Cut(rows=((1, 3),)), whole[1:3]),
+                (Cut(columns=(2, 4)), whole[:, 2:4]),
+                (Cut(rows=((2, 4), (0, 1)), columns=(0, 3)), whole[[2, 3, 0], :3]),
+            ):
+                out = torch.empty(expected.shape, dtype=torch.bfloat16)
+                formed.read_into(full, cut, out)
+                assert torch.equal(out, expected.bfloat16())
+
+
+def test_too_few_stacked_experts_show_in_the_shape() -> None:
+    formed = FormedTensors(source(**{DOWN: (2, 4, 5)}), STACKED)
+    assert formed.info("layers.0.experts.2.down_proj.weight").shape == (2, 4, 5)

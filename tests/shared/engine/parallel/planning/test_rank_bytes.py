@@ -8,8 +8,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from shared.engine.model_config import LayerConfig, ModelConfig, RopeConfig
+from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig, RopeConfig
 from shared.engine.models.decoder import Decoder
+from shared.engine.moe_config import MoeConfig, Routing
 from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
 from shared.engine.parallel.planning.rank_part import rank_part, whole_model
 from shared.engine.parallel.planning.worker_parts import stages_of
@@ -29,11 +30,32 @@ PLAIN = ModelConfig(
     ropes=(RopeConfig(theta=1e4, rotary_dim=32),),
     has_tied_embeddings=False,
 )
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_dim": 20,
+    "latent": LatentConfig(kv_rank=24, nope_dim=12, rope_dim=8, value_dim=16, query_rank=40),
+    "ropes": (RopeConfig(theta=1e4, rotary_dim=8),),
+}
+MOE = MoeConfig(
+    num_experts=17,
+    experts_per_token=5,
+    intermediate_size=24,
+    shared_intermediate_size=40,
+    routing=Routing(score="sigmoid", has_choice_bias=True),
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"has_tied_embeddings": True},
     "biases": {"has_qkv_bias": True, "has_output_bias": True, "has_mlp_bias": True},
+    "experts": {"layers": (LayerConfig(), *(LayerConfig(moe=MOE),) * 4), "hidden_size": 48},
     "norms": {"has_qk_norm": True, "has_post_norms": True},
+    "latents": LATENTS,
+    "latents, full queries, biases": {
+        **LATENTS,
+        "latent": replace(LATENTS["latent"], query_rank=None),
+        "has_qkv_bias": True,
+        "has_output_bias": True,
+    },
 }
 
 
@@ -72,3 +94,15 @@ def test_key_value_heads_with_several_readers_are_counted_for_each() -> None:
     ranks = [rank_part(PLAIN, tp_rank=rank, tp_size=8, layers=layers) for rank in range(8)]
     assert {kv_values_per_token(PLAIN, each) for each in ranks} == {5 * 2 * 1 * 32}
     assert kv_values_per_token(PLAIN, whole_model(PLAIN)) == 5 * 2 * 4 * 32
+
+
+def test_latents_are_held_by_every_rank_and_heads_by_one() -> None:
+    """What compresses queries and latents, and norms, are held by each."""
+    config = replace(PLAIN, **LATENTS)
+    layers, hidden = range(config.num_layers), config.hidden_size
+    ranks = [rank_part(config, tp_rank=rank, tp_size=4, layers=layers) for rank in range(4)]
+    assert {kv_values_per_token(config, each) for each in ranks} == {5 * (24 + 8)}
+    low = (40 + 24 + 8) * hidden + 40 + 24
+    alike = config.num_layers * (low + 2 * hidden) + hidden
+    held = [num_weights(config, each) for each in ranks]
+    assert sum(held) == num_weights(config, whole_model(config)) + 3 * alike

@@ -1,0 +1,24 @@
+"""Like the reference, with the compiled norm, whose bits do not depend on the number of rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.cpu.layer.rms_norm import rms_norm
+from kernels.reference.rotate_and_store_latent import rotate_and_store_normed
+
+
+def rotate_and_store_latent(
+    query: Tensor,
+    latent: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    norm: Tensor,
+    eps: float,
+) -> Tensor:
+    """See kernels.reference.rotate_and_store_latent."""
+    normed = rms_norm(latent[:, : len(norm)], norm, eps)
+    return rotate_and_store_normed(query, normed, latent, cos, sin, kv_cache, slot_mapping)

@@ -1,0 +1,57 @@
+"""What the operations of a mixture of experts pass to each other.
+
+scores   s = softmax(logits) or sigmoid(logits), FP32
+choice   the k best experts by logits, or by s + bias; with groups, those of the best groups by
+         the sum of their two best; of equal experts, the one with the lowest id
+weights  s of the chosen, without bias; renormalised: / (Σ + 1e-20); then · scale
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+NORM_EPS = 1e-20
+
+
+class Routing(Protocol):
+    """How a router's logits choose experts. `scale` is the factor of all weights."""
+
+    @property
+    def score(self) -> str: ...  # softmax or sigmoid
+
+    @property
+    def is_renormalised(self) -> bool: ...
+
+    @property
+    def num_groups(self) -> int: ...
+
+    @property
+    def top_groups(self) -> int: ...
+
+    @property
+    def scale(self) -> float: ...
+
+
+class Choice(NamedTuple):
+    """The experts of each token, by rising id: the order in which their rows are added."""
+
+    ids: Tensor  # [T, k] int64
+    weights: Tensor  # [T, k] FP32; NaN if a logit of the token is NaN or infinite
+
+
+class ExpertRows(NamedTuple):
+    """A row for each token and expert that it chose: S = T · k rows by expert, then by token.
+
+    The rows of expert e are offsets[e] to offsets[e + 1].
+    """
+
+    tokens: Tensor  # [S] int64: a row's token
+    offsets: Tensor  # [E + 1] int64
+    places: Tensor  # [T, k] int64: the row of each choice
+
+
+def chooses_by_logits(routing: Routing, bias: Tensor | None) -> bool:
+    """Whether scores would give the same order, but for their rounding."""
+    return bias is None and routing.num_groups == 1

@@ -1,0 +1,128 @@
+"""Multi-head latent attention: the cache holds one compressed row a token for all heads.
+
+    q = [q_n | q_r]         per head, q_r rotated
+    c = norm(latent), k_r   the cached row, k_r rotated, shared by the heads
+    score = q_n · (W_UK c) + q_r · k_r = (q_n W_UK) · c + q_r · k_r
+    out   = W_UV Σ weight · c
+
+Always in this absorbed form (DeepSeek-V2, 2024, section 2.1.2): keys and values that are expanded
+for a prompt round otherwise, so that the bits of a token would depend on where chunks end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ops import pack_weight, per_head_linear, rotate_and_store_latent
+from shared.engine.layers.attention import PagedAttention
+from shared.engine.layers.attention_inputs import AttentionInputs
+from shared.engine.layers.destinations import child_destinations
+from shared.engine.layers.linear import Linear, unset_parameter
+from shared.engine.layers.norm import RMSNorm
+from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig
+from shared.engine.parallel.cuts import head_lanes
+
+# transformers' modeling code has this default, whatever `rms_norm_eps` of the config is.
+NORM_EPS = 1e-6
+
+
+class LatentAttention(PagedAttention):
+    """`q_proj`, or a product of low rank: `q_a_proj`, norm, `q_b_proj`."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        assert config.latent is not None
+        latent, num_heads = config.latent, config.num_heads
+        hidden, query_width = config.hidden_size, config.num_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.nope_dim = latent.nope_dim
+        self.value_dim = latent.kv_rank
+        self.query_rank = latent.query_rank
+        if latent.query_rank is None:
+            self.q_proj = Linear(hidden, query_width, dtype=dtype)
+        else:
+            has_bias = config.has_qkv_bias
+            self.q_a_proj = Linear(hidden, latent.query_rank, has_bias=has_bias, dtype=dtype)
+            self.q_a_layernorm = _norm(latent.query_rank, config, dtype)
+            self.q_b_proj = Linear(latent.query_rank, query_width, dtype=dtype)
+        self.kv_a_proj_with_mqa = Linear(
+            hidden, latent.kv_rank + latent.rope_dim, has_bias=config.has_qkv_bias, dtype=dtype
+        )
+        self.kv_a_layernorm = _norm(latent.kv_rank, config, dtype)
+        self.kv_b_proj = LatentExpansion(num_heads, latent, dtype=dtype)
+        self.o_proj = Linear(
+            num_heads * latent.value_dim,
+            hidden,
+            has_bias=config.has_output_bias,
+            dtype=dtype,
+            lane_borders=head_lanes(num_heads, latent.value_dim),
+        )
+
+    def destinations(self) -> dict[str, Tensor]:
+        return child_destinations(self)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> Tensor:
+        """x [T, hidden]; kv_cache of this layer [1, num_blocks, 1, block_size, L + R]."""
+        query = self._queries(x).view(x.shape[0], -1, self.head_dim)
+        unrotated, rotated = query.tensor_split((self.nope_dim,), dim=2)
+        rotated = rotate_and_store_latent(
+            *(rotated, self.kv_a_proj_with_mqa(x), cos, sin, kv_cache, inputs.slot_mapping),
+            norm=self.kv_a_layernorm.weight,
+            eps=self.kv_a_layernorm.eps,
+        )
+        query = torch.cat((self.kv_b_proj.absorbed(unrotated), rotated), dim=2)
+        return self.o_proj(self.kv_b_proj.values(self.attend(query, kv_cache, inputs)).flatten(1))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """[T, num_heads · head_dim]"""
+        if self.query_rank is None:
+            return self.q_proj(x)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+
+class LatentExpansion(nn.Module):
+    """The weight that expands a latent to the keys (W_UK) and values (W_UV) of each head.
+
+    A checkpoint fills `weight` [num_heads · (nope + value), L]. `pack` replaces it by a matrix for
+    each head and direction, in the form that the device multiplies with.
+    """
+
+    is_batch_invariant = True
+
+    def __init__(self, num_heads: int, latent: LatentConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._sizes = num_heads, latent.nope_dim, latent.value_dim
+        rows = num_heads * (latent.nope_dim + latent.value_dim)
+        self.weight: nn.Parameter | None = unset_parameter(rows, latent.kv_rank, dtype=dtype)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def destinations(self) -> dict[str, Tensor]:
+        assert self.weight is not None, "packed"
+        return {"weight": self.weight}
+
+    def pack(self) -> None:
+        if self.weight is None:
+            return
+        num_heads, nope_dim, value_dim = self._sizes
+        heads = self.weight.detach().view(num_heads, nope_dim + value_dim, -1)
+        self._keys = [pack_weight(each[:nope_dim].T.contiguous()) for each in heads]
+        self._values = [pack_weight(each[nope_dim:].contiguous()) for each in heads]
+        self.weight = None
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """query [T, num_heads, nope] -> query · W_UK [T, num_heads, L]."""
+        return per_head_linear(query, self._keys, is_batch_invariant=self.is_batch_invariant)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """attended [T, num_heads, L] -> attended · W_UVᵀ [T, num_heads, value]."""
+        return per_head_linear(attended, self._values, is_batch_invariant=self.is_batch_invariant)
+
+
+def _norm(size: int, config: ModelConfig, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(size, config, dtype=dtype)
+    norm.eps = NORM_EPS
+    return norm

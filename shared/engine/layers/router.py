@@ -1,0 +1,44 @@
+"""The choice of experts of each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ops import Choice, route
+from shared.engine.layers.linear import ProductModule
+from shared.engine.moe_config import MoeConfig
+from shared.engine.parallel.cuts import whole_blocks
+
+
+class Router(ProductModule):
+    """Logits in FP32 from weights in FP32, summed in an order that no other token changes.
+
+    The weight [E, K] has rows and columns of zeros up to full blocks.
+    """
+
+    def __init__(self, config: MoeConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_size = hidden_size
+        shape = whole_blocks(config.num_experts), whole_blocks(hidden_size)
+        self.set_parameter(zero_parameter(*shape, dtype=torch.float32))
+        self.bias: nn.Parameter | None = None
+        if config.routing.has_choice_bias:
+            self.bias = zero_parameter(config.num_experts, dtype=torch.float32)
+
+    def destinations(self) -> dict[str, Tensor]:
+        weight = self.parameter[: self.config.num_experts, : self.hidden_size]
+        if self.bias is None:
+            return {"weight": weight}
+        return {"weight": weight, "e_score_correction_bias": self.bias}
+
+    def forward(self, x: Tensor) -> Choice:
+        """x [T, K], of full blocks."""
+        logits = self.method(x.float())[:, : self.config.num_experts].contiguous()
+        routing = self.config.routing
+        return route(logits, self.bias, self.config.experts_per_token, routing)
+
+
+def zero_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

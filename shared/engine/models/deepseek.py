@@ -1,0 +1,136 @@
+"""DeepSeek V3 (R1, V3.1) and Kimi K2: multi-head latent attention.
+
+`model_type: kimi_k2` has the same tensors. Kimi K2.5 has such a model beside an image encoder, and
+is served for text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from shared.engine.checkpoint_form import TEXT_PART, CheckpointForm, PairedRows
+from shared.engine.model_config import LatentConfig, ModelConfig
+from shared.engine.models.config_fields import (
+    ConfigFields,
+    Width,
+    config_fields,
+    decoder_config,
+    layer_ropes,
+    text_fields,
+)
+from shared.engine.models.rope_config import softmax_mscale
+from shared.errors import CheckpointError
+
+# Layers behind the last one that predict further tokens. Nothing here uses them.
+_PREDICTING = r"(language_model\.)?model\.layers\.({})\."
+_VISION = r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\."
+
+
+class LatentFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The defaults are those of DeepSeek V3."""
+
+    q_lora_rank: Width | None = 1536
+    kv_lora_rank: Width = 512
+    qk_nope_head_dim: Width = 128
+    qk_rope_head_dim: Width = 64
+    v_head_dim: Width = 128
+    rope_interleave: bool | None = True
+    first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)] | None = 3
+    n_routed_experts: Width | None = 256
+    num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
+
+
+def configure(given: Mapping[str, Any]) -> ModelConfig:
+    latent = _latent_fields(given)
+    fields = config_fields(given, rope_theta=10_000.0)
+    _expect_own_keys(fields)
+    rotated = replace(fields, head_dim=latent.qk_rope_head_dim, num_key_value_heads=None)
+    head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    _expect_dense(latent, fields.num_hidden_layers)
+    return replace(
+        decoder_config(rotated),
+        num_kv_heads=1,
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5 * softmax_mscale(layer_ropes(rotated)[0]) ** 2,
+        latent=LatentConfig(
+            kv_rank=latent.kv_lora_rank,
+            nope_dim=latent.qk_nope_head_dim,
+            rope_dim=latent.qk_rope_head_dim,
+            value_dim=latent.v_head_dim,
+            query_rank=latent.q_lora_rank,
+        ),
+        has_qkv_bias=fields.attention_bias,
+        has_output_bias=fields.attention_bias,
+        checkpoint=CheckpointForm(
+            dropped=(_predicting_layers(fields, latent),), paired=_paired_rows(latent)
+        ),
+    )
+
+
+def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
+    """The text part of Kimi K2.5, which is served for text only."""
+    config = configure({"tie_word_embeddings": False, **text_fields(given)})
+    form = replace(
+        config.checkpoint,
+        renames=TEXT_PART.renames,
+        dropped=(_VISION, *config.checkpoint.dropped),
+    )
+    return replace(config, checkpoint=form)
+
+
+def _latent_fields(given: Mapping[str, Any]) -> LatentFields:
+    try:
+        fields = msgspec.convert(given, LatentFields)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(str(error)) from None
+    if fields.qk_rope_head_dim % 2:
+        raise CheckpointError(
+            f"qk_rope_head_dim {fields.qk_rope_head_dim} is odd; rotary embedding needs pairs"
+        )
+    return fields
+
+
+def _expect_own_keys(fields: ConfigFields) -> None:
+    """Every head expands the latent to keys of its own."""
+    if fields.num_key_value_heads not in (None, fields.num_attention_heads):
+        raise CheckpointError(
+            f"num_key_value_heads {fields.num_key_value_heads} is not num_attention_heads "
+            f"{fields.num_attention_heads}: latents have a key for each head"
+        )
+
+
+def _expect_dense(latent: LatentFields, num_layers: int) -> None:
+    num_dense = latent.first_k_dense_replace or 0
+    if latent.n_routed_experts is not None and num_dense < num_layers:
+        raise CheckpointError(
+            f"first_k_dense_replace {num_dense} of {num_layers} layers: mixtures of experts are "
+            "not supported"
+        )
+
+
+def _predicting_layers(fields: ConfigFields, latent: LatentFields) -> str:
+    first = fields.num_hidden_layers
+    layers = range(first, first + max(1, latent.num_nextn_predict_layers or 0))
+    return _PREDICTING.format("|".join(map(str, layers)))
+
+
+def _paired_rows(latent: LatentFields) -> tuple[tuple[str, PairedRows], ...]:
+    """`rope_interleave` false: the rows are in two halves already."""
+    if latent.rope_interleave is False:
+        return ()
+    nope, rope, rank = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.kv_lora_rank
+    attention = r"model\.layers\.\d+\.self_attn\."
+    return (
+        (
+            attention + r"(q_proj|q_b_proj)\.weight",
+            PairedRows(head=nope + rope, first=nope, dim=rope),
+        ),
+        (
+            attention + r"kv_a_proj_with_mqa\.(weight|bias)",
+            PairedRows(head=rank + rope, first=rank, dim=rope),
+        ),
+    )

@@ -1,0 +1,127 @@
+"""Llama 4 (Scout, Maverick), text: three layers with rope in chunks of tokens, then one without.
+
+A layer with rope sees the tokens of its chunk, and may normalise queries and keys without weights.
+A layer without rope sees all tokens, and its queries grow with the position. transformers
+normalises after the rotation, which does not change the norm of a head: it is the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from shared.engine.checkpoint_form import TEXT_PART, CheckpointForm, PairedRows
+from shared.engine.model_config import LayerConfig, ModelConfig, QueryTemperature
+from shared.engine.models.config_fields import (
+    FULL,
+    Positive,
+    PositiveFloat,
+    Width,
+    config_fields,
+    decoder_config,
+    text_fields,
+)
+from shared.errors import CheckpointError
+from shared.kv_layout import Chunk, Reach
+
+CHUNKED = "chunked_attention"
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+}
+Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """`no_rope_layers`: 0 for a layer without rope; if empty, by `no_rope_layer_interval`."""
+
+    intermediate_size_mlp: Width = 16_384
+    use_qk_norm: bool = True
+    no_rope_layers: tuple[Flag, ...] | None = None
+    no_rope_layer_interval: Positive = 4
+    attention_chunk_size: Positive | None = 8192
+    layer_types: tuple[str, ...] | None = None
+    attn_temperature_tuning: bool | int = True
+    floor_scale: PositiveFloat = 8192
+    attn_scale: float = 0.1
+
+
+def configure(given: Mapping[str, Any]) -> ModelConfig:
+    own = _own_fields(given)
+    shared = {name: value for name, value in given.items() if name != "layer_types"}
+    fields = config_fields({**DEFAULTS, **shared, "intermediate_size": own.intermediate_size_mlp})
+    config = decoder_config(fields)
+    return replace(
+        config,
+        layers=tuple(_layer(own, has_rope) for has_rope in _ropes(own, config.num_layers)),
+        has_qkv_bias=fields.attention_bias,
+        has_output_bias=fields.attention_bias,
+        checkpoint=_form(config.head_dim),
+    )
+
+
+def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
+    """The text part of a multimodal model, which is served for text only."""
+    return configure(text_fields(given))
+
+
+def _own_fields(given: Mapping[str, Any]) -> _Fields:
+    try:
+        return msgspec.convert(given, _Fields)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _layer(own: _Fields, has_rope: bool) -> LayerConfig:
+    if has_rope:
+        return LayerConfig(reach=_chunk(own), has_weightless_qk_norm=own.use_qk_norm)
+    temperature = QueryTemperature(floor_scale=own.floor_scale, scale=own.attn_scale)
+    has_temperature = bool(own.attn_temperature_tuning)  # older configs write 4 or 0
+    return LayerConfig(rope_index=None, query_temperature=temperature if has_temperature else None)
+
+
+def _chunk(own: _Fields) -> Reach:
+    if own.attention_chunk_size is None:
+        raise CheckpointError(
+            "attention_chunk_size is missing, but layers with rope have chunked attention"
+        )
+    return Chunk(own.attention_chunk_size)
+
+
+def _ropes(own: _Fields, num_layers: int) -> list[bool]:
+    """Whether each layer has rope. Raises CheckpointError."""
+    has_rope = [(layer + 1) % own.no_rope_layer_interval != 0 for layer in range(num_layers)]
+    if own.no_rope_layers:
+        has_rope = [flag == 1 for flag in own.no_rope_layers]
+    implied = [CHUNKED if each else FULL for each in has_rope]
+    given = implied if own.layer_types is None else own.layer_types
+    for name, values in (("no_rope_layers", implied), ("layer_types", given)):
+        if len(values) != num_layers:
+            raise CheckpointError(f"{len(values)} {name} for {num_layers} layers")
+    for layer, (written, expected) in enumerate(zip(given, implied, strict=True)):
+        if written != expected:
+            raise CheckpointError(
+                f"layer_types[{layer}] is {written!r}, but a layer "
+                f"{'with' if has_rope[layer] else 'without'} rope (no_rope_layers) is {expected!r}"
+            )
+    return has_rope
+
+
+def _form(head_dim: int) -> CheckpointForm:
+    """Rotary pairs are neighbours in the checkpoint."""
+    rows = PairedRows(head=head_dim, first=0, dim=head_dim)
+    return CheckpointForm(
+        renames=(*TEXT_PART.renames, (r"(\.layers\.\d+)\.feed_forward\.", r"\1.mlp.")),
+        dropped=(r"(model\.)?(vision_model|multi_modal_projector)\.",),
+        paired=((r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)", rows),),
+    )

@@ -1,0 +1,36 @@
+"""The description of a mixture of experts. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a token's logits choose and weigh experts; the formula is in `kernels/routing.py`.
+
+    `top_groups`: only experts of so many of `num_groups` are chosen. `has_choice_bias`: a bias of
+    each expert's score, for the choice alone. `is_renormalised`: the weights' sum is 1, before
+    `scale`. `scales_input`: the weight scales an expert's input, and its output has none.
+    """
+
+    score: Literal["softmax", "sigmoid"]
+    is_renormalised: bool = False
+    has_choice_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    scales_input: bool = False
+
+
+class MoeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`intermediate_size` is that of one expert, `shared_intermediate_size` that of the MLP which
+    every token uses beside its experts; 0: none.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    routing: Routing
+    shared_intermediate_size: int = 0

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.check_tensor import BadTensor
+from kernels.gpu.kv.rotate_and_store_latent import rotate_and_store_latent
+from kernels.reference.rotate_and_store_latent import rotate_and_store_latent as reference
+from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.kernels.support.tolerance import assert_near
+
+BLOCK_SIZE, NUM_TOKENS = 16, 37
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "latent_dim", "rope_dim"), [(3, 20, 8), (1, 32, 2), (16, 512, 64), (5, 48, 10)]
+)
+def test_rotate_and_store_latent(
+    num_heads: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    width = latent_dim + rope_dim
+    wide = random(NUM_TOKENS, num_heads, 12 + rope_dim, like=device, dtype=dtype)
+    query = wide[..., 12:]  # a part of a projection
+    latent = random(NUM_TOKENS, width, like=device, dtype=dtype, seed=1)
+    angles = random(NUM_TOKENS, rope_dim // 2, like=device, dtype=torch.float32, seed=2)
+    norm = random(latent_dim, like=device, dtype=dtype, seed=3)
+    slots = torch.randperm(4 * BLOCK_SIZE)[:NUM_TOKENS].to(device)
+    slots[5] = -1
+    caches = [torch.full((1, 4, 1, BLOCK_SIZE, width), torch.nan, device=device) for _ in range(2)]
+    out_cache, expected_cache = (each.to(dtype) for each in caches)
+    rest = latent, angles.cos(), angles.sin()
+    with poisoned_outputs():
+        out = rotate_and_store_latent(query, *rest, out_cache, slots, norm=norm, eps=1e-2)
+    expected = reference(query, *rest, expected_cache, slots, norm=norm, eps=1e-2)
+    assert_near(out, expected.float())
+    assert torch.equal(out_cache.isnan(), expected_cache.isnan())
+    assert_near(out_cache.nan_to_num(), expected_cache.nan_to_num().float())
+
+
+def test_invalid_arguments_raise(device: torch.device) -> None:
+    query, latent = torch.ones(2, 3, 8, device=device), torch.ones(2, 28, device=device)
+    angles, slots = torch.ones(2, 4, device=device), torch.zeros(2, dtype=torch.int64)
+    cache, norm = torch.ones(1, 1, 1, 16, 28, device=device), torch.ones(20, device=device)
+    rest = angles, angles, cache, slots.to(device)
+    with pytest.raises(BadTensor, match=r"latent has shape \[2, 27\], not \[2, 28\]"):
+        rotate_and_store_latent(query, latent[:, :27], *rest, norm=norm, eps=1e-6)
+    with pytest.raises(BadTensor, match=r"kv_cache has shape .* not \[1, any, 1, any, 28\]"):
+        pair = cache.expand(2, -1, -1, -1, -1)
+        rotate_and_store_latent(query, latent, *rest[:2], pair, rest[3], norm=norm, eps=1e-6)
