@@ -67,6 +67,18 @@ class ProductModule(MatrixModule):
         if isinstance(self.weight, Tensor):
             self.replace_weight(self.packed(self.weight))
 
+    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
+        `width`: their columns, by default the weight's.
+
+        Raises CheckpointError if groups of columns do not fill a row.
+        """
+        unset = self.parameter
+        width = unset.shape[1] if width is None else width
+        self.store = quantised_store(form, rows, width, unset.dtype)
+        memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=unset.device)
+        self.replace_weight(nn.Parameter(memory, requires_grad=False))
+
     def packed(self, weight: Tensor) -> LaneWeight | QuantisedWeight:
         """A dense weight [N, K], one that is packed already, or a store's memory, in that form."""
         if self.store is not None:
@@ -103,16 +115,6 @@ class Linear(ProductModule):
         self.mesh, self.lanes = mesh, lanes
         self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()
-
-    def quantise(self, form: WeightFormat, rows: Sequence[int]) -> None:
-        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
-
-        Raises CheckpointError if groups of columns do not fill a row.
-        """
-        unset = self.parameter
-        self.store = quantised_store(form, rows, unset.shape[1], unset.dtype)
-        memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=unset.device)
-        self.replace_weight(nn.Parameter(memory, requires_grad=False))
 
     def destinations(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {"weight": self.parameter}

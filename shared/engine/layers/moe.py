@@ -10,12 +10,15 @@ are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from kernels.ops import (
     Choice,
     ExpertRows,
+    QuantisedWeight,
     SumLanes,
     add_experts,
     can_compress_experts,
@@ -32,6 +35,8 @@ from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import BLOCK, column_lanes, whole_blocks
 from shared.engine.parallel.lanes import NUM_LANES
 from shared.engine.parallel.mesh import Mesh
+
+_GATED = ("gate_proj", "up_proj")
 
 
 class ExpertLinear(ProductModule):
@@ -51,14 +56,27 @@ class ExpertLinear(ProductModule):
         self.set_parameter(zero_parameter(num_experts * num_columns, width, dtype=dtype))
         self.is_compressible = can_compress_experts(self.parameter)
 
-    def packed(self, weight: Tensor) -> Tensor:
+    def packed(self, weight: Tensor) -> Tensor | QuantisedWeight:
+        if self.store is not None:
+            return self.store.transcoded(weight, is_padded=True)
         return pack_experts(weight)
+
+    def stored(self, rows: Mapping[str, int], width: int) -> list[dict[str, Tensor]]:
+        """The tensors of the checkpoint's layers, by the ends of their names."""
+        if self.store is not None:
+            return self.store.parts(self.parameter)
+        dense = self.parameter.unflatten(0, (len(rows), -1))
+        return [
+            {"weight": each[:num_rows, :width]}
+            for each, num_rows in zip(dense, rows.values(), strict=True)
+        ]
 
     def forward(self, x: Tensor, rows: Tensor | None, offsets: Tensor) -> Tensor:
         return self.method(x, rows, offsets)
 
     def _choose(self) -> None:
-        self.method = choose_expert_method(self.weight, self.lanes)
+        if self.store is None or not isinstance(self.weight, Tensor):
+            self.method = choose_expert_method(self.weight, self.lanes)
 
 
 class Experts(nn.Module):
@@ -80,16 +98,20 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(shapes[0], lanes[0], share, dtype=dtype)
         self.down_proj = ExpertLinear(shapes[1], lanes[1], share, dtype=dtype)
 
+    def linears(self) -> list[tuple[ExpertLinear, dict[str, int], int]]:
+        """Each weight with the checkpoint's layers that it consists of, one below the other: name
+        -> output rows; and their columns.
+        """
+        num_experts, inner, hidden = self.sizes
+        gate_up = {f"{e}.{name}": inner for e in range(num_experts) for name in _GATED}
+        down = {f"{e}.down_proj": hidden for e in range(num_experts)}
+        return [(self.gate_up_proj, gate_up, hidden), (self.down_proj, down, inner)]
+
     def destinations(self) -> dict[str, Tensor]:
-        (num_experts, inner, hidden), (_, inner_blocks, hidden_blocks) = self.sizes, self.blocks
-        gate_up = self.gate_up_proj.parameter.view(num_experts, 2, inner_blocks, hidden_blocks)
-        down = self.down_proj.parameter.view(num_experts, hidden_blocks, inner_blocks)
-        found = {}
-        for expert in range(num_experts):
-            gate, up = gate_up[expert, :, :inner, :hidden]
-            found[f"{expert}.gate_proj.weight"] = gate
-            found[f"{expert}.up_proj.weight"] = up
-            found[f"{expert}.down_proj.weight"] = down[expert, :hidden, :inner]
+        found: dict[str, Tensor] = {}
+        for linear, rows, width in self.linears():
+            for name, tensors in zip(rows, linear.stored(rows, width), strict=True):
+                found |= {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
         return found
 
     def join(self, mesh: Mesh) -> None:

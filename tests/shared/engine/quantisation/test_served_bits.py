@@ -31,11 +31,27 @@ BLOCKS: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 PARTIAL: dict[str, Any] = {"architecture": "LlamaForCausalLM", "mlp_bias": True}
+EXPERTS: dict[str, Any] = {
+    **BLOCKS,
+    "architecture": "Qwen3MoeForCausalLM",
+    "moe_intermediate_size": 96,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
 KINDS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "int4": (BLOCKS, "int4", {}),
     "int4, dense attention": (BLOCKS, "int4", {"ignored": [r"re:.*self_attn.*"]}),
     "int4, zeros, rows": (BLOCKS, "int4", {"group": 0, "is_symmetric": False}),
     "fp8": (BLOCKS, "fp8", {}),
+    "int4 experts": (EXPERTS, "int4", {"ignored": [r"re:.*self_attn.*"]}),
+    "fp8 experts": (EXPERTS, "fp8", {}),
+    "int4 experts, partial blocks": (
+        {**EXPERTS, "hidden_size": 48, "moe_intermediate_size": 24, "head_dim": 12},
+        "int4",
+        {"group": 0, "is_symmetric": False},
+    ),
     "int4, partial blocks": (PARTIAL, "int4", {"group": 16, "is_symmetric": False}),
     "fp8, partial blocks": (PARTIAL, "fp8", {}),
 }
