@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import nn
 
-from shared.engine.layers.linear import Linear, ProductModule
+from shared.engine.layers.latent_attention import LatentExpansion
+from shared.engine.layers.linear import Linear
 from shared.engine.layers.moe import Experts
+from shared.engine.quantisation.formats import WeightFormat
 from shared.engine.quantisation.quantisation import LayerFormats
 from shared.errors import CheckpointError
+
+
+class Quantisable(Protocol):
+    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
+        `width`: their columns, by default the weight's.
+
+        Raises CheckpointError if groups of columns do not fill a row.
+        """
 
 
 def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
@@ -36,7 +48,7 @@ def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
             raise CheckpointError(f"{formats.place}.{path}: {error.message}") from None
 
 
-def _linears(layer: nn.Module) -> Iterator[tuple[ProductModule, dict[str, int], int | None]]:
+def _linears(layer: nn.Module) -> Iterator[tuple[Quantisable, dict[str, int], int | None]]:
     """Each product with the checkpoint's linear layers that it consists of: path -> output rows;
     and their columns, None: the product's.
     """
@@ -47,7 +59,7 @@ def _linears(layer: nn.Module) -> Iterator[tuple[ProductModule, dict[str, int], 
             continue
         fused: Mapping[str, Mapping[str, int]] = getattr(parent, "parts", {})
         for name, child in parent.named_children():
-            if isinstance(child, Linear):
-                parts = fused.get(name, {name: child.parameter.shape[0]})
+            if isinstance(child, Linear | LatentExpansion):
+                parts = fused.get(name, {name: child.num_rows})
                 at = f"{path}." if path else ""
                 yield child, {f"{at}{part}": rows for part, rows in parts.items()}, None

@@ -68,11 +68,7 @@ class ProductModule(MatrixModule):
             self.replace_weight(self.packed(self.weight))
 
     def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
-        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
-        `width`: their columns, by default the weight's.
-
-        Raises CheckpointError if groups of columns do not fill a row.
-        """
+        """See `Quantisable`."""
         unset = self.parameter
         width = unset.shape[1] if width is None else width
         self.store = quantised_store(form, rows, width, unset.dtype)
@@ -109,6 +105,11 @@ class Linear(ProductModule):
         self.lanes = None if lane_borders is None else SumLanes.of(lane_borders)
         self.set_parameter(unset_parameter(out_features, in_features, dtype=dtype))
         self.bias = unset_parameter(out_features, dtype=dtype) if has_bias else None
+
+    @property
+    def num_rows(self) -> int:
+        """Of the unset weight."""
+        return self.parameter.shape[0]
 
     def join(self, mesh: Mesh, lanes: SumLanes) -> None:
         """The weight is one rank's part. `lanes`: those that it holds of the whole product's."""
