@@ -1,4 +1,4 @@
-"""Signals for child processes that an event loop waits for."""
+"""Signals and priorities of child processes that an event loop waits for."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def send_signal(process: Process, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # the child has just ended
             os.kill(process.pid, number)
+
+
+def lower_priority(process_id: int, niceness: int) -> None:
+    """`niceness`: beyond this process's. Applies to the child's first thread and all later ones."""
+    with contextlib.suppress(ProcessLookupError):
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, process_id, own + niceness)
