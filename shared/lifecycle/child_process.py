@@ -17,8 +17,10 @@ def send_signal(process: Process, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def lower_priority(process_id: int, niceness: int) -> None:
-    """`niceness`: beyond this process's. Applies to the child's first thread and all later ones."""
+def lower_priority(native_id: int, niceness: int) -> None:
+    """`native_id`: of a thread, or of a process that has just started; `niceness`: beyond that of
+    the calling thread. Threads that it starts later inherit it. Nothing if it has ended.
+    """
     with contextlib.suppress(ProcessLookupError):
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, process_id, own + niceness)
+        os.setpriority(os.PRIO_PROCESS, native_id, own + niceness)

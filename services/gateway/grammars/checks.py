@@ -15,7 +15,7 @@ from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import Checked, CheckJob, Rejected
 
 CHECK_PROCESS = "services.gateway.grammars.check_process"
-CHECK_NICENESS = 10  # more than the gateway's: a hostile grammar takes a core for a second
+CHECK_NICENESS = 5  # more than the gateway's, which streams to everybody
 MAX_VERDICTS = Bounds(4096, 32 << 20)
 MAX_TENANT_VERDICTS = Bounds(1024, 8 << 20)
 MAX_WAIT_S = 0.5  # for a process

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.grammars import answer_grammar as answer_grammar_module
+from services.gateway.grammars.check_process import SLOW_NICENESS, checked_in_thread
 from services.gateway.grammars.checks import (
     CHECK_PROCESS,
     MAX_TENANT_VERDICTS,
@@ -23,6 +26,7 @@ from services.gateway.grammars.checks import (
 )
 from services.gateway.grammars.constraint import ConstraintKind, OutputConstraint
 from services.gateway.grammars.grammar_request import CheckedPlan, encoded_request
+from services.gateway.grammars.plan_checks import PlanChecks
 from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.grammars.tenant_cache import Bounds
 from services.gateway.schemas.graph import SchemaGraph
@@ -292,6 +296,44 @@ async def test_checks_run_at_a_low_priority(directory: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own + 3)
     await pool.close()
+
+
+class SlowChecks:
+    """Takes more than the usual CPU time. Records the priority at its begin and end."""
+
+    def __init__(self) -> None:
+        self.priorities: list[int] = []
+
+    def check(self, _: object) -> None:
+        self._record()
+        began_s, lower = time.thread_time(), self.priorities[0] + SLOW_NICENESS
+        while self._priority() != lower and time.thread_time() - began_s < 5:
+            sum(range(1000))
+        self._record()
+
+    def _priority(self) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def _record(self) -> None:
+        self.priorities.append(self._priority())
+
+
+async def test_long_check_yields_the_processor() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    job = CheckJob(request("regex", "a"))
+    for _ in range(2):  # the next job has the usual priority again
+        slow = SlowChecks()
+        assert checked_in_thread(job, cast(PlanChecks, slow)) == Checked(b"")
+        assert slow.priorities == [own, own + SLOW_NICENESS]
+
+
+async def test_panic_of_a_check_ends_no_process() -> None:
+    def panic(_: object) -> None:
+        raise BaseException("native code panics with one")
+
+    checks = cast(PlanChecks, SimpleNamespace(check=panic))
+    reply = checked_in_thread(CheckJob(request("regex", "a")), checks)
+    assert reply == Rejected("invalid grammar: BaseException", None)
 
 
 async def test_hostile_tenant_delays_no_other(directory: Path) -> None:
