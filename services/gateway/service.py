@@ -13,7 +13,12 @@ from litestar.types import ASGIApp
 
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
-from services.gateway.grammars.checks import CHECK_PROCESS, MAX_WAIT_S, GrammarChecks
+from services.gateway.grammars.checks import (
+    CHECK_NICENESS,
+    CHECK_PROCESS,
+    MAX_WAIT_S,
+    GrammarChecks,
+)
 from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
@@ -148,9 +153,7 @@ class GatewayService:
                 config, self.files, self._randomness, public, family=self._family
             ),
             renderer=Renderer(self._pool, has_template=self.files.chat_template is not None),
-            grammars=RequestGrammars(
-                self._checks, self._family, self.files.tokenizer.added_token_id
-            ),
+            grammars=RequestGrammars(self._checks),
             limits=self._limits,
             usage=self._usage,
             catalog=self.catalog,
@@ -388,8 +391,16 @@ def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPoo
 
 
 def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
-    setup = ProcessSetup(None, str(config.model_dir), files.defaults.eos_token_ids)
-    return PreparationPool(setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, grows=True)
+    setup = ProcessSetup(
+        None,
+        str(config.model_dir),
+        files.defaults.eos_token_ids,
+        msgspec.msgpack.encode(model_family(config, files)),
+        files.tokenizer.added_ids,
+    )
+    return PreparationPool(
+        setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, niceness=CHECK_NICENESS, grows=True
+    )
 
 
 def model_family(config: GatewayConfig, files: ModelFiles) -> Family:

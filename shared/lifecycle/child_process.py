@@ -1,4 +1,4 @@
-"""Signals for child processes that an event loop waits for."""
+"""Signals and priorities of child processes that an event loop waits for."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def send_signal(process: Process, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # the child has just ended
             os.kill(process.pid, number)
+
+
+def lower_priority(native_id: int, niceness: int) -> None:
+    """`native_id`: of a thread, or of a process that has just started; `niceness`: beyond that of
+    the calling thread. Threads that it starts later inherit it. Nothing if it has ended.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, native_id, own + niceness)

@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.whitespace import DEFAULT_PATTERN
+from services.gateway.schemas.disjoint import without_disjoint_one_of
 from services.gateway.schemas.endless import without_endless
 from shared.grammar.spec import GrammarKind
 
@@ -49,6 +50,8 @@ def json_grammar(
     else:
         options["whitespace_pattern"] = whitespace_pattern or DEFAULT_PATTERN
     fields = {} if schema is True else without_endless(schema)
+    if is_strict:
+        fields = without_disjoint_one_of(fields)
     source = msgspec.json.encode({**fields, "x-guidance": options}).decode()
     return Grammar("json_schema", source)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.grammars.request_grammars import CheckedPlan
+from services.gateway.grammars.grammar_request import CheckedPlan
 from services.gateway.grammars.thinking import (
     TAIL_TOKENS,
     opens_reasoning,

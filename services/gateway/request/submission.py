@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from services.gateway.catalog import Catalog
-from services.gateway.grammars.request_grammars import CheckedPlan, RequestGrammars
+from services.gateway.grammars.grammar_request import CheckedPlan
+from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.generation_request import (
     GenerationRequest,

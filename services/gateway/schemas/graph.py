@@ -118,6 +118,11 @@ class SchemaGraph:
                 found[f"{pointer}/oneOf"] = None
         return list(found)
 
+    def disjoint_one_ofs(self) -> list[Pointer]:
+        """The schemas whose `oneOf` is an `anyOf`: no value matches two of its branches."""
+        self.reached(ROOT)
+        return [each for each in list(self._one_ofs) if self._is_disjoint(each)]
+
     def count_step(self) -> None:
         """Raises GrammarTooComplex."""
         self._num_steps += 1

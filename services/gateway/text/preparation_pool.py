@@ -34,7 +34,7 @@ from services.gateway.text.process_jobs import (
 )
 from shared.background import Background
 from shared.errors import HearthError, NoCapacity, Overloaded
-from shared.lifecycle.child_process import send_signal
+from shared.lifecycle.child_process import lower_priority, send_signal
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
@@ -80,16 +80,18 @@ class PreparationPool:
         max_wait_s: float = MAX_WAIT_S,
         hang_s: float = HANG_S,
         spare_delay_s: float = SPARE_DELAY_S,
+        niceness: int = 0,
         grows: bool = False,
     ) -> None:
-        """`num_processes`: without the spare. `module`: what each process runs. `grows`: whether
-        it has no more processes than were busy at once: one of a large vocabulary takes 0.5 s of
-        CPU to start, and 100 MB.
+        """`num_processes`: without the spare. `module`: what each process runs. `niceness`: of
+        each process, beyond this one's. `grows`: whether it has no more processes than were busy
+        at once: one of a large vocabulary takes 0.5 s of CPU to start, and 100 MB.
         """
         count = default_num_processes() if num_processes is None else num_processes
         self.max_wait_s = max_wait_s
         self.hang_s = hang_s
         self._spare_delay_s = spare_delay_s
+        self._niceness = niceness
         self._grows = grows
         self._setup = frame(setup)
         self._module = module
@@ -207,6 +209,8 @@ class PreparationPool:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
         )
+        if self._niceness:
+            lower_priority(process.pid, self._niceness)  # also while it starts
         _send(process, self._setup)
         return process
 

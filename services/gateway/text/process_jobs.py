@@ -27,12 +27,15 @@ CHECK_TIMEOUT = "the grammar takes too much time or memory"
 
 class ProcessSetup(msgspec.Struct, frozen=True, array_like=True):
     """`template`: None for a model without one. `model_dir`: where the tokenizer is.
-    `eos_token_ids`: the model's, for grammars.
+    For grammars: `eos_token_ids`, the model's; `family`: an encoded `Family`, empty for none;
+    `added_ids`: of the tokenizer's added tokens, by text.
     """
 
     template: TemplateSource | None
     model_dir: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    family: bytes = b""
+    added_ids: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -59,10 +62,9 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A grammar to compile and to try. `kind`: a `GrammarKind`, or `gbnf`, which becomes Lark."""
+    """`request`: an encoded `GrammarRequest`, whose grammar is to be planned and tried."""
 
-    kind: str
-    source: str
+    request: bytes
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -93,12 +95,9 @@ class PreparedBody(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A grammar that compiles. `source`: a GBNF grammar in Lark, else empty. `warnings`: what the
-    grammar does not enforce.
-    """
+    """`plan`: an encoded `CheckedPlan`; empty: the output is free."""
 
-    source: str
-    warnings: list[str]
+    plan: bytes
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.schemas.disjoint import without_disjoint_one_of
 from services.gateway.schemas.endless import without_endless
 from services.gateway.schemas.graph import (
     NO_FINITE_VALUE,
@@ -175,6 +176,8 @@ def json_value(schema: Any, *, is_strict: bool) -> str:
     if schema is True:
         schema = {}
     schema = without_endless(schema)
+    if is_strict:
+        schema = without_disjoint_one_of(schema)
     options = {"lenient": not is_strict, "whitespace_pattern": WHITESPACE}
     return f"%json {msgspec.json.encode({**schema, 'x-guidance': options}).decode()}"
 

@@ -1,8 +1,9 @@
 """Threads beside the event loop that run jobs: one at a time, in turns of tenants.
 
-A job in native code cannot be stopped. While it takes longer than `takeover_s`, another thread runs
-the jobs behind it; after `MAX_JOB_S` it fails, and its thread ends whenever it returns. If the
-system starts no thread, the caller runs the jobs itself: late, but nobody waits for ever.
+A job in native code cannot be stopped. When it takes longer than `takeover_s`, another thread runs
+the jobs behind it, and its own yields the processor; after `MAX_JOB_S` it fails, and its thread
+ends whenever it returns. If the system starts no thread, the caller runs the jobs itself: late, but
+nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 MAX_JOB_S = 2.0
 MAX_THREADS = 8  # with those whose job is slow
+SLOW_NICENESS = 5  # of a thread that was replaced, beyond the lane's
 CLOSE_S = 0.2
 
 
@@ -71,6 +73,7 @@ class JobLane:
             is_slow = active is not None and active.age_s(now) > self._takeover_s
             if active is not None and is_slow and self._may_take_over() and self._start_runner():
                 self._slow.append(active)
+                _be_nice(self._niceness + SLOW_NICENESS, active.thread.native_id)
             overdue = [each for each in self._runners() if each.age_s(now) > self._max_job_s]
             jobs = [each.job for each in overdue if not each.is_abandoned]
             for each in overdue:
@@ -120,7 +123,7 @@ class JobLane:
             job.run()
 
     def _run(self, runner: _Runner) -> None:
-        _be_nice(self._niceness)
+        _be_nice(self._niceness, threading.get_native_id())
         while (job := self._next(runner)) is not None:
             job.run()
             job = None  # it holds the memory of a sequence
@@ -162,10 +165,12 @@ class _Runner:
         return 0.0 if self.job is None else now - self.began_at
 
 
-def _be_nice(niceness: int) -> None:
+def _be_nice(niceness: int, thread_id: int | None) -> None:
     """Of this thread alone, where the system has threads with their own priorities."""
-    if niceness and hasattr(os, "setpriority"):
+    if niceness and thread_id is not None and hasattr(os, "setpriority"):
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+        except ProcessLookupError:  # it has just ended
+            pass
         except OSError as error:
             log.info("niceness_not_set", reason=str(error))

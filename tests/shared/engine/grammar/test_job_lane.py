@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from shared.engine.grammar.job_lane import MAX_THREADS, JobLane
+from shared.engine.grammar.job_lane import MAX_THREADS, SLOW_NICENESS, JobLane
 
 WAIT_S = 10.0
 
@@ -22,8 +23,10 @@ class Gate:
         self.opened = threading.Event()
         self.ended = threading.Event()
         self.num_time_outs = 0
+        self.thread_id = 0
 
     def run(self) -> None:
+        self.thread_id = threading.get_native_id()
         self.began.set()
         assert self.opened.wait(WAIT_S)
         self.log.append(self.tenant_id)
@@ -70,6 +73,23 @@ def test_another_thread_runs_the_jobs_behind_a_slow_one(lane: JobLane) -> None:
     last = opened("a", [])  # the lane goes on
     lane.submit([last])
     assert last.ended.wait(WAIT_S)
+
+
+def test_thread_of_a_slow_job_yields_the_processor(lane: JobLane) -> None:
+    """It shares the cores with the model's threads."""
+    slow, after = Gate("a"), opened("a", [])
+    lane.submit([slow, after])
+    assert slow.began.wait(WAIT_S)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, slow.thread_id) == own
+    lane.check()
+    assert os.getpriority(os.PRIO_PROCESS, slow.thread_id) == own + SLOW_NICENESS
+    assert after.ended.wait(WAIT_S)
+    slow.opened.set()
+    last = opened("a", [])  # by a thread that yields nothing
+    lane.submit([last])
+    assert last.ended.wait(WAIT_S)
+    assert last.thread_id == after.thread_id != slow.thread_id
 
 
 def test_slow_jobs_take_a_limited_number_of_threads(lane: JobLane) -> None:

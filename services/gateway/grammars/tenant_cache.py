@@ -1,0 +1,78 @@
+"""Values by tenant and digest, within bounds of entries and bytes: the least recently used leave.
+
+A tenant sees its own values alone: a fast answer would tell one what another has sent.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Bounds(NamedTuple):
+    entries: int
+    num_bytes: int
+
+
+class _Entry(NamedTuple, Generic[Value]):
+    value: Value
+    num_bytes: int
+
+
+class _Tenant(Generic[Value]):
+    def __init__(self) -> None:
+        self.entries: dict[bytes, _Entry[Value]] = {}  # the least recently used first
+        self.num_bytes = 0
+
+    def put(self, key: bytes, entry: _Entry[Value]) -> None:
+        self.remove(key)
+        self.entries[key] = entry
+        self.num_bytes += entry.num_bytes
+
+    def remove(self, key: bytes) -> None:
+        found = self.entries.pop(key, None)
+        self.num_bytes -= 0 if found is None else found.num_bytes
+
+
+class TenantCache(Generic[Value]):
+    def __init__(self, bounds: Bounds, *, of_tenant: Bounds) -> None:
+        """`of_tenant`: so that no tenant pushes out the values of all others."""
+        self._bounds = bounds
+        self._of_tenant = of_tenant
+        self._tenants: dict[str, _Tenant[Value]] = {}  # the least recently used first
+
+    def get(self, tenant_id: str, key: bytes) -> Value | None:
+        tenant = self._tenants.get(tenant_id)
+        found = None if tenant is None else tenant.entries.get(key)
+        if tenant is None or found is None:
+            return None
+        tenant.put(key, found)
+        self._tenants[tenant_id] = self._tenants.pop(tenant_id)
+        return found.value
+
+    def put(self, tenant_id: str, key: bytes, value: Value, num_bytes: int) -> None:
+        """Does not retain what is larger than the tenant's bound."""
+        if num_bytes > self._of_tenant.num_bytes:
+            return
+        tenant = self._tenants[tenant_id] = self._tenants.pop(tenant_id, _Tenant())
+        tenant.put(key, _Entry(value, num_bytes))
+        while _exceeds(self._of_tenant, len(tenant.entries), tenant.num_bytes):
+            tenant.remove(next(iter(tenant.entries)))
+        while _exceeds(self._bounds, *self._totals()):
+            self._drop(next(iter(self._tenants)))
+
+    def _totals(self) -> tuple[int, int]:
+        tenants = self._tenants.values()
+        return sum(len(each.entries) for each in tenants), sum(each.num_bytes for each in tenants)
+
+    def _drop(self, tenant_id: str) -> None:
+        """The least recently used value of the tenant."""
+        tenant = self._tenants[tenant_id]
+        tenant.remove(next(iter(tenant.entries)))
+        if not tenant.entries:
+            del self._tenants[tenant_id]
+
+
+def _exceeds(bounds: Bounds, num_entries: int, num_bytes: int) -> bool:
+    return num_entries > bounds.entries or num_bytes > bounds.num_bytes
