@@ -273,7 +273,7 @@ def grouped_linear(
     x: Tensor,
     rows: Tensor | None,
     offsets: Tensor,
-    weight: Tensor | CpuCompressed,
+    weight: Tensor | CpuCompressed | QuantisedWeight,
     *,
     lanes: SumLanes,
 ) -> Tensor:
@@ -289,7 +289,7 @@ def grouped_sums(
     x: Tensor,
     rows: Tensor | None,
     offsets: Tensor,
-    weight: Tensor | CpuCompressed,
+    weight: Tensor | CpuCompressed | QuantisedWeight,
     *,
     lanes: SumLanes,
     num_sums: int = 1,

@@ -15,11 +15,11 @@ which bytes of two registers are interleaved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class Fp8Layout:
 
 
 QuantisedLayout = Int4Layout | Fp8Layout
+_Part = TypeVar("_Part", "Int4Part", "Fp8Part")
 
 
 class Int4Part(NamedTuple):
@@ -148,48 +149,111 @@ def memory_bytes(layout: QuantisedLayout) -> int:
 
 
 def int4_weight(
-    parts: Sequence[Int4Part], width: int, group: int, dtype: torch.dtype
+    parts: Sequence[Int4Part],
+    width: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    is_padded: bool = False,
 ) -> QuantisedWeight:
-    """Parts, one below the other -> the weight [N, width]. FP16 scales are stored as FP32."""
-    scales = torch.cat([part.scale for part in parts])
-    scales = scales.float() if scales.dtype == torch.float16 else scales
-    sizes = scales.abs()
+    """Parts, one below the other -> the weight [N, width]. FP16 scales are stored as FP32.
+
+    `is_padded`: each part has rows of zeros up to full blocks of 32, as weights of experts have.
+    """
+    sizes = torch.stack([_least_scale(part.scale) for part in parts])
+    scale_dtype = parts[0].scale.dtype
     layout = Int4Layout(
-        (len(scales), width),
+        (sum(_num_rows(part.packed, is_padded=is_padded) for part in parts), width),
         group,
-        str(scales.dtype).removeprefix("torch."),
+        "bfloat16" if scale_dtype == torch.bfloat16 else "float32",
         parts[0].zero_point is not None,
-        has_tiny_scales=bool(((sizes > 0) & (sizes < LEAST_SCALE)).any()),
+        has_tiny_scales=bool((sizes < LEAST_SCALE).any()),
     )
-    weight = _unset(layout, dtype, scales.device)
-    weight.planes["scales"].copy_(_by_strips(scales))
-    if layout.has_zeros:
-        zeros = [_row_zeros(part) for part in parts]
-        weight.planes["zeros"].copy_(_by_strips(torch.cat(zeros)))
-    packed = torch.cat([part.packed for part in parts]) if len(parts) > 1 else parts[0].packed
-    for strip, rows in _row_pieces(packed):
-        tiles = _int4_tiles(_whole_blocks(_nibbles(rows)[:, :width]))
-        weight.planes["codes"][strip : strip + len(tiles)] = tiles
+    weight = _unset(layout, dtype, parts[0].packed.device)
+    for strip, part in _placed(parts, _joined_int4, is_padded=is_padded):
+        num_strips = _blocks((len(part.packed), 0))[0]
+        rows = slice(strip, strip + num_strips)
+        weight.planes["scales"][rows] = _by_strips(part.scale)
+        if part.zero_point is not None:
+            weight.planes["zeros"][rows] = _by_strips(_row_zeros(part))
+        for first, piece in _row_pieces(part.packed):
+            tiles = _int4_tiles(_whole_blocks(_nibbles(piece)[:, :width]))
+            weight.planes["codes"][strip + first : strip + first + len(tiles)] = tiles
     return weight
 
 
-def fp8_weight(parts: Sequence[Fp8Part], dtype: torch.dtype) -> QuantisedWeight:
-    """Parts, one below the other -> the weight."""
-    codes = [part.codes.view(torch.uint8) for part in parts]
-    joined = torch.cat(codes) if len(codes) > 1 else codes[0]
-    is_even = all(len(each) % BLOCK == 0 for each in codes[:-1])
-    layout = Fp8Layout((joined.shape[0], joined.shape[1]), BLOCK if is_even else 1)
-    weight = _unset(layout, dtype, joined.device)
-    by_row = [
-        part.scale.repeat_interleave(FP8_BLOCK, 0)[: len(part.codes)].float() for part in parts
-    ]
-    whole = _whole_blocks(torch.cat(by_row), columns=1)
-    scales = whole.view(-1, BLOCK, whole.shape[1])
-    weight.planes["scales"].copy_(scales[:, :: layout.scale_rows])
-    for strip, rows in _row_pieces(joined):
-        tiles = _fp8_tiles(_whole_blocks(rows))
-        weight.planes["codes"][strip : strip + len(tiles)] = tiles
+def fp8_weight(
+    parts: Sequence[Fp8Part], dtype: torch.dtype, *, is_padded: bool = False
+) -> QuantisedWeight:
+    """Parts, one below the other -> the weight; `is_padded` as in `int4_weight`."""
+    num_rows = sum(_num_rows(part.codes, is_padded=is_padded) for part in parts)
+    is_even = is_padded or _are_even(parts)
+    shape = num_rows, parts[0].codes.shape[1]
+    layout = Fp8Layout(shape, BLOCK if is_even else 1)
+    weight = _unset(layout, dtype, parts[0].codes.device)
+    at = 0
+    for part in parts:
+        by_row = part.scale.float().repeat_interleave(FP8_BLOCK, 0)[: len(part.codes)]
+        _place_scales(weight, at, by_row)
+        at += _num_rows(part.codes, is_padded=is_padded)
+    for strip, joined in _placed(parts, _joined_fp8, is_padded=is_padded):
+        for first, piece in _row_pieces(joined.codes.view(torch.uint8)):
+            tiles = _fp8_tiles(_whole_blocks(piece))
+            weight.planes["codes"][strip + first : strip + first + len(tiles)] = tiles
     return weight
+
+
+def _place_scales(weight: QuantisedWeight, first_row: int, by_row: Tensor) -> None:
+    """by_row [n, K / 128], of the rows from `first_row` on."""
+    assert isinstance(weight.layout, Fp8Layout)
+    step = weight.layout.scale_rows
+    plane = weight.planes["scales"].flatten(0, 1)
+    kept = by_row[::step]
+    plane[first_row // step : first_row // step + len(kept)] = kept
+
+
+def _placed(
+    parts: Sequence[_Part], join: Callable[[Sequence[_Part]], _Part], *, is_padded: bool
+) -> Iterator[tuple[int, _Part]]:
+    """The first strip of each part, where all begin with one; otherwise of all parts as one."""
+    if not is_padded and not _are_even(parts):
+        yield 0, join(parts)
+        return
+    strip = 0
+    for part in parts:
+        yield strip, part
+        strip += _blocks((len(part[0]), 0))[0]
+
+
+def _are_even(parts: Sequence[Int4Part] | Sequence[Fp8Part]) -> bool:
+    return all(len(part[0]) % BLOCK == 0 for part in parts[:-1])
+
+
+def _joined_int4(parts: Sequence[Int4Part]) -> Int4Part:
+    zeros = None
+    if parts[0].zero_point is not None:
+        by_row = torch.cat([_row_zeros(part) for part in parts])
+        padded = torch.nn.functional.pad(by_row, (0, 0, 0, -len(by_row) % 8)).to(torch.int32)
+        shifts = 4 * torch.arange(8, dtype=torch.int32, device=padded.device)
+        words = padded.view(-1, 8, padded.shape[1]) << shifts[:, None]
+        zeros = words.sum(1).to(torch.int32)
+    packed = torch.cat([part.packed for part in parts])
+    return Int4Part(packed, torch.cat([part.scale for part in parts]), zeros)
+
+
+def _joined_fp8(parts: Sequence[Fp8Part]) -> Fp8Part:
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+    return Fp8Part(codes.view(torch.float8_e4m3fn), parts[0].scale)
+
+
+def _least_scale(scales: Tensor) -> Tensor:
+    """The smallest magnitude that is not 0."""
+    sizes = scales.float().abs()
+    return torch.where(sizes > 0, sizes, torch.inf).amin()
+
+
+def _num_rows(codes: Tensor, *, is_padded: bool) -> int:
+    return _blocks((len(codes), 0))[0] * BLOCK if is_padded else len(codes)
 
 
 def _unset(layout: QuantisedLayout, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:

@@ -23,7 +23,7 @@ from tests.services.cli.in_process import call_hearth
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
     *("nats-config", "health", "warm"),
-    *("prefix", "compress", "decompress"),
+    *("prefix", "compress", "decompress", "quantize"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 
@@ -151,6 +151,10 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["compress", "shared/demo_model"], "Missing argument 'OUT'"),
         (["compress", "shared/demo_model", "/tmp/new", "--threads", "0"], "--threads"),
         (["decompress", "shared/demo_model", "/tmp/new"], "not a bundle"),
+        (["quantize", "/no", "/tmp/new"], "/no is not a directory"),
+        (["quantize", "shared/demo_model", "/tmp"], "/tmp exists already"),
+        (["quantize", "shared/demo_model", "/tmp/new", "--group", "48"], "group_size 48"),
+        (["quantize", "shared/demo_model", "/tmp/new", "--ignore", "re:.*"], "left to quantise"),
     ],
 )
 def test_invalid_arguments_print_one_line_and_exit_with_2(arguments: list[str], words: str) -> None:

@@ -29,6 +29,7 @@ class CompilePlan:
     has_gelu: bool
     # Of QKV, output, gate and up, down, if the checkpoint is quantised
     quantised: tuple[QuantisedKind, ...] = ()
+    quantised_experts: tuple[QuantisedKind, ...] = ()  # gate and up, down
     has_experts: bool = False  # in some layers
 
     def marker(self, part: str) -> Path:

@@ -113,13 +113,26 @@ def _compile_experts(plan: CompilePlan) -> None:
     logits, x, lanes = torch.zeros(_FEW, 1), _zeros(plan, _FEW, _BLOCK), SumLanes.of((0, _BLOCK))
     choice = route(logits, None, 1, _Routing())
     rows = sort_by_expert(choice.ids, 1)
-    weight = _weight(plan, _BLOCK, _BLOCK)
-    packed = for_products(weight)
-    if packed is not None:
-        grouped_linear(x, rows.tokens, rows.offsets, weight, lanes=lanes)
-        lane_linear(x, weight, lanes=lanes)
-        packed_linear(x, packed)
+    qkv, output, gate_up, down = plan.quantised or ("dense",) * 4
+    for each in _packable(plan, *(plan.quantised_experts or ("dense",))):
+        grouped_linear(x, rows.tokens, rows.offsets, each, lanes=lanes)
+    for each in _packable(plan, output, down):
+        lane_linear(x, each, lanes=lanes)
+    for each in _packable(plan, qkv, gate_up):
+        packed_linear(x, for_products(each))
     add_experts(x, rows.places, choice.weights, None, _BLOCK)
+
+
+def _packable(plan: CompilePlan, *kinds: QuantisedKind) -> list[Any]:
+    """A weight of each kind that the compiled loops multiply with."""
+    from kernels.cpu.gemm.packed_linear import for_products
+
+    shape = _BLOCK, _BLOCK
+    found = [
+        _weight(plan, *shape) if kind == "dense" else _quantised_weight(kind, shape)
+        for kind in sorted(set(kinds))
+    ]
+    return [each for each in found if for_products(each) is not None]
 
 
 def compile_layers_by_rows(plan: CompilePlan) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import nn
 
+from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import Linear
+from shared.engine.layers.moe import Experts
 from shared.engine.quantisation.formats import WeightFormat
 from shared.engine.quantisation.quantisation import LayerFormats
 from shared.errors import CheckpointError
+
+
+class Quantisable(Protocol):
+    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
+        `width`: their columns, by default the weight's.
+
+        Raises CheckpointError if groups of columns do not fill a row.
+        """
 
 
 def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
@@ -19,31 +31,35 @@ def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
     """
     if formats is None:
         return
-    for linear, rows in _linears(layer):
+    for linear, rows, width in _linears(layer):
         found = {path: formats.of(path) for path in rows}
-        form = next(iter(found.values()))
-        if any(each != form for each in found.values()):
-            described = ", ".join(f"{path} {each or 'dense'}" for path, each in found.items())
+        path, form = next(iter(found.items()))
+        other = next((each for each in found if found[each] != form), None)
+        if other is not None:
+            described = f"{path} {form or 'dense'}, {other} {found[other] or 'dense'}"
             raise CheckpointError(
                 f"{formats.place}: {described}: they are one product and need one format"
             )
-        if form is not None:
-            _quantise(linear, form, rows, formats.place)
+        if form is None:
+            continue
+        try:
+            linear.quantise(form, list(rows.values()), width)
+        except CheckpointError as error:
+            raise CheckpointError(f"{formats.place}.{path}: {error.message}") from None
 
 
-def _quantise(linear: Linear, form: WeightFormat, rows: Mapping[str, int], place: str) -> None:
-    try:
-        linear.quantise(form, list(rows.values()))
-    except CheckpointError as error:
-        raise CheckpointError(f"{place}.{next(iter(rows))}: {error.message}") from None
-
-
-def _linears(layer: nn.Module) -> Iterator[tuple[Linear, dict[str, int]]]:
-    """Each linear layer with the checkpoint's layers that it consists of: path -> output rows."""
+def _linears(layer: nn.Module) -> Iterator[tuple[Quantisable, dict[str, int], int | None]]:
+    """Each product with the checkpoint's linear layers that it consists of: path -> output rows;
+    and their columns, None: the product's.
+    """
     for path, parent in layer.named_modules():
+        if isinstance(parent, Experts):
+            for product, experts, width in parent.linears():
+                yield product, {f"{path}.{part}": rows for part, rows in experts.items()}, width
+            continue
         fused: Mapping[str, Mapping[str, int]] = getattr(parent, "parts", {})
         for name, child in parent.named_children():
-            if isinstance(child, Linear):
-                parts = fused.get(name, {name: child.parameter.shape[0]})
+            if isinstance(child, Linear | LatentExpansion):
+                parts = fused.get(name, {name: child.num_rows})
                 at = f"{path}." if path else ""
-                yield child, {f"{at}{part}": rows for part, rows in parts.items()}
+                yield child, {f"{at}{part}": rows for part, rows in parts.items()}, None

@@ -11,6 +11,8 @@ for a prompt round otherwise, so that the bits of a token would depend on where 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +22,10 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear, unset_parameter
 from shared.engine.layers.norm import RMSNorm
+from shared.engine.layers.quantised_store import QuantisedStore, quantised_store
 from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
+from shared.engine.quantisation.formats import WeightFormat
 
 # transformers' modeling code has this default, whatever `rms_norm_eps` of the config is.
 NORM_EPS = 1e-6
@@ -86,11 +90,13 @@ class LatentAttention(PagedAttention):
 class LatentExpansion(nn.Module):
     """The weight that expands a latent to the keys (W_UK) and values (W_UV) of each head.
 
-    A checkpoint fills `weight` [num_heads · (nope + value), L]. `pack` replaces it by a matrix for
-    each head and direction, in the form that the device multiplies with.
+    A checkpoint fills `weight` [num_heads · (nope + value), L], or the memory of a quantised one.
+    `pack` replaces it by a dense matrix for each head and direction, in the form that the device
+    multiplies with.
     """
 
     is_batch_invariant = True
+    store: QuantisedStore | None = None
 
     def __init__(self, num_heads: int, latent: LatentConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -102,13 +108,31 @@ class LatentExpansion(nn.Module):
 
     def destinations(self) -> dict[str, Tensor]:
         assert self.weight is not None, "packed"
+        if self.store is not None:
+            return self.store.parts(self.weight)[0]
         return {"weight": self.weight}
+
+    @property
+    def num_rows(self) -> int:
+        """Of the unset weight."""
+        assert self.weight is not None, "packed"
+        return self.weight.shape[0]
+
+    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """See `Quantisable`."""
+        assert self.weight is not None, "packed"
+        width = self.weight.shape[1] if width is None else width
+        self.store = quantised_store(form, rows, width, self.weight.dtype)
+        memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=self.weight.device)
+        self.weight = nn.Parameter(memory, requires_grad=False)
 
     def pack(self) -> None:
         if self.weight is None:
             return
         num_heads, nope_dim, value_dim = self._sizes
-        heads = self.weight.detach().view(num_heads, nope_dim + value_dim, -1)
+        weight = self.weight.detach()
+        dense = weight if self.store is None else self.store.transcoded(weight).dense()
+        heads = dense.view(num_heads, nope_dim + value_dim, -1)
         self._keys = [pack_weight(each[:nope_dim].T.contiguous()) for each in heads]
         self._values = [pack_weight(each[nope_dim:].contiguous()) for each in heads]
         self.weight = None

@@ -67,6 +67,14 @@ class ProductModule(MatrixModule):
         if isinstance(self.weight, Tensor):
             self.replace_weight(self.packed(self.weight))
 
+    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """See `Quantisable`."""
+        unset = self.parameter
+        width = unset.shape[1] if width is None else width
+        self.store = quantised_store(form, rows, width, unset.dtype)
+        memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=unset.device)
+        self.replace_weight(nn.Parameter(memory, requires_grad=False))
+
     def packed(self, weight: Tensor) -> LaneWeight | QuantisedWeight:
         """A dense weight [N, K], one that is packed already, or a store's memory, in that form."""
         if self.store is not None:
@@ -98,21 +106,16 @@ class Linear(ProductModule):
         self.set_parameter(unset_parameter(out_features, in_features, dtype=dtype))
         self.bias = unset_parameter(out_features, dtype=dtype) if has_bias else None
 
+    @property
+    def num_rows(self) -> int:
+        """Of the unset weight."""
+        return self.parameter.shape[0]
+
     def join(self, mesh: Mesh, lanes: SumLanes) -> None:
         """The weight is one rank's part. `lanes`: those that it holds of the whole product's."""
         self.mesh, self.lanes = mesh, lanes
         self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()
-
-    def quantise(self, form: WeightFormat, rows: Sequence[int]) -> None:
-        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
-
-        Raises CheckpointError if groups of columns do not fill a row.
-        """
-        unset = self.parameter
-        self.store = quantised_store(form, rows, unset.shape[1], unset.dtype)
-        memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=unset.device)
-        self.replace_weight(nn.Parameter(memory, requires_grad=False))
 
     def destinations(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {"weight": self.parameter}

@@ -10,6 +10,7 @@ are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from kernels.ops import (
     Choice,
     ExpertRows,
+    QuantisedWeight,
     SumLanes,
     add_experts,
     can_compress_experts,
@@ -35,6 +37,8 @@ from shared.engine.parallel.cuts import BLOCK, column_lanes, whole_blocks
 from shared.engine.parallel.lanes import NUM_LANES, rank_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 from shared.engine.parallel.planning.expert_part import expert_range
+
+_GATED = ("gate_proj", "up_proj")
 
 
 class ExpertLinear(ProductModule):
@@ -54,18 +58,31 @@ class ExpertLinear(ProductModule):
         self.set_parameter(zero_parameter(num_experts * num_columns, width, dtype=dtype))
         self.is_compressible = can_compress_experts(self.parameter)
 
-    def packed(self, weight: Tensor) -> Tensor:
+    def packed(self, weight: Tensor) -> Tensor | QuantisedWeight:
+        if self.store is not None:
+            return self.store.transcoded(weight, is_padded=True)
         return pack_experts(weight)
 
     def set_lanes(self, lanes: SumLanes) -> None:
         self.lanes = lanes
         self._choose()
 
+    def stored(self, rows: Mapping[str, int], width: int) -> list[dict[str, Tensor]]:
+        """The tensors of the checkpoint's layers, by the ends of their names."""
+        if self.store is not None:
+            return self.store.parts(self.parameter)
+        dense = self.parameter.unflatten(0, (len(rows), -1))
+        return [
+            {"weight": each[:num_rows, :width]}
+            for each, num_rows in zip(dense, rows.values(), strict=True)
+        ]
+
     def forward(self, x: Tensor, rows: Tensor | None, offsets: Tensor) -> Tensor:
         return self.method(x, rows, offsets)
 
     def _choose(self) -> None:
-        self.method = choose_expert_method(self.weight, self.lanes)
+        if self.store is None or not isinstance(self.weight, Tensor):
+            self.method = choose_expert_method(self.weight, self.lanes)
 
 
 class Experts(nn.Module):
@@ -88,26 +105,31 @@ class Experts(nn.Module):
         self.inner = moe.held.columns[1] - moe.held.columns[0]
         self.hidden = config.hidden_size
         self.gate = GATES[config.activation]
-        num_held, inner, hidden = self.blocks = self._blocks()
+        num_held, inner, hidden = (
+            len(self.held),
+            whole_blocks(self.inner),
+            whole_blocks(self.hidden),
+        )
         share = moe.experts_per_token / moe.num_experts
         lanes = SumLanes.of((0, hidden)), SumLanes.of(column_lanes(inner))
         shapes = (num_held, 2 * inner, hidden), (num_held, hidden, inner)
         self.gate_up_proj = ExpertLinear(shapes[0], lanes[0], share, dtype=dtype)
         self.down_proj = ExpertLinear(shapes[1], lanes[1], share, dtype=dtype)
 
-    def _blocks(self) -> tuple[int, int, int]:
-        return len(self.held), whole_blocks(self.inner), whole_blocks(self.hidden)
+    def linears(self) -> list[tuple[ExpertLinear, dict[str, int], int]]:
+        """Each weight with the checkpoint's layers that it consists of, one below the other: name
+        -> output rows; and their columns.
+        """
+        inner, hidden = self.inner, self.hidden
+        gate_up = {f"{e}.{name}": inner for e in self.held for name in _GATED}
+        down = {f"{e}.down_proj": hidden for e in self.held}
+        return [(self.gate_up_proj, gate_up, hidden), (self.down_proj, down, inner)]
 
     def destinations(self) -> dict[str, Tensor]:
-        num_held, inner, hidden = self.blocks
-        gate_up = self.gate_up_proj.parameter.view(num_held, 2, inner, hidden)
-        down = self.down_proj.parameter.view(num_held, hidden, inner)
-        found = {}
-        for index, expert in enumerate(self.held):
-            gate, up = gate_up[index, :, : self.inner, : self.hidden]
-            found[f"{expert}.gate_proj.weight"] = gate
-            found[f"{expert}.up_proj.weight"] = up
-            found[f"{expert}.down_proj.weight"] = down[index, : self.hidden, : self.inner]
+        found: dict[str, Tensor] = {}
+        for linear, rows, width in self.linears():
+            for name, tensors in zip(rows, linear.stored(rows, width), strict=True):
+                found |= {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
         return found
 
     def join(self, mesh: Mesh) -> None:

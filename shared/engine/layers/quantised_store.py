@@ -62,17 +62,18 @@ class QuantisedStore:
             found[part][kind] = data.view(DTYPES[dtype]).view(shape)
         return found
 
-    def transcoded(self, memory: Tensor) -> QuantisedWeight:
-        """The weight in the order that kernels read."""
+    def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantisedWeight:
+        """The weight in the order that kernels read; `is_padded`: each layer has full blocks."""
         parts = self.parts(memory)
+        mode = {"is_padded": is_padded}
         if isinstance(self.form, Int4):
             int4 = [
                 Int4Part(part["weight_packed"], part["weight_scale"], part.get("weight_zero_point"))
                 for part in parts
             ]
-            return int4_weight(int4, self.width, self.form.group or self.width, self.dtype)
+            return int4_weight(int4, self.width, self.form.group or self.width, self.dtype, **mode)
         fp8 = [Fp8Part(part["weight"], part["weight_scale_inv"]) for part in parts]
-        return fp8_weight(fp8, self.dtype)
+        return fp8_weight(fp8, self.dtype, **mode)
 
     @cached_property
     def _spans(self) -> list[_Span]:

@@ -11,6 +11,7 @@ import torch
 
 from shared.engine.kv_cache import num_blocks_for
 from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.weight_cuts import WeightCuts
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.rank_layout import kv_shards
 from shared.engine.parallel.planning.worker_parts import worker_parts
@@ -70,7 +71,11 @@ def load_group(
     num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
     whole = model_on_meta(config, dtype)
     with open_weights(model_dir, config, whole, options.load_format) as source:
-        matched_names(source.tensors, whole.weight_destinations())
+        names = matched_names(source.tensors, whole.weight_destinations())
+        for part in parts:
+            cuts = WeightCuts(config, part)
+            for name in names:
+                cuts.of(name)  # may be inside of a quantised weight's block
         revision = source.revision()
     num_threads = options.num_threads or torch.get_num_threads()
     joined = _join(hosts, model_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from threading import Event, Thread
 
 import structlog
@@ -16,8 +17,14 @@ log = structlog.get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 _BLOCK = 32
-_PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-_FUSED = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+# A part of each product -> its name where the checkpoint has it as one.
+_PARTS = {
+    "self_attn.q_proj": "self_attn.qkv_proj",
+    "self_attn.o_proj": "self_attn.o_proj",
+    "mlp.gate_proj": "mlp.gate_up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+_EXPERTS = {f"mlp.experts.0.{part}": f"mlp.experts.0.{part}" for part in ("gate_proj", "down_proj")}
 
 
 def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: bool) -> CompilePlan:
@@ -46,18 +53,23 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         has_plain_attention=not all(is_masked),
         has_masked_attention=any(is_masked),
         has_gelu=config.activation != "silu",
-        quantised=_quantised_kinds(config) if kv_layout.dtype == "bfloat16" else (),
+        quantised=_quantised_kinds(config, kv_layout, _PARTS),
+        quantised_experts=_quantised_kinds(config, kv_layout, _EXPERTS),
         has_experts=config.has_experts,
     )
 
 
-def _quantised_kinds(config: ModelConfig) -> tuple[QuantisedKind, ...]:
+def _quantised_kinds(
+    config: ModelConfig, kv_layout: KvLayout, paths: Mapping[str, str]
+) -> tuple[QuantisedKind, ...]:
     """Of the last layer: the first ones of some models differ."""
     formats = config.layers[-1].formats
-    if formats is None:
+    if formats is None or kv_layout.dtype != "bfloat16":
         return ()
-    fused = _FUSED if config.has_fused_projections else _PARTS
-    return tuple(_quantised_kind(formats.of(path)) for path in fused)
+    is_fused = config.has_fused_projections
+    return tuple(
+        _quantised_kind(formats.of(fused if is_fused else part)) for part, fused in paths.items()
+    )
 
 
 def _quantised_kind(form: WeightFormat | None) -> QuantisedKind:

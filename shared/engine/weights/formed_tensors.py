@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.engine.checkpoint_form import CheckpointForm, PairedRows
 from shared.engine.parallel.cuts import Cut
+from shared.engine.quantisation.formats import FP8_BLOCK
 from shared.engine.weights.stacked_experts import StackedPart, stacked_parts
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
@@ -63,14 +64,46 @@ class FormedTensors:
         if name in self._experts:
             self._experts[name].read_into(self._tensors, self._source[name], cut, out)
             return
-        for pattern, rows in self._paired:
-            if pattern.fullmatch(name):
-                _check_heads(name, cut, rows.head)
-                paired = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-                self._tensors.read_into(self._source[name], cut, paired)
-                out.copy_(paired.index_select(0, halves(len(out), rows).to(out.device)))
-                return
-        self._tensors.read_into(self._source[name], cut, out)
+        rows = self._paired_rows(name)
+        if rows is None:
+            self._tensors.read_into(self._source[name], cut, out)
+            return
+        _check_heads(name, cut, rows.head)
+        paired = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        self._tensors.read_into(self._source[name], cut, paired)
+        order = halves(len(out), rows).to(out.device)
+        if out.dtype == torch.float8_e4m3fn:  # has no index_select
+            out, paired = out.view(torch.uint8), paired.view(torch.uint8)
+        out.copy_(paired.index_select(0, order))
+
+    def _paired_rows(self, name: str) -> PairedRows | None:
+        """Of a tensor whose rows are those of its layer. Raises CheckpointError where scales or
+        zeros of a quantised weight cannot follow its rows.
+        """
+        layer, _, kind = name.rpartition(".")
+        plain = f"{layer}.weight" if kind.startswith("weight_") else name
+        rows = next((each for pattern, each in self._paired if pattern.fullmatch(plain)), None)
+        if rows is None or kind == "weight_shape":
+            return None
+        if kind == "weight_zero_point":
+            raise CheckpointError(
+                f"{self.path(name)}: tensor {name}: zero points of a layer with rotary pairs are "
+                "not supported"
+            )
+        if kind == "weight_scale_inv":
+            self._check_blocks(name, rows, self.info(plain).shape[0])
+            return None
+        return rows
+
+    def _check_blocks(self, name: str, rows: PairedRows, num_rows: int) -> None:
+        """The pairs of each head must be in one block of rows that share a scale."""
+        for first in range(rows.first, num_rows, rows.head):
+            last = first + rows.dim - 1
+            if first // FP8_BLOCK != last // FP8_BLOCK:
+                raise CheckpointError(
+                    f"{self.path(name)}: tensor {name}: rotary rows {first} to {last} of one head "
+                    f"are in two blocks of {FP8_BLOCK} rows"
+                )
 
 
 def model_names(names: list[str], form: CheckpointForm) -> list[tuple[str, str]]:

@@ -43,9 +43,12 @@ class QuantisedTensors:
         self._names = [name for name in tensors.names() if not name.endswith(f".{SHAPE}")]
         layers = _layers(destinations)
         found = _layers(tensors.names())
+        _check_groups(quantisation, layers)
         for layer in sorted(layers.keys() & found.keys()):
             _check_layer(tensors, layer, layers[layer], found[layer], quantisation)
-        _check_groups(quantisation, layers)
+        for name in tensors.names():
+            if name.rpartition(".")[2] in SCALES and name in destinations:
+                _check_scale(tensors, name, destinations[name].dtype)
         for name in tensors.names():
             if name.endswith(f".{SHAPE}"):
                 _check_shape(tensors, name.removesuffix(f".{SHAPE}"), destinations)
@@ -113,8 +116,6 @@ def _check_layer(
             f"{path}: tensor {layer}.{surplus} is unexpected: quantization_config "
             f"{quantisation.reason(layer)}"
         )
-    for kind in expected & set(SCALES):
-        _check_scale_dtype(tensors, f"{layer}.{kind}", kind)
 
 
 def _present(tensors: WeightSource, layer: str, found: set[str]) -> str:
@@ -136,12 +137,14 @@ def _form(kinds: set[str], weight_dtype: str) -> str:
     return "dense"
 
 
-def _check_scale_dtype(tensors: WeightSource, name: str, kind: str) -> None:
+def _check_scale(tensors: WeightSource, name: str, stored: torch.dtype) -> None:
+    """Scales are never rounded."""
     dtype, _ = tensors.info(name)
+    where = f"{tensors.path(name)}: tensor {name} is {dtype}"
     if dtype not in FLOATS:
-        raise CheckpointError(
-            f"{tensors.path(name)}: tensor {name} is {dtype}; scales are {', '.join(FLOATS)}"
-        )
+        raise CheckpointError(f"{where}; scales are {', '.join(FLOATS)}")
+    if stored == torch.bfloat16 and dtype != "BF16":
+        raise CheckpointError(f"{where}, but the config's dtype makes it BF16")
 
 
 def _check_groups(quantisation: Quantisation, layers: Mapping[str, set[str]]) -> None:

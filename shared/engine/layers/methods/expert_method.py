@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.ops import (
     CpuCompressed,
+    QuantisedWeight,
     SumLanes,
     Weight,
     grouped_linear,
     grouped_sums,
     is_cpu_compressed,
+    pack_experts,
     packed_form,
 )
+from shared.engine.parallel.cuts import BLOCK
 
 
 class ExpertMethod(Protocol):
@@ -58,8 +64,56 @@ class DenseExperts:
         return grouped_sums(x, rows, offsets, self._weight, lanes=self._lanes, num_sums=num_sums)
 
 
+class QuantisedExperts:
+    """A weight of four or eight bits, decoded just before it is multiplied. Where the compiled
+    loops cannot do this, one expert at a time is dequantised.
+    """
+
+    def __init__(self, weight: QuantisedWeight, lanes: SumLanes) -> None:
+        self._weight = weight
+        self._lanes = lanes
+        self.has_custom_gemm = packed_form(weight) is not None and weight.shape[1] == lanes.width
+
+    def __call__(self, x: Tensor, rows: Tensor | None, offsets: Tensor) -> Tensor:
+        if self.has_custom_gemm:
+            return grouped_linear(x, rows, offsets, self._weight, lanes=self._lanes)
+        parts = [
+            grouped_linear(own, None, ends, dense, lanes=self._lanes)
+            for own, ends, dense in self._by_expert(x, rows, offsets)
+        ]
+        return torch.cat(parts)
+
+    def partials(
+        self, x: Tensor, rows: Tensor | None, offsets: Tensor, num_sums: int = 1
+    ) -> Tensor:
+        if self.has_custom_gemm:
+            operands = x, rows, offsets, self._weight
+            return grouped_sums(*operands, lanes=self._lanes, num_sums=num_sums)
+        parts = [
+            grouped_sums(own, None, ends, dense, lanes=self._lanes, num_sums=num_sums)
+            for own, ends, dense in self._by_expert(x, rows, offsets)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _by_expert(
+        self, x: Tensor, rows: Tensor | None, offsets: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The rows of each expert that has some, their offsets, and its weight for products."""
+        own = x if rows is None else x.index_select(0, rows)
+        bounds = offsets.tolist()
+        num_strips = self._weight.shape[0] // BLOCK // (len(bounds) - 1)
+        for expert, (first, end) in enumerate(pairwise(bounds)):
+            if end > first:
+                dense = self._weight.strips(expert * num_strips, (expert + 1) * num_strips)
+                padded = torch.nn.functional.pad(dense, (0, x.shape[1] - dense.shape[1]))
+                ends = offsets.new_tensor([0, end - first])
+                yield own[first:end], ends, pack_experts(padded)
+
+
 def choose_expert_method(weight: Weight, lanes: SumLanes) -> ExpertMethod:
     """Raises ValueError for a form that has no product for experts."""
+    if isinstance(weight, QuantisedWeight):
+        return QuantisedExperts(weight, lanes)
     if isinstance(weight, Tensor) or is_cpu_compressed(weight):
         return DenseExperts(weight, lanes)
     raise ValueError(f"experts have no product for weights as {type(weight).__name__}")

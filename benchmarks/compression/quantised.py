@@ -1,0 +1,194 @@
+"""The engine with weights of four and eight bits, over its own speed in BF16, in one run.
+
+Decoding tiles beside the product must cost no more than the smaller weights save: at batch 1
+reading weights is the cost, at batch 64 and in prompts arithmetic is. All forms take random weights
+of the same shapes (no checkpoint is read), and alternate; a figure is the median of the rounds.
+Bytes are those of the weights in this process, over those of the checkpoint's tensors.
+
+    python -m benchmarks.compression.quantised [--layers 8] [--hidden 2048] [--inner 8192] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import Row, at_least, at_most, write_result
+from kernels.ops import cpu_host
+from shared.engine.layers.linear import ProductModule
+from shared.engine.runner import StepInputs
+from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.warm_up import idle_step
+
+VOCABULARY = 8192
+STEPS = {"batch 1": [1], "batch 64": [1] * 64, "prefill 512": [512]}
+# least speed over BF16, and most bytes over the file's
+BARS = {"int4, batch 1": 1.0, "int4, batch 64": 0.6}
+MOST_BYTES = 1.03
+GROUP = 32
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": GROUP,
+                },
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+def write_config(folder: Path, options: argparse.Namespace, quantised: dict[str, Any]) -> Path:
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": VOCABULARY,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.inner,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 128,
+        "num_key_value_heads": max(1, options.hidden // 512),
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        **({"quantization_config": quantised} if quantised else {}),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def steps(runner: ModelRunner) -> dict[str, StepInputs]:
+    """Steps of random tokens without a cached prefix: attention costs next to nothing."""
+    found = {}
+    for name, query_lens in STEPS.items():
+        step = idle_step(runner.kv_layout.block_size, query_lens, num_groups=1)
+        tokens = np.random.default_rng(0).integers(3, VOCABULARY, len(step.input_ids))
+        step.input_ids[:] = tokens
+        found[name] = step
+    return found
+
+
+def seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def measure(runners: dict[str, ModelRunner], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds by case and form; forms alternate, the first round warms up."""
+    given = {form: steps(runner) for form, runner in runners.items()}
+    found: dict[str, dict[str, list[float]]] = {}
+    for round_index in range(rounds + 1):
+        for case in STEPS:
+            for form, runner in runners.items():
+                taken = seconds(lambda run=runner.step_logits, x=given[form][case]: run(x))
+                if round_index:
+                    found.setdefault(case, {}).setdefault(form, []).append(taken)
+    return found
+
+
+def bytes_of_layers(runner: ModelRunner) -> int:
+    """Of the linear layers, without embedding and head: all of them are quantised."""
+    report = runner.weights
+    if report.num_quantised:
+        return report.num_quantised_bytes
+    layers = runner.executor.model.layers
+    linears = (each for each in layers.modules() if isinstance(each, ProductModule))
+    return sum(each.weight.numel() * 2 for each in linears)
+
+
+def rows_of(found: dict[str, dict[str, list[float]]], runners: dict[str, ModelRunner]) -> list[Row]:
+    rows: list[Row] = []
+    for case, by_form in found.items():
+        for form in runners:
+            if form == "bf16":
+                continue
+            ratios = sorted(
+                bf16 / own for bf16, own in zip(by_form["bf16"], by_form[form], strict=True)
+            )
+            rows.append(
+                {
+                    "case": f"{form}, {case}",
+                    "ms": round(1e3 * statistics.median(by_form[form]), 2),
+                    "bf16_ms": round(1e3 * statistics.median(by_form["bf16"]), 2),
+                    "speed_over_bf16": round(statistics.median(ratios), 3),
+                    "least": round(ratios[0], 3),
+                    "most": round(ratios[-1], 3),
+                }
+            )
+    return rows
+
+
+def byte_rows(runners: dict[str, ModelRunner]) -> list[Row]:
+    num_weights = runners["int4"].weights.num_quantised
+    file_bytes = {"int4": num_weights * (0.5 + 2 / GROUP), "fp8": num_weights * (1 + 4 / 128**2)}
+    return [
+        {
+            "case": f"{form}, bytes",
+            "resident_mb": round(bytes_of_layers(runners[form]) / 1e6, 2),
+            "file_mb": round(stored / 1e6, 2),
+            "over_file": round(bytes_of_layers(runners[form]) / stored, 4),
+            "over_bf16": round(bytes_of_layers(runners[form]) / (2 * num_weights), 4),
+        }
+        for form, stored in file_bytes.items()
+    ]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        cpu_host()  # its compiled code stays where it is
+        os.environ["HEARTH_CACHE_DIR"] = folder
+        runners = {
+            form: load_runner(
+                write_config(Path(folder, form), options, quantised),
+                dtype="bfloat16",
+                load_format="dummy",
+                kv_cache_bytes=64 << 20,
+                num_threads=options.threads,
+            )
+            for form, quantised in CONFIGS.items()
+        }
+        rows = rows_of(measure(runners, options.rounds), runners)
+        sizes = byte_rows(runners)
+    speeds = {row["case"]: row["speed_over_bf16"] for row in rows}
+    bars = [at_least(f"{case} / BF16", speeds[case], least, "") for case, least in BARS.items()]
+    bars += [
+        at_most(f"{row['case']} / the file's", row["over_file"], MOST_BYTES, "") for row in sizes
+    ]
+    write_result("quantised", rows + sizes, bars, ["-m", "benchmarks.compression.quantised", *argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,113 @@
+"""Products with quantised weights have the bits of products with the dequantised ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.gemm import packed_linear
+from kernels.cpu.gemm.avx512_bf16_gemm import can_pack_pairs
+from kernels.cpu.gemm.lane_linear import lane_linear, lane_sums, pack_lanes
+from kernels.cpu.gemm.linear import linear, pack_weight
+from kernels.cpu.gemm.quantised.planes import Fp8Planes, Int4Planes
+from kernels.cpu.gemm.quantised_linear import (
+    quantised_lane_linear,
+    quantised_lane_sums,
+    quantised_linear,
+)
+from kernels.quantised_weight import QuantisedWeight
+from kernels.sum_lanes import SumLanes
+from tests.kernels.support.quantised import (
+    ODD_SCALES,
+    assert_same_bits,
+    random_fp8,
+    random_int4,
+)
+from tests.threads import computing_threads
+
+# (N, K): decoded beside the product; partial blocks; fewer rows than a block
+SHAPES = [(64, 128), (160, 640), (96, 384), (33, 96), (7, 64), (200, 320), (300, 1152)]
+NUM_ROWS = (1, 2, 9, 33, 70, 300)
+BF16 = torch.bfloat16
+HAS_PAIRS = can_pack_pairs(torch.empty(32, 32, dtype=BF16))
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    with computing_threads(request.param):
+        yield
+
+
+def weights(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[QuantisedWeight, Tensor]]:
+    torch.manual_seed(shape[0])
+    return [
+        random_int4(*shape, 32, has_zeros=False, dtype=dtype),
+        random_int4(*shape, 32, has_zeros=True, dtype=dtype),
+        random_int4(*shape, shape[1], has_zeros=False, scale_dtype=torch.float32, dtype=dtype),
+        random_fp8(*shape, dtype=dtype),
+    ]
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_products_have_the_bits_of_dense_weights(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, bias = torch.randn(max(NUM_ROWS), shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+    for weight, dense in weights(shape, dtype):
+        packed = pack_weight(dense)
+        for num_rows in NUM_ROWS:
+            rows = x[:num_rows]
+            found = quantised_linear(rows, weight, bias, has_kernels=True)
+            assert_same_bits(found, linear(rows, packed, bias))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "lanes",
+    [SumLanes.of((0, 32, 96, 96, 128, 160, 256, 320, 384)), SumLanes.of((0, 24, 384))],
+    ids=["blocks", "partial blocks"],
+)
+def test_sums_of_lanes_have_the_bits_of_dense_weights(lanes: SumLanes, dtype: torch.dtype) -> None:
+    x, bias = torch.randn(70, 384).to(dtype), torch.randn(96).to(dtype)
+    for weight, dense in weights((96, 384), dtype)[::3]:
+        packed = pack_lanes(dense, lanes, has_kernels=True)
+        mode = {"lanes": lanes, "has_kernels": True}
+        found = quantised_lane_linear(x, weight, bias, **mode)
+        assert_same_bits(found, lane_linear(x, packed, bias, lanes=lanes))
+        for num_sums in (1, 2):
+            found = quantised_lane_sums(x, weight, num_sums=num_sums, **mode)
+            assert_same_bits(found, lane_sums(x, packed, lanes=lanes, num_sums=num_sums))
+
+
+def test_subnormal_and_huge_scales_are_multiplied_as_with_dense_weights() -> None:
+    x = torch.randn(40, 256).to(BF16)
+    for weight, dense in (
+        random_int4(64, 256, 32, has_zeros=True, scales=ODD_SCALES),
+        random_int4(64, 256, 32, has_zeros=False, scales=(0.0, -0.0, -1.0, 2.0**-99)),
+        random_fp8(64, 256, scales=(1e-40, 0.5)),
+        random_fp8(64, 256, has_nan=True),
+    ):
+        found = quantised_linear(x, weight, has_kernels=True)
+        assert_same_bits(found, linear(x, pack_weight(dense)))
+
+
+@pytest.mark.skipif(not HAS_PAIRS, reason="this CPU has no products of BF16")
+def test_whole_blocks_are_decoded_beside_the_product() -> None:
+    kinds = [type(packed_linear.for_products(weight)) for weight, _ in weights((64, 128), BF16)]
+    assert kinds == [Int4Planes, Int4Planes, Int4Planes, Fp8Planes]
+    for weight, _ in (*weights((33, 96), BF16), *weights((64, 128), torch.float32)):
+        assert packed_linear.for_products(weight) is None
+    tiny = random_int4(64, 128, 32, has_zeros=False, scales=(2.0**-110,))[0]
+    assert packed_linear.for_products(tiny) is None
+
+
+def test_without_compiled_loops_the_library_multiplies() -> None:
+    x = torch.randn(5, 128).to(BF16)
+    for weight, dense in weights((64, 128), BF16):
+        found = quantised_linear(x, weight, has_kernels=False).float()
+        assert torch.allclose(found, (x.float() @ dense.float().T), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,69 @@
+"""Random quantised tensors as checkpoints store them, and their dense weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.quantised_weight import (
+    Fp8Part,
+    Int4Part,
+    QuantisedWeight,
+    fp8_weight,
+    int4_weight,
+)
+from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
+
+# Scales that rounding, signs and subnormal numbers depend on.
+ODD_SCALES = (0.0, -0.0, 1e-40, 2.0**-133, 2.0**-126, -0.5, 3e38)
+
+
+def random_words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def random_int4(
+    num_rows: int,
+    width: int,
+    group: int,
+    *,
+    has_zeros: bool,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    scales: tuple[float, ...] = (),
+) -> tuple[QuantisedWeight, Tensor]:
+    """`scales` replace some of the random ones."""
+    groups = -(-width // group)
+    scale = (torch.randn(num_rows, groups) * 0.02).to(scale_dtype)
+    for index, each in enumerate(scales):
+        scale.view(-1)[index * 5 % scale.numel()] = each
+    packed = random_words(num_rows, -(-width // 8))
+    zeros = random_words(-(-num_rows // 8), groups) if has_zeros else None
+    weight = int4_weight([Int4Part(packed, scale, zeros)], width, group, dtype)
+    return weight, dequantise_int4(packed, scale, zeros, width, dtype)
+
+
+def random_fp8(
+    num_rows: int,
+    width: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    scales: tuple[float, ...] = (),
+    has_nan: bool = False,
+) -> tuple[QuantisedWeight, Tensor]:
+    codes = torch.randint(0, 256, (num_rows, width)).to(torch.uint8)
+    if not has_nan:
+        codes[(codes & 127) == 127] = 0x80
+    scale = torch.randn(-(-num_rows // 128), -(-width // 128)) * 0.01
+    for index, each in enumerate(scales):
+        scale.view(-1)[index % scale.numel()] = each
+    stored = codes.view(torch.float8_e4m3fn)
+    return fp8_weight([Fp8Part(stored, scale)], dtype), dequantise_fp8(stored, scale, dtype)
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    """NaN may have any payload."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    bits = torch.int16 if found.element_size() == 2 else torch.int32
+    is_same = found.contiguous().view(bits) == expected.contiguous().view(bits)
+    assert bool((is_same | (found.isnan() & expected.isnan())).all())

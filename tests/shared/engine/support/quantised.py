@@ -1,0 +1,62 @@
+"""Quantised checkpoints, and the dense ones that have the same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
+from shared.engine.quantise.quantise_folder import quantise_folder
+
+FILE, CONFIG = "model.safetensors", "config.json"
+
+
+class NoProgress:
+    def expect(self, num_bytes: int) -> None: ...
+    def advance(self, what: str, num_bytes: int) -> None: ...
+
+
+def quantise(source: Path, target: Path, kind: Literal["int4", "fp8"], **options: Any) -> Path:
+    quantise_folder(source, target, kind, NoProgress(), **options)
+    return target
+
+
+def dequantise_folder(source: Path, target: Path, dtype: torch.dtype) -> Path:
+    """Writes the dense checkpoint whose weights are the dequantised ones in `dtype`."""
+    shutil.copytree(source, target)
+    edit_config(target, lambda config: config.pop("quantization_config"))
+    edit_tensors(target, lambda tensors: _dequantise(tensors, dtype))
+    return target
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    edit(config)
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / FILE)
+    edit(tensors)
+    (folder / FILE).unlink()
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+
+def _dequantise(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    for name in [*tensors]:
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight_packed":
+            width = int(tensors.pop(f"{layer}.weight_shape")[1])
+            zeros = tensors.pop(f"{layer}.weight_zero_point", None)
+            parts = tensors.pop(name), tensors.pop(f"{layer}.weight_scale"), zeros
+            tensors[f"{layer}.weight"] = dequantise_int4(*parts, width, dtype)
+        elif kind == "weight_scale_inv":
+            codes = tensors.pop(f"{layer}.weight")
+            tensors[f"{layer}.weight"] = dequantise_fp8(codes, tensors.pop(name), dtype)

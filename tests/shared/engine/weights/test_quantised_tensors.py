@@ -1,0 +1,196 @@
+"""Tensors that contradict quantization_config, or each other: one line that names both."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.runners.load import load_runner
+from shared.errors import CheckpointError
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.quantised import (
+    dequantise_folder,
+    edit_config,
+    edit_tensors,
+    quantise,
+)
+
+UP = "model.layers.1.mlp.up_proj"
+Edit = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    write_llama(root / "plain", dtype=torch.bfloat16, tie_word_embeddings=False)
+    found = {
+        "int4": quantise(root / "plain", root / "int4", "int4", group=16, is_symmetric=False),
+        "fp8": quantise(root / "plain", root / "fp8", "fp8"),
+    }
+    return found | {"dense": dequantise_folder(found["int4"], root / "dense", torch.bfloat16)}
+
+
+def set_tensor(name: str, tensor: Tensor) -> Edit:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def remove(name: str) -> Edit:
+    return lambda tensors: tensors.pop(name)
+
+
+def set_scales(kind: str, *values: float) -> Edit:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}.{kind}"].view(-1)[: len(values)] = torch.tensor(values)
+
+    return edit
+
+
+def ignore(*names: str) -> Edit:
+    return lambda config: config["quantization_config"].update(ignore=["lm_head", *names])
+
+
+def target(*names: str) -> Edit:
+    def edit(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["targets"] = list(names)
+
+    return edit
+
+
+def set_group(size: int) -> Edit:
+    def edit(config: dict[str, Any]) -> None:
+        weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+        weights["group_size"] = size
+
+    return edit
+
+
+TENSORS: dict[str, tuple[str, Edit, str]] = {
+    "scale missing": (
+        "int4",
+        remove(f"{UP}.weight_scale"),
+        f"tensor {UP}.weight_scale is missing beside weight_packed, weight_zero_point",
+    ),
+    "zeros missing": (
+        "int4",
+        remove(f"{UP}.weight_zero_point"),
+        f"tensor {UP}.weight_zero_point is missing beside weight_packed, weight_scale",
+    ),
+    "scale of a wrong shape": (
+        "int4",
+        set_tensor(f"{UP}.weight_scale", torch.ones(96, 4).bfloat16()),
+        f"tensor {UP}.weight_scale has shape [96, 4], the config requires [96, 3]",
+    ),
+    "packed of a wrong dtype": (
+        "int4",
+        set_tensor(f"{UP}.weight_packed", torch.ones(96, 6)),
+        f"tensor {UP}.weight_packed is F32, not I32",
+    ),
+    "scale of a wrong dtype": (
+        "int4",
+        set_tensor(f"{UP}.weight_scale", torch.ones(96, 3)),
+        f"tensor {UP}.weight_scale is F32, but the config's dtype makes it BF16",
+    ),
+    "shape that contradicts": (
+        "int4",
+        set_tensor(f"{UP}.weight_shape", torch.tensor([96, 64])),
+        f"tensor {UP}.weight_shape is [96, 64], but weight_packed must be [96, 6]",
+    ),
+    "shape of three": (
+        "int4",
+        set_tensor(f"{UP}.weight_shape", torch.tensor([1, 96, 48])),
+        f"tensor {UP}.weight_shape has shape [3], not [2]",
+    ),
+    "scales that are no numbers": (
+        "int4",
+        set_scales("weight_scale", float("nan"), float("inf")),
+        f"tensor {UP}.weight_scale: 2 of 288 scales are NaN or infinite",
+    ),
+    "order of columns": (
+        "int4",
+        set_tensor(f"{UP}.weight_g_idx", torch.arange(48).int()),
+        f"{UP} is an order of columns (weight_g_idx, actorder), but quantization_config makes it",
+    ),
+    "packed head": (
+        "int4",
+        set_tensor("lm_head.weight_packed", torch.ones(199, 6).int()),
+        "lm_head is int4 (weight_packed), but quantization_config ignores it by 'lm_head'",
+    ),
+    "fp8 scale missing": (
+        "fp8",
+        remove(f"{UP}.weight_scale_inv"),
+        f"{UP} is F8_E4M3, but quantization_config makes it fp8 in blocks of 128 x 128",
+    ),
+    "fp8 per channel": (
+        "fp8",
+        lambda tensors: tensors.update(
+            {f"{UP}.weight_scale": tensors.pop(f"{UP}.weight_scale_inv")}
+        ),
+        f"{UP} is F8_E4M3 (weight_scale), but quantization_config makes it fp8 in blocks",
+    ),
+    "fp8 scale that is no number": (
+        "fp8",
+        set_scales("weight_scale_inv", float("-inf")),
+        f"tensor {UP}.weight_scale_inv: 1 of 1 scales are NaN or infinite",
+    ),
+}
+CONFIGS: dict[str, tuple[str, Edit, str]] = {
+    "ignored and packed": (
+        "int4",
+        ignore(r"re:.*mlp.*"),
+        "down_proj is int4 (weight_packed), but quantization_config ignores it by 're:.*mlp.*'",
+    ),
+    "not targeted and packed": (
+        "int4",
+        target(r"re:.*self_attn.*"),
+        ".mlp.down_proj is int4 (weight_packed), but quantization_config targets it with no config",
+    ),
+    "group that matches nothing": (
+        "int4",
+        target(r"re:.*experts.*"),
+        "no layer is matched by the targets ['re:.*experts.*']",
+    ),
+    "groups that do not fill a row": (
+        "int4",
+        set_group(36),
+        "model.layers.0.self_attn.q_proj: rows of 48 columns are no multiple of group_size 36",
+    ),
+    "dense weights": (
+        "dense",
+        lambda config: config.update(
+            quantization_config={
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            }
+        ),
+        ".mlp.down_proj is dense, but quantization_config makes it fp8 in blocks of 128 x 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_contradicting_tensors(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    kind, edit, message = TENSORS[case]
+    folder = shutil.copytree(folders[kind], tmp_path / "edited")
+    edit_tensors(folder, edit)
+    assert_refused(folder, message)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_contradicting_configs(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    kind, edit, message = CONFIGS[case]
+    folder = shutil.copytree(folders[kind], tmp_path / "edited")
+    edit_config(folder, edit)
+    assert_refused(folder, message)
+
+
+def assert_refused(folder: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as error:
+        load_runner(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
+    assert "\n" not in error.value.message
