@@ -44,7 +44,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "moe": (
-        "Decode of a mixture of experts (16, 2 a token) beside transformers' fastest, BF16, tokens/s",
+        "Decode with 16 experts, 2 a token, beside transformers' fastest way, BF16, tokens/s",
         {
             "case": "case",
             "Hearth": "hearth_tokens_per_s",
