@@ -105,23 +105,25 @@ class Experts(nn.Module):
         self.inner = moe.held.columns[1] - moe.held.columns[0]
         self.hidden = config.hidden_size
         self.gate = GATES[config.activation]
-        num_held, inner, hidden = self.blocks = self._blocks()
+        num_held, inner, hidden = (
+            len(self.held),
+            whole_blocks(self.inner),
+            whole_blocks(self.hidden),
+        )
         share = moe.experts_per_token / moe.num_experts
         lanes = SumLanes.of((0, hidden)), SumLanes.of(column_lanes(inner))
         shapes = (num_held, 2 * inner, hidden), (num_held, hidden, inner)
         self.gate_up_proj = ExpertLinear(shapes[0], lanes[0], share, dtype=dtype)
         self.down_proj = ExpertLinear(shapes[1], lanes[1], share, dtype=dtype)
 
-    def _blocks(self) -> tuple[int, int, int]:
-        return len(self.held), whole_blocks(self.inner), whole_blocks(self.hidden)
-
     def linears(self) -> list[tuple[ExpertLinear, dict[str, int], int]]:
         """Each weight with the checkpoint's layers that it consists of, one below the other: name
         -> output rows; and their columns.
         """
-        gate_up = {f"{expert}.{name}": self.inner for expert in self.held for name in _GATED}
-        down = {f"{expert}.down_proj": self.hidden for expert in self.held}
-        return [(self.gate_up_proj, gate_up, self.hidden), (self.down_proj, down, self.inner)]
+        inner, hidden = self.inner, self.hidden
+        gate_up = {f"{e}.{name}": inner for e in self.held for name in _GATED}
+        down = {f"{e}.down_proj": hidden for e in self.held}
+        return [(self.gate_up_proj, gate_up, hidden), (self.down_proj, down, inner)]
 
     def destinations(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
