@@ -33,6 +33,7 @@ MODELS = {
     "mistral": Family("MistralForCausalLM", {"sliding_window": 70}),
     "gemma3": FAMILIES["gemma3"],
     "phi3": FAMILIES["phi3, longrope"],
+    "deepseek": FAMILIES["deepseek"],  # latents
 }
 CASES = [
     ("llama", "bfloat16", "greedy"),
@@ -42,6 +43,7 @@ CASES = [
     ("mistral", "float32", "greedy"),
     ("gemma3", "bfloat16", "greedy"),
     ("phi3", "float32", "seeded"),
+    ("deepseek", "bfloat16", "seeded"),
 ]
 
 
