@@ -1,4 +1,4 @@
-"""A prompt near the longest context of Kimi, on narrow layers of its shape: pushed, cached, resumed."""
+"""A prompt near the longest context of Kimi, on narrow layers: pushed, cached and resumed."""
 
 from __future__ import annotations
 
