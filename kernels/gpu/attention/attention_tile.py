@@ -132,9 +132,7 @@ def load_tail(
     VALUE_DIM: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
 ):
-    """The tails of queries [BLOCK_M, BLOCK_TAIL]; None if keys have none."""
-    if BLOCK_TAIL == 0:
-        return None
+    """The tails of queries [BLOCK_M, BLOCK_TAIL]."""
     column = VALUE_DIM + tl.arange(0, BLOCK_TAIL)[None, :]
     is_row = tl.max(is_inside.to(tl.int32), axis=1) > 0
     is_read = is_row[:, None] & (column < HEAD_DIM)
@@ -159,7 +157,7 @@ def scales(scale, softcap, kv_scales_ptr, head, num_kv_heads):
 @triton.jit
 def attend(
     q,  # [BLOCK_M, BLOCK_D]
-    tail,  # [BLOCK_M, BLOCK_TAIL], or None
+    tail,  # [BLOCK_M, BLOCK_TAIL], if keys have one
     position,  # [BLOCK_M]: a row attends to tokens up to its own
     span,  # [lowest, stop) is visible; [first_full, end_full), full tiles, is visible to each row
     paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows per block
@@ -255,7 +253,7 @@ def _attend_tiles(
         last_row = row
 
         score = dot(q, tl.trans(key.to(q.dtype)), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        if tail is not None:
+        if HEAD_DIM > VALUE_DIM:
             rest = VALUE_DIM + tl.arange(0, tail.shape[1])[None, :]
             key = _load_rows(key_ptr, row, start, rest, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
             score = dot(tail, tl.trans(key.to(q.dtype)), score)

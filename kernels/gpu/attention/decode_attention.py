@@ -188,7 +188,9 @@ def _decode_attention_kernel(
     is_inside = (row < GROUP)[:, None] & (column < VALUE_DIM)  # [BLOCK_M, BLOCK_D]
     q_offset = seq.to(tl.int64) * stride_query_seq + (head * GROUP + row) * stride_query_head
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
-    tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
+    tail = q
+    if BLOCK_TAIL > 0:
+        tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(0))
     scoring = (score_scale, softcap, lower_ptr)

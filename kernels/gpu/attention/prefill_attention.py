@@ -129,7 +129,9 @@ def _prefill_attention_kernel(
     column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
     q_offset = row_index * stride_query_token + row_head * stride_query_head
     q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
-    tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
+    tail = q
+    if BLOCK_TAIL > 0:
+        tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(1))
     key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM

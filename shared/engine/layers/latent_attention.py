@@ -127,23 +127,34 @@ class LatentExpansion(nn.Module):
         self.weight = nn.Parameter(memory, requires_grad=False)
 
     def pack(self) -> None:
+        if self.weight is not None:
+            self._keys, self._values = self.matrices()
+            self.weight = None
+
+    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
+        """W_UKᵀ [L, nope] and W_UV [value, L] of each head. Copies until `pack`: steps that only
+        compile kernels run before.
+        """
         if self.weight is None:
-            return
+            return self._keys, self._values
         num_heads, nope_dim, value_dim = self._sizes
         weight = self.weight.detach()
         dense = weight if self.store is None else self.store.transcoded(weight).dense()
         heads = dense.view(num_heads, nope_dim + value_dim, -1)
-        self._keys = [pack_weight(each[:nope_dim].T.contiguous()) for each in heads]
-        self._values = [pack_weight(each[nope_dim:].contiguous()) for each in heads]
-        self.weight = None
+        return (
+            [pack_weight(each[:nope_dim].T.contiguous()) for each in heads],
+            [pack_weight(each[nope_dim:].contiguous()) for each in heads],
+        )
 
     def absorbed(self, query: Tensor) -> Tensor:
         """query [T, num_heads, nope] -> query · W_UK [T, num_heads, L]."""
-        return per_head_linear(query, self._keys, is_batch_invariant=self.is_batch_invariant)
+        keys, _ = self.matrices()
+        return per_head_linear(query, keys, is_batch_invariant=self.is_batch_invariant)
 
     def values(self, attended: Tensor) -> Tensor:
         """attended [T, num_heads, L] -> attended · W_UVᵀ [T, num_heads, value]."""
-        return per_head_linear(attended, self._values, is_batch_invariant=self.is_batch_invariant)
+        _, values = self.matrices()
+        return per_head_linear(attended, values, is_batch_invariant=self.is_batch_invariant)
 
 
 def _norm(size: int, config: ModelConfig, dtype: torch.dtype) -> RMSNorm:

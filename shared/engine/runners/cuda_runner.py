@@ -9,8 +9,9 @@ from typing import Self
 from torch import Tensor
 
 from kernels.device import on_triton_compile
-from kernels.ops import product_row_counts
+from kernels.ops import SumLanes, Weight, product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import ProductModule
 from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.checkpoint_config import read_config
@@ -119,12 +120,15 @@ class CudaRunner(ModelRunner):
 def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     """Launches every kernel that a step or a push can need, and runs the largest steps."""
     kv_layout = executor.kv_layout
-    modules = executor.model.modules()
-    weights = [
+    modules = list(executor.model.modules())
+    weights: list[tuple[Weight, SumLanes | None]] = [
         (each.weight, each.lanes)
         for each in modules
         if isinstance(each, ProductModule) and not isinstance(each, ExpertLinear)
     ]
+    for each in modules:
+        if isinstance(each, LatentExpansion):
+            weights += [(matrices[0], None) for matrices in each.matrices()]
     row_counts = product_row_counts(
         weights,
         executor.kv_cache.dtype,

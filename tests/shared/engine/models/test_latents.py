@@ -108,3 +108,13 @@ def test_a_bad_config_is_one_line(
     with pytest.raises(CheckpointError, match=error) as raised:
         load_runner(tmp_path, dtype="float32", kv_cache_bytes=1 << 20)
     assert "\n" not in raised.value.message
+
+
+def test_tensors_that_are_not_used_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FAMILIES["kimi, text"].write(tmp_path)
+    load_runner(tmp_path, dtype="float32", kv_cache_bytes=1 << 20)
+    line = next(each for each in capsys.readouterr().out.splitlines() if "not_used" in each)
+    assert "count=3" in line
+    assert "first=language_model.model.layers.3.eh_proj.weight" in line

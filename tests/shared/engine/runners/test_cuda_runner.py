@@ -21,6 +21,7 @@ from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import LoadOptions
 from shared.errors import ConfigError
 from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.steps import Blocks, generate, prefill, step_of
 
 INDEX = 3
@@ -139,6 +140,16 @@ async def test_launch_from_a_thread_on_another_device_raises(model_dir: Path) ->
 
 
 def test_tokens_and_revision_equal_those_of_load_runner(model_dir: Path) -> None:
+    assert_equal_to_load_runner(model_dir)
+
+
+def test_latents_are_served_like_keys_and_values(tmp_path: Path) -> None:
+    """Steps compile kernels before the expansion of latents is packed."""
+    FAMILIES["deepseek"].write(tmp_path)
+    assert_equal_to_load_runner(tmp_path)
+
+
+def assert_equal_to_load_runner(model_dir: Path) -> None:
     found = load(model_dir, FakeDriver())
     expected = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
     assert found.revision == expected.revision

@@ -34,6 +34,7 @@ MODELS = {
     "gemma3": FAMILIES["gemma3"],
     "llama4": FAMILIES["llama4"],
     "phi3": FAMILIES["phi3, longrope"],
+    "deepseek": FAMILIES["deepseek"],  # latents
 }
 CASES = [
     ("llama", "bfloat16", "greedy"),
@@ -44,6 +45,7 @@ CASES = [
     ("gemma3", "bfloat16", "greedy"),
     ("llama4", "bfloat16", "greedy"),
     ("phi3", "float32", "seeded"),
+    ("deepseek", "bfloat16", "seeded"),
 ]
 
 
