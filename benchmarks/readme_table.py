@@ -47,6 +47,15 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         "Where the time of its decode step goes, batch 64, one thread",
         {"part": "part", "ms": "ms", "share": "share", "where": "where"},
     ),
+    "latents": (
+        "Decode of latent attention beside transformers, 16 heads of Kimi K2, BF16, tokens/s",
+        {
+            "case": "case",
+            "Hearth": "hearth_tokens_per_s",
+            "transformers": "transformers_tokens_per_s",
+            "ratio": "ratio",
+        },
+    ),
     "kv_transfer": (
         "KV push between two processes, checksums on, GB/s",
         {

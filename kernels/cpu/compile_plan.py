@@ -30,6 +30,7 @@ class CompilePlan:
     # Of QKV, output, gate and up, down, if the checkpoint is quantised
     quantised: tuple[QuantisedKind, ...] = ()
     has_experts: bool = False  # in some layers
+    has_latents: bool = False  # instead of keys and values
 
     def marker(self, part: str) -> Path:
         """A file that exists once the part is compiled."""

@@ -87,6 +87,8 @@ def _compile_layers(plan: CompilePlan) -> None:
             select_rows(head, torch.zeros(1).long())
     elif not plan.has_experts:
         _compile_single_operations(plan)
+    if plan.has_experts or plan.has_latents:
+        _compile_products(plan)
 
 
 def _compile_single_operations(plan: CompilePlan) -> None:
@@ -97,16 +99,31 @@ def _compile_single_operations(plan: CompilePlan) -> None:
     cos, sin = torch.zeros(2, _MANY, plan.head_dim // 2)
     for num_rows in (_FEW, _MANY):
         rms_norm(_zeros(plan, num_rows, _BLOCK), _zeros(plan, _BLOCK), 0.0)
-        heads, slots = _zeros(plan, num_rows, 3, plan.head_dim), torch.full((num_rows,), -1)
-        rotate_and_store(heads, cos[:num_rows], sin[:num_rows], _cache(plan), slots)
+        if not plan.has_latents:
+            heads, slots = _zeros(plan, num_rows, 3, plan.head_dim), torch.full((num_rows,), -1)
+            rotate_and_store(heads, cos[:num_rows], sin[:num_rows], _cache(plan), slots)
     (gelu_and_mul if plan.has_gelu else silu_and_mul)(_zeros(plan, _FEW, 2 * _BLOCK))
+
+
+def _compile_products(plan: CompilePlan) -> None:
+    """Of layers without a kernel for all of their operations, and of the output head."""
+    from kernels.cpu.gemm.argmax import packed_argmax
+    from kernels.cpu.gemm.lane_linear import lane_linear
+    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+
+    weight, x = _weight(plan, _BLOCK, _BLOCK), _zeros(plan, _FEW, _BLOCK)
+    packed = for_products(weight)
+    if packed is not None:
+        packed_linear(x, packed)
+        packed_linear(x, packed, dtype=torch.float32)
+        packed_argmax(x, packed)
+        lane_linear(x, weight, lanes=SumLanes.of((0, _BLOCK)))
 
 
 def _compile_experts(plan: CompilePlan) -> None:
     """The operations of a layer with experts, beside the single ones of any layer."""
     from kernels.cpu.gemm.grouped_linear import grouped_linear
-    from kernels.cpu.gemm.lane_linear import lane_linear
-    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+    from kernels.cpu.gemm.packed_linear import for_products
     from kernels.cpu.moe.expert_rows import add_experts, sort_by_expert
     from kernels.cpu.moe.route import route
 
@@ -114,11 +131,8 @@ def _compile_experts(plan: CompilePlan) -> None:
     choice = route(logits, None, 1, _Routing())
     rows = sort_by_expert(choice.ids, 1)
     weight = _weight(plan, _BLOCK, _BLOCK)
-    packed = for_products(weight)
-    if packed is not None:
+    if for_products(weight) is not None:
         grouped_linear(x, rows.tokens, rows.offsets, weight, lanes=lanes)
-        lane_linear(x, weight, lanes=lanes)
-        packed_linear(x, packed)
     add_experts(x, rows.places, choice.weights, None, _BLOCK)
 
 

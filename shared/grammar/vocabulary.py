@@ -9,8 +9,7 @@ from llguidance import LLTokenizer
 
 from shared.errors import CheckpointError
 from shared.grammar.matcher import Matcher, compile_grammar
-
-TOKENIZER_FILE = "tokenizer.json"
+from shared.tokenizer.tokenizer_file import TOKENIZER_FILE, tokenizer_file
 
 
 class Vocabulary:
@@ -53,7 +52,7 @@ def load_vocabulary(
 ) -> Vocabulary:
     """Of a model's folder; parameters as of `Vocabulary`. Raises CheckpointError."""
     try:
-        tokenizer_json = (model_dir / TOKENIZER_FILE).read_text(encoding="utf-8")
+        tokenizer_json = tokenizer_file(model_dir).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
     return Vocabulary(tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

@@ -10,8 +10,9 @@ from msgspec import Meta
 
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.tokenizer import PromptTokenizer
-from shared.errors import ConfigError
+from shared.errors import CheckpointError, ConfigError
 from shared.messages import NumTokens, TokenId
+from shared.tokenizer.tokenizer_file import tokenizer_file
 from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class ModelFiles:
         self.name = model_dir.name
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         source = _template_source(model_dir, config)
-        self.tokenizer = PromptTokenizer(model_dir / "tokenizer.json", source or "")
+        self.tokenizer = PromptTokenizer(_tokenizer_file(model_dir), source or "")
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
         self.limits = _read(model_dir / "config.json", ModelLimits)
         self.response_template = config.response_template
@@ -89,6 +90,13 @@ class ModelFiles:
             markers=self.tokenizer.markers,
             variables=variables,
         )
+
+
+def _tokenizer_file(model_dir: Path) -> Path:
+    try:
+        return tokenizer_file(model_dir)
+    except CheckpointError as error:
+        raise ConfigError(error.message) from error
 
 
 def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:

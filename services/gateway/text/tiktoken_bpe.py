@@ -21,9 +21,10 @@ import msgspec
 import tiktoken
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from services.gateway.text.token_bytes import byte_characters
+from shared.tokenizer.tiktoken_model import KIMI, byte_characters
 
-# Patterns of GPT-2, Llama 3, Qwen 2. Each matches any text: tiktoken drops unmatched characters.
+# Patterns of GPT-2, Llama 3, Qwen 2 (and Kimi K2, whose own tokenizer is tiktoken).
+# Each matches any text: tiktoken drops unmatched characters.
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -146,7 +147,7 @@ def _pattern_of(pre_tokenizer: _PreTokenizer | None) -> str | None:
                 ),
                 _PreTokenizer(type="ByteLevel", add_prefix_space=False, use_regex=False),
             ],
-        ) if pattern in (LLAMA_3, QWEN_2):
+        ) if pattern in (LLAMA_3, QWEN_2, KIMI):
             return pattern
     return None
 

@@ -11,6 +11,8 @@ import re
 import msgspec
 from tokenizers import Tokenizer
 
+from shared.tokenizer.tiktoken_model import byte_characters
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -48,14 +50,6 @@ def complete_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
         if text and token_id not in added and not text.endswith("\ufffd"):
             found[token_id] = text
     return found
-
-
-def byte_characters() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 maps to itself, other bytes to characters from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
 class TokenBytes:

@@ -1,4 +1,4 @@
-"""DeepSeek V3 (R1, V3.1) and Kimi K2: multi-head latent attention.
+"""DeepSeek V3 (R1, V3.1) and Kimi K2: multi-head latent attention, experts after the first layers.
 
 `model_type: kimi_k2` has the same tensors. Kimi K2.5 has such a model beside an image encoder, and
 is served for text only.
@@ -7,7 +7,7 @@ is served for text only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -22,11 +22,10 @@ from shared.engine.models.config_fields import (
     layer_ropes,
     text_fields,
 )
+from shared.engine.models.moe.fields import with_deepseek_experts
 from shared.engine.models.rope_config import softmax_mscale
 from shared.errors import CheckpointError
 
-# Layers behind the last one that predict further tokens. Nothing here uses them.
-_PREDICTING = r"(language_model\.)?model\.layers\.({})\."
 _VISION = r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\."
 
 
@@ -39,9 +38,6 @@ class LatentFields(msgspec.Struct, frozen=True, kw_only=True):
     qk_rope_head_dim: Width = 64
     v_head_dim: Width = 128
     rope_interleave: bool | None = True
-    first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)] | None = 3
-    n_routed_experts: Width | None = 256
-    num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
@@ -50,8 +46,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
     _expect_own_keys(fields)
     rotated = replace(fields, head_dim=latent.qk_rope_head_dim, num_key_value_heads=None)
     head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    _expect_dense(latent, fields.num_hidden_layers)
-    return replace(
+    config = replace(
         decoder_config(rotated),
         num_kv_heads=1,
         head_dim=head_dim,
@@ -65,9 +60,20 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
         ),
         has_qkv_bias=fields.attention_bias,
         has_output_bias=fields.attention_bias,
-        checkpoint=CheckpointForm(
-            dropped=(_predicting_layers(fields, latent),), paired=_paired_rows(latent)
-        ),
+        checkpoint=CheckpointForm(paired=_paired_rows(latent)),
+    )
+    return with_deepseek_experts(
+        config,
+        given,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+        num_nextn_predict_layers=1,
     )
 
 
@@ -77,7 +83,7 @@ def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
     form = replace(
         config.checkpoint,
         renames=TEXT_PART.renames,
-        dropped=(_VISION, *config.checkpoint.dropped),
+        dropped=(_VISION, *(rf"language_model\.{each}" for each in config.checkpoint.dropped)),
     )
     return replace(config, checkpoint=form)
 
@@ -101,21 +107,6 @@ def _expect_own_keys(fields: ConfigFields) -> None:
             f"num_key_value_heads {fields.num_key_value_heads} is not num_attention_heads "
             f"{fields.num_attention_heads}: latents have a key for each head"
         )
-
-
-def _expect_dense(latent: LatentFields, num_layers: int) -> None:
-    num_dense = latent.first_k_dense_replace or 0
-    if latent.n_routed_experts is not None and num_dense < num_layers:
-        raise CheckpointError(
-            f"first_k_dense_replace {num_dense} of {num_layers} layers: mixtures of experts are "
-            "not supported"
-        )
-
-
-def _predicting_layers(fields: ConfigFields, latent: LatentFields) -> str:
-    first = fields.num_hidden_layers
-    layers = range(first, first + max(1, latent.num_nextn_predict_layers or 0))
-    return _PREDICTING.format("|".join(map(str, layers)))
 
 
 def _paired_rows(latent: LatentFields) -> tuple[tuple[str, PairedRows], ...]:

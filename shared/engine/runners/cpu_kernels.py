@@ -33,13 +33,14 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
     ]
     has_layer_kernel = (
         cpu_host().has_gemm(kv_layout.dtype)
+        and config.latent is None
         and all(width % _BLOCK == 0 for width in widths)
         and not (config.has_output_bias or config.has_mlp_bias)
         and not all(layer.moe for layer in config.layers)
     )
     return cpu_host().compile_plan(
         dtype=kv_layout.dtype,
-        head_dim=config.head_dim,
+        head_dim=kv_layout.state.row[2],
         block_size=kv_layout.block_size,
         is_compressed=is_compressed,
         is_blocked=has_layer_kernel,
@@ -48,6 +49,7 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         has_gelu=config.activation != "silu",
         quantised=_quantised_kinds(config) if kv_layout.dtype == "bfloat16" else (),
         has_experts=config.has_experts,
+        has_latents=config.latent is not None,
     )
 
 

@@ -26,6 +26,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {},  # norms of heads
     "Gemma2ForCausalLM": {"sliding_window": 7, "attn_logit_softcapping": 3.0},
     "MixtralForCausalLM": {"num_local_experts": 5, "intermediate_size": 40},
+    "DeepseekV3ForCausalLM": {  # latents
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 14,
+        "first_k_dense_replace": 2,
+    },
 }
 
 
@@ -39,10 +49,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, li
     model = write_model(
         tmp_path,
         request.param,
-        hidden_size=32,
-        head_dim=16,
-        vocab_size=203,
-        **FAMILIES[request.param],
+        **{**SMALL, "vocab_size": 203, **FAMILIES[request.param]},
     )
     token_ids = prompt_of(NUM_PROMPT)
     for _ in range(NUM_NEW):
@@ -70,13 +77,18 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param("LlamaForCausalLM", marks=pytest.mark.long), "Gemma2ForCausalLM"]
+    "family",
+    [
+        pytest.param("LlamaForCausalLM", marks=pytest.mark.long),
+        pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.long),
+        "Gemma2ForCausalLM",
+    ],
 )
 def test_logits_are_bit_equal_for_every_batch_and_chunking(
     tmp_path: Path, family: str, device: torch.device, small_segments: None
 ) -> None:
     """For a context of two segments; the default mode of the engine, on every device."""
-    write_model(tmp_path, family, **SMALL, vocab_size=203, **FAMILIES[family])
+    write_model(tmp_path, family, **{**SMALL, "vocab_size": 203, **FAMILIES[family]})
     dtype = "float32" if IS_INTERPRETED else "bfloat16"
     num_tokens = 131 if IS_INTERPRETED else 1100
     runner = load_runner(

@@ -27,15 +27,18 @@ def worker_parts(
 
 def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of each stage, balanced by the multiplications of a token. Raises ConfigError."""
-    hidden = config.hidden_size
-    attention = attention_weights(config)
-    layers = [attention + _mlp_products(config, layer.moe) * hidden for layer in config.layers]
-    head = config.vocab_size * hidden  # looking up the embedding multiplies nothing
     try:
-        borders = cut_stages(ModelCosts(tuple(layers), lm_head=head), num_stages)
+        borders = cut_stages(model_costs(config), num_stages)
     except ValueError as error:
         raise ConfigError(str(error), param="pp") from None
     return [range(*each) for each in pairwise(borders)]
+
+
+def model_costs(config: ModelConfig) -> ModelCosts:
+    """The multiplications of a token. Looking up the embedding multiplies nothing."""
+    hidden, attention = config.hidden_size, attention_weights(config)
+    layers = (attention + _mlp_products(config, layer.moe) * hidden for layer in config.layers)
+    return ModelCosts(tuple(layers), lm_head=config.vocab_size * hidden)
 
 
 def _mlp_products(config: ModelConfig, moe: MoeConfig | None) -> int:

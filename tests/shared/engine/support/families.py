@@ -46,7 +46,7 @@ LONGROPE = {
 }
 
 
-# Dense layers only; ranks, dims and eps differ from each other and from their defaults.
+# Ranks, dims and eps differ from each other and from their defaults; the first layer is dense.
 DEEPSEEK = {
     "head_dim": 8,
     "num_key_value_heads": 3,
@@ -55,7 +55,14 @@ DEEPSEEK = {
     "v_head_dim": 10,
     "kv_lora_rank": 20,
     "q_lora_rank": 14,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
     "rms_norm_eps": 1e-2,
     "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
