@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.parallel.planning.memory_plan import (
+    MemoryLimit,
+    num_kv_tokens,
+    plan_memory,
+)
 from tests.shared.engine.checkpoint_plan.sparse import (
     KIMI,
     SCOUT,
@@ -19,14 +25,15 @@ from tests.shared.engine.checkpoint_plan.sparse import (
 )
 
 CHECK = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from shared.engine.checkpoint_plan.stored_weights import read_stored
 from shared.engine.models.checkpoint_config import read_config
 began = time.process_time()
 folder = Path(sys.argv[1])
 read_stored(folder, read_config(folder))
-print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+status = Path("/proc/self/status").read_text()
+print(time.process_time() - began, re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
 """
 
 
@@ -91,8 +98,9 @@ def test_kimi_on_eight_gpus_of_80_gb(kimi: Path) -> None:
 
 
 def test_kimi_holds_57_000_tokens_in_30_gib_of_eight_ranks(kimi: Path) -> None:
-    plan, _ = hearth_plan(kimi, "--tp", "8", "--kv-memory", "3.75GiB")
-    assert plan["kv_tokens"] == 3.75 * 2**30 // 70_272 > 57_000
+    limit = MemoryLimit(kv_bytes=30 * 2**30 // 8)
+    ranks = plan_memory(read_config(kimi), tp=8, pp=1, item_bytes=2, limit=limit)
+    assert num_kv_tokens(ranks) == 3.75 * 2**30 // 70_272 > 57_000
 
 
 def test_names_of_208_550_tensors_are_checked_in_10_s_and_600_mb(kimi: Path) -> None:
