@@ -87,7 +87,9 @@ LLAMA_JSON = Family(
     response_template=_template(
         _LLAMA,
         {
-            "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)",
+            "open_pattern": (
+                r"\A\s*(?:<\|python_tag\|>|<\|python_start\|>\s*(?:<\|python_end\|>)?)?\s*(?=\{)"
+            ),
             "content_args": {"separator": ";"},
             "transform": _call("{content.name}", "{content.parameters}"),
         },

@@ -57,6 +57,7 @@ _MARKERS: tuple[tuple[Family, tuple[str, ...]], ...] = (
     (HERMES, ("<tool_call>",)),
     (PYTHONIC, ("[func_name1(",)),
     (LLAMA_JSON, ("<|start_header_id|>", '"parameters"')),
+    (LLAMA_JSON, ("<|header_start|>", '"parameters"')),  # Llama 4
 )
 
 

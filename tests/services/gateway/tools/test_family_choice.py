@@ -49,6 +49,18 @@ def test_by_the_chat_template(model_files: ModelFiles) -> None:
     assert family_of(files_of(model_files, None)).call_format is None
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("<|header_start|> [func_name1(params_name1=params_value1)] <|python_start|>", "pythonic"),
+        ('<|header_start|> {"name": name, "parameters": object} <|python_start|>', "llama_json"),
+    ],
+)
+def test_templates_of_llama4(model_files: ModelFiles, source: str, name: str) -> None:
+    """Meta's asks for JSON, others for Python: each gets calls in the form that it asks for."""
+    assert family_of(files_of(model_files, WITH_TOOLS + source)).name == name
+
+
 def test_the_checkpoint_has_its_own(model_files: ModelFiles) -> None:
     files = files_of(model_files, WITH_TOOLS + "<tool_call>", OWN)
     found = family_of(files)

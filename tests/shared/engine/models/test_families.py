@@ -21,6 +21,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.support import family_table
 from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.reference import margin_checked_prompt
 from tests.shared.engine.support.steps import Blocks, Line, advance, generate, prefill
@@ -112,6 +113,12 @@ def test_plan_knows_the_model_without_loading_it(checkpoint: Checkpoint, family:
     shapes = {name: tuple(each.shape) for name, each in model.weight_destinations().items()}
     assert model_tensors(config) == shapes
     assert read_stored(folder, config).num_tensors > 20
+
+
+def test_table_of_families_is_current(checkpoint: Checkpoint) -> None:
+    configs = [read_config(checkpoint(family, "float32")[0]) for family in FAMILIES]
+    command = "run: python -m tests.shared.engine.support.family_table --write"
+    assert family_table.written(configs) == family_table.README.read_text(), command
 
 
 def test_embedding_scale_is_rounded_as_in_transformers() -> None:
