@@ -11,6 +11,7 @@ from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.planning.quantised_bytes import saved_bytes
 from shared.engine.parallel.planning.rank_bytes import (
     kv_values_per_token,
     num_router_weights,
@@ -85,6 +86,7 @@ def _rank_memory(
     stage, tp_rank, part = place
     num_routers = num_router_weights(config, part)
     weight_bytes = num_weights(config, part) * item_bytes + num_routers * (FP32_BYTES - item_bytes)
+    weight_bytes -= saved_bytes(config, part, item_bytes)
     workspace_bytes = _workspace_bytes(config, part, item_bytes, step)
     per_token = kv_values_per_token(config, part) * item_bytes
     tokens = None
