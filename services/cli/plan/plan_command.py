@@ -104,9 +104,6 @@ def plan(
         item_bytes=ITEM_BYTES[dtype],
         limit=MemoryLimit(memory_bytes=_bytes(memory), kv_bytes=_bytes(kv_memory)),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
-        saved_bytes=lambda part: (
-            0 if stored is None else stored.saved_bytes(config, part, ITEM_BYTES[dtype])
-        ),
         experts=expert_split(experts),
     )
     show_plan(ranks, over_links, stored, context=context, is_json=json)

@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-from msgspec.structs import replace
 
 from shared.engine.checkpoint_form import StackedPart, model_names, stacked_parts
 from shared.engine.checkpoint_plan.expected_tensors import Expected, expected_tensors
 from shared.engine.checkpoint_plan.headers import StoredTensor, stored_files
 from shared.engine.model_config import ModelConfig
-from shared.engine.models.weight_cuts import WeightCuts
-from shared.engine.parallel.planning.rank_part import RankPart
 from shared.errors import CheckpointError
 
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-class _Kind(NamedTuple):
-    """Quantised weights of one layer with equal shapes: `weight` names one of them."""
-
-    weight: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, weight: str, shape: tuple[int, ...]) -> _Kind:
-        return cls(_EXPERT.sub(".experts.0.", weight), shape)
 
 
 @dataclass
 class StoredWeights:
-    """Bytes and number of a checkpoint's tensors; by kind, those of quantised weights as stored,
-    and how many values they have.
-    """
+    """Bytes and number of a checkpoint's tensors."""
 
     num_files: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
-    quantised_bytes: Counter[_Kind] = field(default_factory=Counter)
-    quantised_values: Counter[_Kind] = field(default_factory=Counter)
 
     def used(
         self, files: Iterable[list[StoredTensor]], config: ModelConfig
@@ -63,29 +38,6 @@ class StoredWeights:
                     yield _part_of(by_name[given], place), part
                 if not parts and not name.endswith(HARMLESS_SUFFIXES):
                     yield by_name[given], name
-
-    def saved_bytes(self, config: ModelConfig, part: RankPart, item_bytes: int) -> int:
-        """By which a rank's part is smaller than if no weight of it were quantised."""
-        saved, dense = (
-            0.0,
-            replace(config, layers=tuple(replace(layer, formats=None) for layer in config.layers)),
-        )
-        cuts = WeightCuts(dense, part)
-        for kind, num_values in self.quantised_values.items():
-            layer = _LAYER.match(kind.weight)
-            if layer is None or int(layer[1]) in part.layers:
-                share = _share(kind, cuts, part, config)
-                saved += share * (num_values * item_bytes - self.quantised_bytes[kind])
-        return round(saved)
-
-
-def _share(kind: _Kind, cuts: WeightCuts, part: RankPart, config: ModelConfig) -> float:
-    """Of the kind's values, that belong to the rank."""
-    share = prod(cuts.of(kind.weight).shape(kind.shape)) / prod(kind.shape)
-    if _EXPERT.search(kind.weight) is None or part.experts is None or config.moe is None:
-        return share
-    first, end = part.experts.experts
-    return share * (end - first) / config.moe.num_experts
 
 
 def _part_of(tensor: StoredTensor, place: StackedPart) -> StoredTensor:
@@ -114,11 +66,7 @@ def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
             )
         _check(tensor, each)
         missing.discard(name)
-        if each.weight is not None:
-            found.quantised_bytes[_Kind.of(*each.weight)] += tensor.num_bytes
     _expect_all(model_dir, missing)
-    for weight, shape in {each.weight for each in expected.values() if each.weight is not None}:
-        found.quantised_values[_Kind.of(weight, shape)] += prod(shape)
     return found
 
 

@@ -5,7 +5,6 @@ Weights and KV are exact; the workspace is an estimate of the largest step's ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shared.config import ExpertSplit
@@ -14,6 +13,7 @@ from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.kv_plan import KvPlan, kv_plan
+from shared.engine.parallel.planning.quantised_bytes import saved_bytes
 from shared.engine.parallel.planning.rank_bytes import (
     kv_values_per_token,
     num_router_weights,
@@ -61,10 +61,6 @@ class RankMemory:
     num_kv_tokens: int | None
 
 
-def no_bytes(_: RankPart) -> int:
-    return 0
-
-
 def plan_memory(
     config: ModelConfig,
     *,
@@ -73,11 +69,9 @@ def plan_memory(
     item_bytes: int,
     limit: MemoryLimit = MemoryLimit(),
     step: StepSize = StepSize(),
-    saved_bytes: Callable[[RankPart], int] = no_bytes,
     experts: ExpertSplit = "auto",
 ) -> list[RankMemory]:
-    """Ranks by stage. `item_bytes`: of a weight and of a KV value; `saved_bytes`: by which
-    quantised weights of a part are smaller.
+    """Ranks by stage. `item_bytes`: of a weight that is not quantised, and of a KV value.
 
     Raises ConfigError if the model cannot be cut like this or a rank's part does not fit.
     """
@@ -92,7 +86,7 @@ def plan_memory(
             item_bytes,
             limit,
             step,
-            _weight_bytes(config, part, item_bytes) - saved_bytes(part),
+            _weight_bytes(config, part, item_bytes),
         )
         for rank, part in enumerate(worker_parts(config, shape, experts))
     ]
@@ -158,7 +152,8 @@ def _rank_memory(
 
 def _weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
     routers = num_router_weights(config, part) * (FP32_BYTES - item_bytes)
-    return num_weights(config, part) * item_bytes + routers
+    saved = saved_bytes(config, part, item_bytes)
+    return num_weights(config, part) * item_bytes + routers - saved
 
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:

@@ -6,6 +6,7 @@ from shared.config import TP_SIZES
 from shared.engine.model_config import ModelConfig
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.planning.parallel_plan import ModelShape
+from shared.engine.parallel.planning.quantised_bytes import saved_bytes
 from shared.engine.parallel.planning.rank_bytes import num_weights
 from shared.engine.parallel.planning.rank_part import rank_part, whole_model
 from shared.engine.parallel.planning.step_bytes import StepShape
@@ -25,7 +26,8 @@ def model_shape(
     """A step of `num_tokens`, of which `num_sampled` have logits (None: all, a decode step). It
     takes the time to read all weights once.
     """
-    weight_bytes = num_weights(config, whole_model(config)) * item_bytes
+    whole = whole_model(config)
+    weight_bytes = num_weights(config, whole) * item_bytes - saved_bytes(config, whole, item_bytes)
     return ModelShape(
         num_layers=config.num_layers,
         step=StepShape(

@@ -126,7 +126,7 @@ def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -
 def test_a_cut_inside_of_a_block_is_an_error(tmp_path: Path) -> None:
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **BLOCKS)
     folder = quantise(tmp_path / "plain", tmp_path / "quantised", "fp8")
-    message = r"q_proj\.weight_scale_inv: ranks cut it at row 64, inside of 128 rows"
+    message = r"k_proj\.weight_scale_inv: ranks cut it at row 64, inside of 128 rows"
     with pytest.raises(CheckpointError, match=message):
         load_group(folder, "cpu", MeshShape(4))
 
