@@ -10,7 +10,7 @@ from shared.engine.model_config import ModelConfig
 from shared.engine.quantisation.formats import WeightFormat, stored_tensors
 
 FLOATS = ("BF16", "F16", "F32")
-DENSE_ONLY = ("mlp.gate", "self_attn.kv_b_proj")  # whatever the config says
+DENSE_ONLY = ("mlp.gate",)  # whatever the config says
 
 
 class Expected(NamedTuple):
