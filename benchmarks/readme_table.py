@@ -43,17 +43,6 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "ratio": "ratio",
         },
     ),
-    "moe": (
-        "Decode with 16 experts, 2 a token, beside transformers' fastest way, BF16, tokens/s",
-        {
-            "case": "case",
-            "Hearth": "hearth_tokens_per_s",
-            "transformers": "transformers_tokens_per_s",
-            "its experts": "fastest",
-            "ratio": "ratio",
-            "least": "ratio_min",
-        },
-    ),
     "engine_overhead": (
         "Where the time of its decode step goes, batch 64, one thread",
         {"part": "part", "ms": "ms", "share": "share", "where": "where"},

@@ -152,7 +152,6 @@ def row_of(name: str, rounds: list[dict[str, float]], warm: dict[str, float]) ->
         "case": name,
         **{f"{key}_tokens_per_s": round(rate, 1) for key, rate in {**warm, **medians}.items()},
         "fastest": fastest,
-        "transformers_tokens_per_s": round(medians[fastest], 1),
         "ratio": round(statistics.median(ratios), 3),
         "ratio_min": round(ratios[0], 3),
         "ratio_max": round(ratios[-1], 3),

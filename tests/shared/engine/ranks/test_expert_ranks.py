@@ -23,6 +23,7 @@ from shared.errors import ConfigError
 from shared.numerics import Activations
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.quantised import quantise
 from tests.shared.engine.support.steps import Blocks, step_of
 
 NUM_BLOCKS = 64
@@ -140,6 +141,18 @@ def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> N
     plain = load_runner(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
     assert not torch.equal(plain.step_logits(steps()[0]), expected[0])
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts, "bf16-exchange"):
+        for ours, theirs in zip(rank, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -> None:
+    write_model(tmp_path / "plain", dtype=torch.bfloat16, **{**TINY, **SHAPES["mixtral"]})
+    ignored = [r"re:.*self_attn.*"]
+    folder = quantise(tmp_path / "plain", tmp_path / "quantised", "int4", ignored=ignored)
+    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
+    expected = [runner.step_logits(step) for step in steps()]
+    for rank in of_ranks(folder, (2, 1), "bfloat16", experts):
         for ours, theirs in zip(rank, expected, strict=True):
             assert torch.equal(ours, theirs)
 
