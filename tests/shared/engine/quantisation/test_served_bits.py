@@ -157,14 +157,11 @@ def test_dummy_weights_have_the_scale_of_dense_ones(tmp_path: Path) -> None:
     assert torch.equal(logits(runner), logits(load(folder, load_format="dummy")))
 
 
-@pytest.mark.parametrize("weights", ["compressed", "dense"])
-def test_a_second_process_maps_the_same_weights(weights: str, tmp_path: Path) -> None:
-    """From the packed file, and with the dense weights beside them compressed."""
+def test_a_second_process_maps_the_same_weights(tmp_path: Path) -> None:
     folder = written(tmp_path, "int4, dense attention")
-    first, second = (load(folder, weights=weights) for _ in range(2))
+    first, second = (load(folder) for _ in range(2))
     assert first.revision == second.revision
     assert torch.equal(logits(first), logits(second))
-    assert torch.equal(logits(first), logits(load(folder)))
 
 
 def test_private_weights_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
