@@ -17,11 +17,10 @@ from kernels.cpu.layer import gated as cpu_gated
 from kernels.cpu.layer import rms_norm as cpu_rms_norm
 from kernels.reference import add_rms_norm as plain_add_rms_norm
 from kernels.reference import decode_attention as plain_decode_attention
-from kernels.reference import gelu_and_mul as plain_gelu_and_mul
+from kernels.reference import gated as plain_gated
 from kernels.reference import prefill_attention as plain_prefill_attention
 from kernels.reference import rms_norm as plain_rms_norm
 from kernels.reference import rotate_and_store as plain_rotate_and_store
-from kernels.reference import silu_and_mul as plain_silu_and_mul
 from kernels.reference.rotary import rotary
 from kernels.reference.store_kv import store_kv
 from kernels.torch_ops.copy_blocks import copy_blocks
@@ -40,8 +39,8 @@ Op = Callable[..., Tensor]
 class Plain:
     add_rms_norm: Op = staticmethod(plain_add_rms_norm.add_rms_norm)
     rms_norm: Op = staticmethod(plain_rms_norm.rms_norm)
-    silu_and_mul: Op = staticmethod(plain_silu_and_mul.silu_and_mul)
-    gelu_and_mul: Op = staticmethod(plain_gelu_and_mul.gelu_and_mul)
+    silu_and_mul: Op = staticmethod(plain_gated.silu_and_mul)
+    gelu_and_mul: Op = staticmethod(plain_gated.gelu_and_mul)
     rotate_and_store: Op = staticmethod(plain_rotate_and_store.rotate_and_store)
     prefill_attention: Op = staticmethod(plain_prefill_attention.prefill_attention)
     decode_attention: Op = staticmethod(plain_decode_attention.decode_attention)
