@@ -111,6 +111,7 @@ KIMI: dict[str, Any] = {
     "text_config": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "kimi_k2",
+        "dtype": "bfloat16",
         "vocab_size": 163_840,
         "hidden_size": 7168,
         "intermediate_size": 18_432,

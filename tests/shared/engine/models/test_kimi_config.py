@@ -17,7 +17,6 @@ from shared.engine.parallel.planning.stages import imbalance
 from shared.engine.parallel.planning.worker_parts import model_costs, stages_of, worker_parts
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.weights.formed_tensors import model_names
-from shared.errors import ConfigError
 
 TEXT: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -116,6 +115,8 @@ def test_predicting_layers_of_deepseek_are_dropped() -> None:
     assert found == [kept, dropped.format(3)]
 
 
-def test_ranks_of_experts_are_told_what_is_missing(kimi: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match="2 ranks"):
-        worker_parts(kimi, MeshShape(2, 1))
+def test_each_of_eight_ranks_holds_48_experts_and_8_heads(kimi: ModelConfig) -> None:
+    parts = worker_parts(kimi, MeshShape(8, 1))
+    assert {len(part.heads) for part in parts} == {8}
+    held = [part.experts.experts for part in parts if part.experts is not None]
+    assert held == [(first, first + 48) for first in range(0, 384, 48)]
