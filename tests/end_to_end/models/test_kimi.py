@@ -1,0 +1,79 @@
+"""A small random Kimi K2.5 as the Hub has it: latents, experts of four bits, the text of a
+multimodal model. What clients rely on with dense models holds for it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.end_to_end.test_chat import text_of
+from tests.services.cli.chat_checkpoint import TEMPLATE, write_byte_tokenizer
+from tests.shared.engine.quantisation.test_quantization_config import KIMI_IGNORED
+from tests.shared.engine.support.families import DEEPSEEK, KimiText
+from tests.shared.engine.support.quantised import quantise
+
+QUESTION = "Which experts does a token reach?"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "expert": {"type": "integer", "minimum": 0, "maximum": 7},
+        "name": {"enum": ["gate", "up", "down"]},
+    },
+    "required": ["expert", "name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("kimi")
+    vocab_size = write_byte_tokenizer(folder / "tokenizer", TEMPLATE)
+    family = KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "vocab_size": vocab_size})
+    family.write(folder / "plain", dtype=torch.bfloat16)
+    quantise(folder / "plain", folder / "int4", "int4", group=0, ignored=KIMI_IGNORED)
+    shutil.copytree(folder / "tokenizer", folder / "int4", dirs_exist_ok=True)
+    state = tmp_path_factory.mktemp("cluster")
+    with run_cluster(state, "--model", str(folder / "int4"), "--decode", "2") as running:
+        yield running
+
+
+def test_answers_follow_a_schema(cluster: Cluster) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
+    for seed in range(4):
+        options = {"temperature": 1, "seed": seed, "max_tokens": 80}
+        answer = cluster.complete(QUESTION, response_format=form, **options)
+        value = json.loads(answer["choices"][0]["message"]["content"])
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert set(value) == {"expert", "name"}
+        assert value["expert"] in range(8)
+
+
+def test_latents_of_a_prompt_are_pushed_and_then_found_again(cluster: Cluster) -> None:
+    question = "x" * 100
+    first, second = (cluster.complete(question, max_tokens=8) for _ in range(2))
+    assert first["hearth"]["prefill_worker"] == "prefill-1"
+    assert first["choices"] == second["choices"]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == second["usage"]["prompt_tokens"] // 16 * 16
+
+
+def test_stream_survives_its_decode_workers_death(cluster: Cluster) -> None:
+    options = {"max_tokens": 150, "ignore_eos": True, "temperature": 1, "seed": 3}
+    expected = list(cluster.stream(QUESTION, **options))
+    stream = cluster.stream(QUESTION, **options)
+    chunks = [next(stream) for _ in range(10)]
+    newest = cluster.wait_for_heartbeats(
+        lambda h: any(each.load and each.load.num_running for each in h.values())
+    )
+    victim = next(p for p, each in newest.items() if each.load and each.load.num_running)
+    cluster.kill(victim)
+    chunks += list(stream)
+    assert text_of(chunks) == text_of(expected)
+    assert chunks[-1]["hearth"]["decode_worker"] != victim
+    assert chunks[-1]["hearth"]["num_resubmissions"] >= 1
