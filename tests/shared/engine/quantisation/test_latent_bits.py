@@ -25,7 +25,7 @@ PROMPT = [(11 * n) % 190 for n in range(45)]
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek, fp8": ("deepseek", "fp8", {}),
     "deepseek, int4": ("deepseek", "int4", {"group": 0}),
-    "kimi, int4": ("kimi, text", "int4", {"group": 0, "ignored": KIMI_IGNORED[:3]}),
+    "kimi, int4 experts": ("kimi, text", "int4", {"group": 0, "ignored": KIMI_IGNORED}),
 }
 
 
