@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED, has_triton_device
+from kernels.quantised_weight import Fp8Layout as Fp8Layout
 from kernels.quantised_weight import Fp8Part as Fp8Part
+from kernels.quantised_weight import Int4Layout as Int4Layout
 from kernels.quantised_weight import Int4Part as Int4Part
 from kernels.quantised_weight import QuantisedWeight
 from kernels.quantised_weight import fp8_weight as fp8_weight

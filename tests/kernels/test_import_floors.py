@@ -15,7 +15,13 @@ LAYERS = [
     {"kernels.cpu", "kernels.gpu"},
     {"kernels.reference"},
     {"kernels.torch_ops"},
-    {"kernels.split_weight", "kernels.sum_lanes", "kernels.device", "kernels.cache"},
+    {
+        "kernels.split_weight",
+        "kernels.quantised_weight",
+        "kernels.sum_lanes",
+        "kernels.device",
+        "kernels.cache",
+    },
     {"kernels.routing"},
     {"kernels.check_tensor"},
 ]

@@ -17,8 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kernels.ops import CpuCompressed, QuantisedWeight, cpu_host
-from kernels.quantised_weight import Fp8Layout, Int4Layout
+from kernels.ops import CpuCompressed, Fp8Layout, Int4Layout, QuantisedWeight, cpu_host
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
