@@ -54,8 +54,10 @@ def write_model(
     }
     torch.manual_seed(seed)
     model_class = getattr(transformers, architecture)
-    model = model_class(model_class.config_class(**fields)).to(dtype).eval()
+    model = model_class(model_class.config_class(**fields)).eval()
     with torch.no_grad():
+        for parameter in model.parameters():  # not buffers: rotary frequencies stay FP32
+            parameter.data = parameter.data.to(dtype)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
