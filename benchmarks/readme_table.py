@@ -43,6 +43,18 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "ratio": "ratio",
         },
     ),
+    "moe": (
+        "Decode with 16 experts, 2 a token, beside transformers' three ways, BF16, tokens/s",
+        {
+            "case": "case",
+            "Hearth": "hearth_tokens_per_s",
+            "eager": "eager_tokens_per_s",
+            "grouped_mm": "grouped_mm_tokens_per_s",
+            "batched_mm": "batched_mm_tokens_per_s",
+            "ratio": "ratio",
+            "least": "ratio_min",
+        },
+    ),
     "engine_overhead": (
         "Where the time of its decode step goes, batch 64, one thread",
         {"part": "part", "ms": "ms", "share": "share", "where": "where"},
@@ -104,6 +116,7 @@ BARS = {
     "compression": "Weights at rest, and how fast",
     "compression_memory": "Weights in memory for CUDA",
     "compression_engine": "Compressed weights beside dense ones on a CPU",
+    "quantised": "Weights of four and eight bits beside BF16 on a CPU",
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
     "chaos_nats": "The same faults, requests over NATS",
     "chaos_constrained": "Kills and freezes of decode, streams under grammars and calls of tools",

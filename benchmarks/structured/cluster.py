@@ -111,7 +111,11 @@ class Served:
         """The newest counters of each worker."""
         assert self.cluster.observer is not None, "the cluster's own NATS"
         url, process_id = self.cluster.observer
-        names = {each for each in self.cluster.process_ids if each.startswith(("decode", "worker"))}
+        names = {
+            each
+            for each in self.cluster.process_ids
+            if each.startswith(("prefill", "decode", "worker"))
+        }
 
         def has_all(newest: dict[str, Heartbeat]) -> bool:
             return names <= newest.keys()
