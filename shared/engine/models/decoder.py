@@ -149,14 +149,15 @@ class LayerStack(nn.Module):
         """x [T, hidden], positions [T]; KV cache and inputs of each layer -> [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
-        unrotated = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
+        layers = self.layer_config.layers
+        angles: dict[int | None, tuple[Tensor, Tensor]] = dict(
+            enumerate(zip(cos, sin, strict=True))
+        )
+        if any(each.rope_index is None for each in layers):
+            angles[None] = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
         update = None
-        for layer, each, kv_cache, own in zip(
-            self.layers, self.layer_config.layers, kv_caches, inputs, strict=True
-        ):
-            index = each.rope_index
-            angles = unrotated if index is None else (cos[index], sin[index])
-            x, update = layer(x, update, *angles, kv_cache, own)
+        for layer, each, kv_cache, own in zip(self.layers, layers, kv_caches, inputs, strict=True):
+            x, update = layer(x, update, *angles[each.rope_index], kv_cache, own)
         return x if update is None else x + update
 
     def fuse(self) -> None:
