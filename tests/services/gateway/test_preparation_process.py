@@ -57,8 +57,10 @@ async def test_large_bodies_are_prepared_at_a_lower_priority_than_small_requests
         used = {niceness: ns - before[niceness] for niceness, ns in cpu_ns(pid).items()}
         assert set(used) == {own, low}
         assert used[low] > used[own]
+        idle = cpu_ns(pid)
         assert await renderer.render(MESSAGES)
-        assert cpu_ns(pid)[low] - before[low] == used[low]
+        # A thread that has answered runs a little longer until it waits for its next body.
+        assert cpu_ns(pid)[low] - idle[low] < used[low] / 10
     finally:
         await pool.close()
 
