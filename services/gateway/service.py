@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -19,12 +20,14 @@ from services.gateway.grammars.checks import (
     MAX_WAIT_S,
     GrammarChecks,
 )
-from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_list import TenantModels
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
 from services.gateway.nats_api.api import NatsApi
 from services.gateway.nats_api.endpoints import MODELS
 from services.gateway.nats_api.listeners import Listeners
@@ -48,11 +51,9 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
-from services.gateway.text.template_renderer import Renderer
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.tokenization.tokenization import Tokenization
 from services.gateway.tools.family import Family
@@ -117,17 +118,19 @@ class GatewayService:
             gateway=self.metrics.load,
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
-        self._pool = preparation_pool(config, files) if pool is None else pool
-        self._family = model_family(config, files)
-        self._checks = GrammarChecks(
-            grammar_pool(config, files) if check_pool is None else check_pool
-        )
+        setup = own_setup(config, files)
+        self._pool = preparation_pool(setup) if pool is None else pool
+        self._checks = GrammarChecks(grammar_pool(setup) if check_pool is None else check_pool)
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
-        self.model_aliases = ModelAliases(store, clock, native_name=config.served_name)
+        texts = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
+        own = texts.text(files, own_family(config, files), setup)
+        self.models = ServedModels(self.catalog, own)
+        self.model_aliases = ModelAliases(store, clock, is_native=self.models.has)
+        self.model_names = ModelNames(self.models, self.model_aliases)
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
@@ -149,14 +152,10 @@ class GatewayService:
         config = self._config
         return Submission(
             max_requests=config.max_requests,
-            preparation=Preparation(
-                config, self.files, self._randomness, public, family=self._family
-            ),
-            renderer=Renderer(self._pool, has_template=self.files.chat_template is not None),
-            grammars=RequestGrammars(self._checks),
+            preparation=Preparation(config, self._randomness, public),
             limits=self._limits,
             usage=self._usage,
-            catalog=self.catalog,
+            models=self.models,
             driver=self._driver,
             metrics=self.metrics,
             clock=self._clock,
@@ -168,16 +167,11 @@ class GatewayService:
     def _prefixes(
         self, public: PublicPrefixes, wall_clock: Callable[[], float]
     ) -> tuple[PrefixStore, PublicPrefixWatcher]:
-        reader = PrefixTokenizer(
-            self.submission.tokenize,
-            lambda: self._bus.max_payload_bytes,
-            self.files.tokenizer.longest_token_chars,
-        )
         store = PrefixStore(
             self._prefix_redis,
             health_monitor=self._health_monitor,
-            catalog=self.catalog,
-            reader=reader,
+            models=self.models,
+            reader_of=self._prefix_tokenizer,
             wall_clock=wall_clock,
             root_key=root_key(self._config.cluster_secret),
         )
@@ -185,21 +179,27 @@ class GatewayService:
             public,
             self._prefix_redis,
             self._clock,
-            catalog=self.catalog,
-            reader=reader,
+            models=self.models,
+            reader_of=self._prefix_tokenizer,
             wall_clock=wall_clock,
         )
         return store, watcher
+
+    def _prefix_tokenizer(self, model: ServedModel) -> PrefixTokenizer:
+        return PrefixTokenizer(
+            partial(self.submission.tokenize, model.text),
+            lambda: self._bus.max_payload_bytes,
+            model.text.files.tokenizer.longest_token_chars,
+        )
 
     def _app(self, opener: Opener, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
             submission=self.submission,
             opener=opener,
-            aliases=self.model_aliases,
+            models=self.models,
+            names=self.model_names,
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
-            catalog=self.catalog,
-            files=self.files,
             metrics=self.metrics,
             readiness=self.readiness,
             new_request_id=self.new_request_id,
@@ -214,16 +214,14 @@ class GatewayService:
         )
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
-        return Opener(self.submission, self.catalog, self.files, wall_clock, self.model_aliases)
+        return Opener(self.submission, self.model_names, self.models.default_name, wall_clock)
 
     def _api_over(
         self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]
     ) -> NatsApi:
-        tokenization = Tokenization(
-            self.submission, self.catalog, self.files.tokenizer, self.model_aliases
-        )
+        tokenization = Tokenization(self.submission, self.models, self.model_names)
         started_at = wall_clock()
-        tenant_models = TenantModels(self.catalog, self.model_aliases, int(started_at))
+        tenant_models = TenantModels(self.models, self.model_names, int(started_at))
 
         async def models(tenant: TenantRecord, _: bytes) -> bytes:
             return msgspec.json.encode(await tenant_models.all(tenant))
@@ -358,8 +356,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     if not config.cluster_secret:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
     files = ModelFiles(config.model_dir)
-    pool = preparation_pool(config, files)
-    check_pool = grammar_pool(config, files)
+    setup = own_setup(config, files)
+    pool, check_pool = preparation_pool(setup), grammar_pool(setup)
     await asyncio.gather(pool.start(), check_pool.start())
     clock = MonotonicClock()
     bus = await connect(config, "gateway")
@@ -385,36 +383,23 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     )
 
 
-def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
-    setup = ProcessSetup(template_source(config, files), str(config.model_dir))
+def preparation_pool(setup: ProcessSetup | None) -> PreparationPool:
     return PreparationPool(setup, module=PREPARATION_PROCESS)
 
 
-def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
-    setup = ProcessSetup(
-        None,
-        str(config.model_dir),
-        files.defaults.eos_token_ids,
-        msgspec.msgpack.encode(model_family(config, files)),
-        files.tokenizer.added_ids,
-    )
+def grammar_pool(setup: ProcessSetup | None) -> PreparationPool:
     return PreparationPool(
         setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, niceness=CHECK_NICENESS, grows=True
     )
 
 
-def model_family(config: GatewayConfig, files: ModelFiles) -> Family:
-    """How the model writes calls and reasoning, for its grammars, its parser and its call ids."""
+def own_family(config: GatewayConfig, files: ModelFiles) -> Family:
+    """Of the model whose files the gateway was given. Raises ConfigError."""
     return family_of(files, config.response_template, tool_format=config.tool_format)
 
 
-def template_source(config: GatewayConfig, files: ModelFiles) -> TemplateSource | None:
-    """The model's chat template, with the form of calls that it requires. None: it has none."""
-    if files.chat_template is None:
-        return None
-    source = files.chat_template.source
-    call_ids = model_family(config, files).call_ids
-    return msgspec.structs.replace(source, call_ids=call_ids, tool_format=config.tool_format)
+def own_setup(config: GatewayConfig, files: ModelFiles) -> ProcessSetup:
+    return process_setup(files, own_family(config, files), config.tool_format)
 
 
 def _installed_version() -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import structlog
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.request.public_prefixes import PublicPrefixes
 from shared.block_hash import PUBLIC_TENANT_ID
@@ -28,15 +29,15 @@ class PublicPrefixWatcher:
         store: Store,
         clock: Clock,
         *,
-        catalog: Catalog,
-        reader: PrefixTokenizer,
+        models: ServedModels,
+        reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
     ) -> None:
         self._public = public
         self._store = store
         self._clock = clock
-        self._catalog = catalog
-        self._reader = reader
+        self._models = models
+        self._reader_of = reader_of
         self._wall_clock = wall_clock
         self._version: bytes | None = None
         self._is_loaded = False
@@ -56,7 +57,7 @@ class PublicPrefixWatcher:
             return
         prefixes = []
         for name, entry in (await pinned_prefix.entries(self._store, PUBLIC_TENANT_ID)).items():
-            if entry.model == self._catalog.name:
+            if self._models.serves(entry.model):
                 prefix = await pinned_prefix.load(self._store, PUBLIC_TENANT_ID, name)
                 if prefix is not None:
                     prefixes.append(await self._read_public(prefix))
@@ -68,8 +69,8 @@ class PublicPrefixWatcher:
         if prefix.token_ids:
             return prefix
         try:
-            card = self._catalog.card(prefix.model)
-            read = await self._reader.read(prefix, card)
+            model = await self._models.main(prefix.model)
+            read = await self._reader_of(model).read(prefix, model.card)
             await pinned_prefix.save(self._store, read, self._wall_clock())
         except (InvalidRequest, TooManyPrefixes) as error:
             log.warning("public_prefix_refused", name=prefix.name, error=error.message)

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
 from services.gateway.prefixes.bodies import (
     Prefix,
     PrefixEntry,
@@ -18,7 +19,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.errors import UnknownPrefix, ZeroRetentionRejected
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
-from services.gateway.tenancy.permissions import check_model, check_regions
+from services.gateway.tenancy.permissions import check_regions
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -46,8 +47,8 @@ class PrefixStore:
         store: Store,
         *,
         health_monitor: HealthMonitor,
-        catalog: Catalog,
-        reader: PrefixTokenizer,
+        models: ServedModels,
+        reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
         root_key: bytes = b"",
     ) -> None:
@@ -58,8 +59,8 @@ class PrefixStore:
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet
-        self._catalog = catalog
-        self._reader = reader
+        self._models = models
+        self._reader_of = reader_of
         self._wall_clock = wall_clock
 
     # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
@@ -89,8 +90,10 @@ class PrefixStore:
                 "starts with a letter or digit",
                 param="name",
             )
-        card = self._catalog.card(self._catalog.name if body.model is None else body.model)
-        check_model(tenant, card.name)
+        named = self._models.default_name if body.model is None else body.model
+        self._models.check(tenant, named)
+        model = await self._models.main(named)
+        card = model.card
         await self._check_room(tenant.tenant_id, name)
         now = int(self._wall_clock())
         prompt = prompt_of(body)
@@ -105,7 +108,8 @@ class PrefixStore:
             created_at=now,
             expires_at=None if body.ttl_s is None else now + body.ttl_s,
         )
-        prefix = await self._reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
+        reader = self._reader_of(model)
+        prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         await pinned_prefix.save(self._store, prefix, now)
         return await self._stored(prefix, card)
@@ -115,7 +119,7 @@ class PrefixStore:
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
             if prefix is not None:
-                return await self._stored(prefix, self._catalog.card(prefix.model))
+                return await self._stored(prefix, self._models.card(prefix.model))
         raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
 
     async def delete(self, tenant: TenantRecord, name: str) -> None:

@@ -7,6 +7,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.models.served_text import ServedText, TextLoader, process_setup
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.tools.families import PLAIN
+from services.gateway.tools.family import Family
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = 2
 CHAT_TEMPLATE = """
@@ -44,3 +51,10 @@ def write_model_dir(path: Path) -> Path:
 
 def _write(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(fields))
+
+
+def served_text(files: ModelFiles, family: Family = PLAIN) -> ServedText:
+    """Of a model whose processes never start."""
+    setup = process_setup(files, family, "template")
+    pool = PreparationPool(setup)
+    return TextLoader(pool, GrammarChecks(pool), tool_format="template").text(files, family, setup)

@@ -34,14 +34,15 @@ class PooledRenderer(Renderer):
     """A renderer with its own pool of processes, whose seats a test may look at."""
 
     def __init__(self, template: ChatTemplate, num_processes: int) -> None:
+        setup = ProcessSetup(template.source)
         self.pool = PreparationPool(
-            ProcessSetup(template.source),
+            setup,
             num_processes=num_processes,
             max_wait_s=60.0,  # long, so that a paused machine does not count as a hang
             hang_s=600.0,
             spare_delay_s=NEVER_S,
         )
-        super().__init__(self.pool, has_template=True)
+        super().__init__(self.pool, setup)
 
 
 Make = Callable[..., Awaitable[PooledRenderer]]
