@@ -27,7 +27,7 @@ from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.nats_urls import without_password
-from shared.subjects import HEARTBEATS
+from shared.subjects import HEARTBEATS, CredentialRole
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
@@ -45,18 +45,18 @@ SERVICE_COLUMNS = (
 )
 
 
-def find_nats(nats_url: str | None) -> str:
-    """Returns the given URL, else the local cluster's URL with the observer credential.
+def find_nats(nats_url: str | None, role: CredentialRole = "observer") -> str:
+    """Returns the given URL, else the local cluster's URL with its credential of this role.
 
     Raises ConfigError.
     """
     if nats_url is not None:
         return nats_url
     _, state = running_cluster(clusters_dir())
-    for credential in state.credentials:
-        if credential.role == "observer":
-            return credential.nats_url(state.nats_host, state.nats_port)
-    raise ConfigError("this cluster uses an external NATS: give its URL in HEARTH_NATS_URL")
+    found = state.nats_url_of(role)
+    if found is None:
+        raise ConfigError("this cluster uses an external NATS: give its URL in HEARTH_NATS_URL")
+    return found
 
 
 def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s: float) -> None:
