@@ -41,7 +41,8 @@ SETTINGS = ("tenants", "max_context_tokens", "weights", "num_standby", "priority
 _REVISION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # KEYS: the catalogue, its version. ARGV: a name, its record as read (empty: none), its new record
-# (empty: none), the most models.
+# (empty: none), the most models, the time. The version begins at the time: after a loss of all
+# records it is never again one that a reader has seen.
 SWAP_MODEL = """
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 'changed' end
 if ARGV[3] == '' then
@@ -51,6 +52,7 @@ else
   if ARGV[2] == '' and is_full then return 'full' end
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 end
+redis.call('SETNX', KEYS[2], ARGV[5])
 redis.call('INCRBY', KEYS[2], 1)
 return 'stored'
 """
@@ -218,7 +220,9 @@ class CatalogueAdmin:
     async def _swap(self, name: str, before: bytes, after: bytes) -> bool:
         """False if the record is no longer `before`. Empty bytes: no record."""
         outcome = await self._store.evaluate(
-            SWAP_MODEL, [CATALOGUE, CATALOGUE_VERSION], [name, before, after, self._max_models]
+            SWAP_MODEL,
+            [CATALOGUE, CATALOGUE_VERSION],
+            [name, before, after, self._max_models, int(self._now())],
         )
         if outcome == b"full":
             raise ConfigError(

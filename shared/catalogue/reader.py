@@ -1,8 +1,8 @@
 """What a process knows of the catalogue: the last value that Redis had.
 
 One script, each `POLL_S`: Redis answers with its version alone while that is unchanged. While Redis
-is away, or has lost its records, the last value stays. A version that has been there is never
-removed, so its absence means lost records, even when tenants have been added again.
+is away, or has lost its records, the last value stays. No operation removes the version, so its
+absence later means lost records, even when tenants have been added again.
 """
 
 from __future__ import annotations

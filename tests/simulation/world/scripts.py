@@ -119,14 +119,14 @@ def _read_catalogue(store: MemoryStore, keys: Sequence[str], arguments: Argument
 
 
 def _swap_model(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
-    name, before, after, max_models = arguments
+    name, before, after, max_models, now = arguments
     fields = _fields(store, keys[0])
     if fields.get(name.encode(), b"") != before:
         return b"changed"
     if after and not before and len(fields) >= max_models:
         return b"full"
     write = ("HSET", keys[0], name, after) if after else ("HDEL", keys[0], name)
-    store.apply([write, ("INCRBY", keys[1], 1)])
+    store.apply([write, ("SETNX", keys[1], str(now)), ("INCRBY", keys[1], 1)])
     return b"stored"
 
 
