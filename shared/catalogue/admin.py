@@ -188,7 +188,7 @@ class CatalogueAdmin:
                 changed, before = change(found[0]), found[1]
                 if changed == found[0]:
                     return changed
-            if await self._swap(name, before, msgspec.json.encode(changed)):
+            if await self._swap(name, before, _encoded(changed)):
                 return changed
         raise _contended(name)
 
@@ -264,11 +264,24 @@ def _readable(name: str, data: bytes) -> CatalogueModel | None:
 
 def _with_settings(model: CatalogueModel, changes: Mapping[str, Any]) -> CatalogueModel:
     """Raises ConfigError for an invalid value."""
-    fields = {name: getattr(model, name) for name in model.__struct_fields__}
+    for name, value in changes.items():
+        fields = {each: getattr(model, each) for each in model.__struct_fields__}
+        try:
+            model = msgspec.convert({**fields, name: value}, CatalogueModel)
+        except msgspec.ValidationError as error:
+            problem = str(error).partition(" - at ")[0]
+            raise ConfigError(f"invalid {name} {value!r} of {model.name!r}: {problem}") from error
+    return model
+
+
+def _encoded(model: CatalogueModel) -> bytes:
+    """Raises ConfigError for a record that no reader could decode."""
+    data = msgspec.json.encode(model)
     try:
-        return msgspec.convert({**fields, **changes}, CatalogueModel)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"invalid setting of the model {model.name!r}: {error}") from error
+        model_of(model.name, data)
+    except UNREADABLE as error:
+        raise ConfigError(f"invalid model {model.name!r}: {one_line(error)}") from error
+    return data
 
 
 def _unknown(name: str) -> ConfigError:

@@ -117,10 +117,10 @@ async def test_tenants_must_exist(admin: CatalogueAdmin, store: Store) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"priority": 101}, "invalid setting of the model 'm': .*100.*priority"),
-        ({"num_standby": -1}, "num_standby"),
-        ({"max_context_tokens": 0}, "max_context_tokens"),
-        ({"weights": "half"}, "weights"),
+        ({"priority": 101}, "invalid priority 101 of 'm': Expected `int` <= 100"),
+        ({"num_standby": -1}, "invalid num_standby -1 of 'm'"),
+        ({"max_context_tokens": 0}, "invalid max_context_tokens 0 of 'm'"),
+        ({"weights": "half"}, "invalid weights 'half' of 'm'"),
         ({"revisions": ()}, "'revisions' is no setting of a model"),
     ],
 )
@@ -139,6 +139,8 @@ async def test_invalid_and_unknown_names_are_rejected(admin: CatalogueAdmin, sto
         (admin.add("a b", "/x"), "invalid model 'a b'"),
         (admin.add("m", "/x", revision="-r"), "invalid revision '-r'"),
         (admin.add("m", "/x", revision="r1"), "has a revision 'r1' already"),
+        (admin.add("n", "x" * 1025), "invalid model 'n': .*source"),
+        (admin.add("m", ""), "invalid model 'm': .*source"),
         (admin.add("n", "/x", canary=5), "the model 'n' does not exist yet"),
         (admin.promote("n", "r1"), "the catalogue has no model 'n'"),
         (admin.remove("n"), "the catalogue has no model 'n'"),
