@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -25,6 +26,7 @@ from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_list import TenantModels
+from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
@@ -60,13 +62,14 @@ from services.gateway.tools.family import Family
 from services.gateway.tools.family_choice import family_of
 from shared.background import Background
 from shared.block_hash import root_key
+from shared.catalogue.reader import CatalogueReader
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.randomness import Randomness, SystemRandomness
-from shared.store import RedisStore, Store
+from shared.store import RedisStore, Store, StoreUnavailable
 from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 from shared.transport.untyped_messages import UntypedMessages
@@ -85,7 +88,7 @@ class GatewayService:
         config: GatewayConfig,
         bus: Bus,
         store: Store,
-        files: ModelFiles,
+        files: ModelFiles | None,
         *,
         clock: Clock,
         randomness: Randomness,
@@ -96,9 +99,9 @@ class GatewayService:
         messages: UntypedMessages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`prefix_redis`: a Redis connection outside the request path (default: `store`);
-        `redis_replica`: a near one, for API keys; `messages`: those of the API over NATS (default:
-        there is none).
+        """`files`: of its own model; None: it has none. `prefix_redis`: a Redis connection outside
+        the request path (default: `store`); `redis_replica`: a near one, for API keys; `messages`:
+        those of the API over NATS (default: there is none).
         """
         self._config = config
         self._bus = bus
@@ -118,7 +121,7 @@ class GatewayService:
             gateway=self.metrics.load,
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
-        setup = own_setup(config, files)
+        setup = None if files is None else own_setup(config, files)
         self._pool = preparation_pool(setup) if pool is None else pool
         self._checks = GrammarChecks(grammar_pool(setup) if check_pool is None else check_pool)
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
@@ -126,11 +129,17 @@ class GatewayService:
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
-        texts = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
-        own = texts.text(files, own_family(config, files), setup)
-        self.models = ServedModels(self.catalog, own)
+        loader = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
+        self._texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
+        own = None
+        if files is not None and setup is not None:
+            own = loader.text(files, own_family(config, files), setup)
+        self._catalogue = CatalogueReader(self._prefix_redis, clock)
+        self.models = ServedModels(self.catalog, own, self._catalogue, self._texts, randomness)
         self.model_aliases = ModelAliases(store, clock, is_native=self.models.has)
         self.model_names = ModelNames(self.models, self.model_aliases)
+        self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
+        self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
@@ -279,6 +288,9 @@ class GatewayService:
         self._limits.start()
         self._usage.start(self.submission.count_usage)
         await self._health_monitor.start()
+        with suppress(StoreUnavailable):  # it is read again and again
+            await self._catalogue.refresh()
+        self._background.start(self._catalogue.run())
         self._background.start(self._public_watcher.run())
         if self._certificate is not None:
             self._background.start(self._certificate.watch(self._clock))
@@ -317,6 +329,7 @@ class GatewayService:
         await self._health_monitor.stop()
         await self._pool.close()
         await self._checks.close()
+        self._texts.close()
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
@@ -355,8 +368,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     check(config)
     if not config.cluster_secret:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
-    files = ModelFiles(config.model_dir)
-    setup = own_setup(config, files)
+    files = None if config.model_dir is None else ModelFiles(config.model_dir)
+    setup = None if files is None else own_setup(config, files)
     pool, check_pool = preparation_pool(setup), grammar_pool(setup)
     await asyncio.gather(pool.start(), check_pool.start())
     clock = MonotonicClock()

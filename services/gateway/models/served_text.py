@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import msgspec
 
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.request_grammars import RequestGrammars
+from services.gateway.models.model_source import source_dir
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
@@ -55,9 +55,9 @@ class TextLoader:
         self._tool_format = tool_format
         self._next_key = count(1).__next__
 
-    def load(self, model_dir: Path) -> ServedText:
-        """Raises ConfigError for a missing or invalid file."""
-        files = ModelFiles(model_dir)
+    def load(self, source: str) -> ServedText:
+        """Raises ConfigError for a source that is not here, or an invalid file."""
+        files = ModelFiles(source_dir(source))
         family = family_of(files, tool_format=self._tool_format)
         key = str(self._next_key())
         return self.text(files, family, process_setup(files, family, self._tool_format, key=key))

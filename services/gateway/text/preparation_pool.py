@@ -76,6 +76,10 @@ class _PoolProcess:
         self._selected: str | None = None
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self.process.returncode is None
 
@@ -156,8 +160,7 @@ class PreparationPool:
     @property
     def process_ids(self) -> list[int]:
         """Of the processes in the pool, without the spare."""
-        seated = (each.process for each in self._seats)
-        return [each.process.pid for each in seated if each is not None]
+        return [each.process.pid for each in self._seats if each.process is not None]
 
     async def start(self) -> None:
         """Optional first call: starts one process, so that the first job does not wait for it."""
