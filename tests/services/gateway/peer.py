@@ -120,7 +120,7 @@ class Run:
 class PeerDecode:
     bus: Bus
     answer: list[int]
-    card: ModelCard = CARD
+    card: ModelCard = field(default_factory=lambda: CARD)
     answers: dict[int, list[int]] = field(default_factory=dict)  # by choice; default: `answer`
     hold_at: int | None = None  # stops producing at this position until released
     num_free_blocks: int = 100
