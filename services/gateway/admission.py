@@ -11,6 +11,7 @@ sees the end of a request and may replace its body.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
@@ -100,8 +101,8 @@ class Admission:
         data, kind = await self._read(scope, receive, body), options[BODY_KIND]
         if kind == RAW:
             return _replayed(data, receive, body)
-        model = options[MODEL_OF](scope) if MODEL_OF in options else None
-        read = await self._opener.read(reservation, kind, data, model)
+        model_of = partial(options[MODEL_OF], scope) if MODEL_OF in options else None
+        read = await self._opener.read(reservation, kind, data, model_of)
         scope["state"]["prompts"] = read.prompts
         return _replayed(read.data, receive, body)
 

@@ -58,6 +58,10 @@ class ServedModels:
     def serves(self, name: str) -> bool:
         return name in self.names
 
+    def hides(self, tenant_id: str, name: str) -> bool:
+        """Whether `name` is a model that the tenant may not see."""
+        return self.serves(name) and not self.has(tenant_id, name)
+
     def check(self, tenant: TenantRecord, name: str) -> None:
         """Raises UnknownModel, ModelNotAllowed; DependencyUnavailable if Redis has not been read;
         InvalidRequest for no name.

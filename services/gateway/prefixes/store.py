@@ -118,7 +118,7 @@ class PrefixStore:
         """The tenant's prefix, else a public one. Raises UnknownPrefix, StoreUnavailable."""
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
-            if prefix is not None:
+            if prefix is not None and not self._models.hides(tenant.tenant_id, prefix.model):
                 return await self._stored(prefix, self._models.card(prefix.model))
         raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
 
@@ -143,6 +143,7 @@ class PrefixStore:
                 )
                 for name, entry in entries.items()
                 if not entry.is_over(self._wall_clock())
+                and not self._models.hides(tenant.tenant_id, entry.model)
             ]
         return PrefixList(data=data)
 
@@ -183,7 +184,7 @@ class PrefixStore:
             for each in sorted(matches, key=lambda each: each.worker_id)
         ]
         warm = {each.worker_id for each in matches if each.num_blocks >= len(hashes)}
-        is_warm = bool(warm) and warm >= self._workers_of(prefix)
+        is_warm = bool(warm) and warm >= self._workers_of(prefix, card.revision)
         last_use = counts.get(b"last_use")
         return Prefix(
             name=prefix.name,
@@ -208,12 +209,13 @@ class PrefixStore:
             return {}
         return await self._store.hash_get(pinned_prefix.record_key(tenant_id, hashes[-1]))
 
-    def _workers_of(self, prefix: PinnedPrefix) -> set[str]:
+    def _workers_of(self, prefix: PinnedPrefix, revision: str) -> set[str]:
         return {
             each.process_id
             for role in ("prefill", "decode")
             for each in self._fleet.live(role)
-            if each.model is not None and each.model.name == prefix.model
+            if each.model is not None
+            and (each.model.name, each.model.revision) == (prefix.model, revision)
             if not prefix.allowed_regions or each.region in prefix.allowed_regions
         }
 

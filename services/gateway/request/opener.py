@@ -67,15 +67,19 @@ class Opener:
         self._wall_clock = wall_clock
 
     async def read(
-        self, reservation: Reservation, kind: str, data: bytes, model: str | None = None
+        self,
+        reservation: Reservation,
+        kind: str,
+        data: bytes,
+        model_of: Callable[[], str] | None = None,
     ) -> ReadBody:
-        """`kind`: the name of an endpoint. `model`: of a body that names none. Raises the
-        HearthError that rejects a large body.
+        """`kind`: the name of an endpoint. `model_of`: reads the model where bodies name none.
+        Raises the HearthError that rejects a large body.
         """
         if len(data) <= MAX_INLINE_BYTES:
             return ReadBody(data)
-        named = named_model(data, kind) or (self._default_model if model is None else model)
-        chosen = await self._chosen(reservation, named)
+        named = named_model(data, kind) if model_of is None else model_of()
+        chosen = await self._chosen(reservation, self._default_model if named is None else named)
         prepared = await self._submission.prepare_body(reservation.tenant, chosen, kind, data)
         return ReadBody(prepared.body, prepared.prompts or None)
 

@@ -149,7 +149,11 @@ class Submission:
             self._check_admission()
             self._models.check(reservation.tenant, name)
             check_regions(reservation.tenant)
-            reservation.model = await self._models.choose(name)
+            self._num_preparing += 1  # it may wait for files that are read
+            try:
+                reservation.model = await self._models.choose(name)
+            finally:
+                self._num_preparing -= 1
         return reservation.model
 
     async def prepare(

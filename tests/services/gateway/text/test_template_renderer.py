@@ -209,8 +209,7 @@ async def test_spare_takes_the_place_of_a_killed_process(make: Make) -> None:
     spare = renderer.pool._spares[0]
     process = renderer.pool._seats[0].process
     assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
+    await process.killed()
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     assert renderer.pool.process_ids == [spare.pid]
     async with asyncio.timeout(10):
