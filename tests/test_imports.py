@@ -141,8 +141,8 @@ LAYERS = {
     "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
-        " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
-        " | sampling | parallel kv_copies codec | kv_cache quantisation"
+        " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"
+        " | layers | sampling | parallel kv_copies codec | kv_cache quantisation"
     ),
 }
 MAX_FILES = 16
