@@ -16,6 +16,11 @@ The life of a request, by message:
     decode ◀═══ KV frames ════ prefill        shared/kv_wire/; PrefillFailed on NATS
     gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
     gateway ──AckFinished────▶ decode         the last tokens arrived; or AbortRequest
+
+The life of a model on a host:
+
+    scheduler ──WakeModel────▶ host           ModelWaking, or a Failure; also ParkModel
+    host ──ParkWorker────────▶ worker         Done in standby; WakeWorker, ResizeKv, ChangeRoles
 """
 
 from __future__ import annotations
@@ -30,9 +35,17 @@ from shared.kv_layout import MAX_GROUPS, KvShard, Reach
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
 
-Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index"]
+Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "host"]
+WorkerRole = Literal["prefill", "decode"]
 IndexState = Literal["exact", "degraded"]
-ProcessState = Literal["starting", "ready", "draining", "stopped"]
+# standby: a worker without a KV cache, whose weights and kernels are ready
+ProcessState = Literal["starting", "ready", "standby", "draining", "stopped"]
+# of a model on a host. hot: its worker serves. standby: its worker keeps only the weights. cold: no
+# process. The others are on their way: starting and waking to hot, parking to standby, stopping to
+# cold. failed: its last start failed, and `failure` says why.
+ModelState = Literal[
+    "cold", "starting", "standby", "waking", "hot", "parking", "stopping", "failed"
+]
 FinishReason = Literal["stop", "length", "failed"]
 # raw: of the model's distribution; processed: of the sampling distribution, after bias, penalties,
 # temperature and truncation
@@ -646,6 +659,104 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_abandoned_grammar_threads: Count = 0  # their job took too long
 
 
+# ── hosts ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ParkWorker(Message, frozen=True, kw_only=True):
+    """Stop accepting requests, end what runs, give the KV cache back and keep the weights.
+
+    The reply is Done once the worker is in standby; WorkerBusy if a request still runs after
+    `drain_s`: the worker then serves again as before.
+    """
+
+    drain_s: Duration
+
+
+class WakeWorker(Message, frozen=True, kw_only=True):
+    """Serve with a KV cache of this size. The reply is Done once the worker is ready."""
+
+    kv_bytes: Count
+
+
+class ResizeKv(Message, frozen=True, kw_only=True):
+    """Change the size of a serving worker's KV cache. The reply is KvResized."""
+
+    kv_bytes: Count
+
+
+class KvResized(Message, frozen=True, kw_only=True):
+    """`kv_bytes`: what the cache has now. A smaller one than before may still hold blocks of
+    running requests: it shrinks as they end.
+    """
+
+    kv_bytes: Count
+
+
+class ChangeRoles(Message, frozen=True, kw_only=True):
+    """Take these roles. The reply is Done once the worker accepts requests in them; what runs in
+    another role ends as before. WorkerBusy within `min_s` after the last change.
+    """
+
+    roles: Annotated[tuple[WorkerRole, ...], Meta(min_length=1, max_length=2)]
+    min_s: Duration = 0.0
+
+
+class WakeModel(Message, frozen=True, kw_only=True):
+    """Make a model hot on a host. Idempotent. The reply is ModelWaking, or a Failure: NoCapacity
+    if memory for it cannot be had, with a time if that may change.
+    """
+
+    model: Name
+    revision: Name
+
+
+class ModelWaking(Message, frozen=True, kw_only=True):
+    state: ModelState
+    ready_in_s: Duration  # expected
+
+
+class ParkModel(Message, frozen=True, kw_only=True):
+    """Put a hot model in standby. The reply is Done; WorkerBusy if it serves requests."""
+
+    model: Name
+    revision: Name
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one device that a host may use, and uses, for weights, KV and processes."""
+
+    device: Name
+    budget_bytes: Count
+    used_bytes: Count
+
+
+class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a host can serve. `card`: as its worker announced it last; None until it has
+    been started once. Times are expected ones, from those measured last.
+    """
+
+    name: Name
+    revision: Name
+    state: ModelState
+    device: Name
+    card: ModelCard | None = None
+    worker_id: ProcessId | None = None  # None: it has no process
+    weights_bytes: Count = 0  # in memory, shared by the workers of a host
+    kv_bytes: Count = 0  # that it has now
+    kv_floor_bytes: Count = 0  # the least that it is woken with
+    wake_s: Duration = 0.0  # from standby to hot
+    start_s: Duration = 0.0  # from cold to hot
+    hot_s: Duration = 0.0  # since it became hot; 0 if it is not
+    is_pinned: bool = False
+    priority: int = 0
+    failure: str = ""
+
+
+class HostLoad(Message, frozen=True, kw_only=True):
+    devices: Annotated[tuple[DeviceMemory, ...], Meta(max_length=64)]
+    models: Annotated[tuple[HostedModel, ...], Meta(max_length=1024)] = ()
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Sent every `interval_s` by the loop that does the work, so it proves progress."""
 
@@ -663,6 +774,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_impostors: Count = 0  # messages rejected since its start for a wrong sender
     uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves
     gateway: GatewayLoad | None = None
+    host: HostLoad | None = None
 
     @property
     def sender_id(self) -> str:

@@ -26,10 +26,19 @@ PREFIX = "hearth.v1"
 ANY = "any"
 
 # A credential's role: a `worker` has prefill and decode handlers over one engine; an `observer`
-# receives heartbeats and cannot publish to any other process; a `client` sends API requests of one
-# tenant and is no process of the cluster.
+# receives heartbeats and cannot publish to any other process; an `operator` also commands hosts and
+# workers; a `client` sends API requests of one tenant and is no process of the cluster.
 CredentialRole = Literal[
-    "gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "observer", "client"
+    "gateway",
+    "scheduler",
+    "prefill",
+    "decode",
+    "kv_index",
+    "host",
+    "worker",
+    "observer",
+    "operator",
+    "client",
 ]
 
 NO_INSTANCE = "-"
@@ -157,6 +166,17 @@ def pins(role: Role, worker_id: str) -> str:
     return command(role, worker_id, "pins")
 
 
+def lifecycle(role: Role, worker_id: str) -> str:
+    """Carries ParkWorker, WakeWorker, ResizeKv and ChangeRoles."""
+    return command(role, worker_id, "lifecycle")
+
+
+# hosts
+def host_models(host_id: str) -> str:
+    """Carries WakeModel and ParkModel."""
+    return command("host", host_id, "models")
+
+
 # ranks of a worker on other hosts, which use the worker's credential
 def join_ranks(worker_id: str) -> str:
     """Carries JoinRanks."""
@@ -205,6 +225,8 @@ class Permissions(msgspec.Struct, frozen=True):
     reply_s: float = 60.0
 
 
+_LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
+_HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
         MATCH,
@@ -219,6 +241,8 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         f"{PREFIX}.decode.*.*.start",
         f"{PREFIX}.decode.*.*.control",
         f"{PREFIX}.gateway.*.*.placement",
+        *_LIFECYCLE,
+        _HOST_MODELS,
     ),
     "decode": (
         f"{PREFIX}.prefill.*.*.run",
@@ -227,6 +251,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
     ),
     "prefill": (f"{PREFIX}.decode.*.*.control",),
     "kv_index": (f"{PREFIX}.*.*.*.list_blocks", f"{PREFIX}.*.*.*.pins"),
+    "host": _LIFECYCLE,
 }
 
 _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
@@ -235,14 +260,19 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
     "decode": (),
     "prefill": (),
     "kv_index": (MATCH, KV_EVENTS),
+    "host": (),
 }
 
 
 def permissions(role: CredentialRole, credential: str, region: str = "") -> Permissions:
     """The minimal permissions that the credential's processes need."""
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
-    if role == "observer":
-        return Permissions(publish=(own_inbox,), subscribe=(own_inbox, from_anyone(HEARTBEATS)))
+    if role == "observer" or role == "operator":
+        commands = () if role == "observer" else (*_LIFECYCLE, _HOST_MODELS)
+        sent = (sent_by(subject, f"{credential}.*") for subject in commands)
+        return Permissions(
+            publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))
+        )
     if role == "client":
         return Permissions(
             publish=(api_request("*", credential), f"{SERVICES}.>"),

@@ -18,7 +18,7 @@ from shared.messages import Heartbeat, IndexState, Role, WorkerLoad
 WINDOW_S = 2.0
 SHOW_LOST_S = 10.0
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
-_ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index")
+_ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index", "host")
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,8 +18,10 @@ ROLES: tuple[CredentialRole, ...] = (
     "prefill",
     "decode",
     "kv_index",
+    "host",
     "worker",
     "observer",
+    "operator",
     "client",
 )
 _NAME = re.compile(r"[A-Za-z0-9_-]+")

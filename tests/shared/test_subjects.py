@@ -157,3 +157,32 @@ def test_worker_credential_announces_one_role_or_both() -> None:
         subject = subjects.sent_by(subjects.heartbeat(roles, "w"), "w")  # type: ignore[arg-type]
         assert any(matches(pattern, subject) for pattern in patterns), roles
         assert set(subjects.announced_by(subject)[0]) == set(roles)
+
+
+def test_only_schedulers_and_operators_command_hosts() -> None:
+    models = subjects.host_models("host-1")
+    allowed: tuple[CredentialRole, ...] = ("scheduler", "operator")
+    for role in allowed:
+        assert is_allowed(role, "x", "publish", models)
+    others: tuple[CredentialRole, ...] = ("gateway", "decode", "worker", "host", "client")
+    for role in others:
+        assert not is_allowed(role, "x", "publish", models)
+    assert is_allowed("host", "host-1", "subscribe", models)
+    assert not is_allowed("host", "host-2", "subscribe", models)
+
+
+def test_hosts_schedulers_and_operators_park_workers_and_change_their_roles() -> None:
+    lifecycle = subjects.lifecycle("decode", "worker-1")
+    allowed: tuple[CredentialRole, ...] = ("host", "scheduler", "operator")
+    for role in allowed:
+        assert is_allowed(role, "x", "publish", lifecycle)
+    others: tuple[CredentialRole, ...] = ("gateway", "decode", "worker", "kv_index", "client")
+    for role in others:
+        assert not is_allowed(role, "x", "publish", lifecycle)
+    assert is_allowed("worker", "worker-1", "subscribe", lifecycle)
+    assert not is_allowed("worker", "worker-2", "subscribe", lifecycle)
+
+
+def test_operator_announces_no_heartbeat() -> None:
+    assert is_allowed("operator", "o", "subscribe", subjects.heartbeat(("host",), "host-1"))
+    assert not is_allowed("operator", "o", "publish", subjects.heartbeat(("host",), "o"))

@@ -1,0 +1,57 @@
+"""The models that a cluster can serve: `hearth model` writes the records, gateways and hosts read
+them.
+
+    hearth:model:catalogue          hash: name → its CatalogueModel as JSON
+    hearth:model:catalogue:version  a counter that every change increments
+
+A name has one revision, or two while it moves from one to the other. The revision of a request is
+drawn by weight; its worker is found by name and digest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+CATALOGUE = "hearth:model:catalogue"
+CATALOGUE_VERSION = "hearth:model:catalogue:version"
+MAX_MODELS = 1024
+MAX_REVISIONS = 4
+
+WeightForm = Literal["auto", "dense", "compressed"]
+Text = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class CatalogueRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`source`: a directory, a bundle or a hub id, as hosts see it. `digest`: of its weights, as
+    workers announce it (`ModelCard.revision`): the first host that loads the source records it, and
+    any other content of the source is refused from then on. `weight`: the share of new requests,
+    relative to the other revisions.
+    """
+
+    name: Text
+    source: Text
+    digest: str = ""
+    weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    added_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds
+
+
+class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`tenants`: who may use it; None: every tenant that may use its name. `max_context_tokens`: at
+    most; None: what the model and the memory allow. `priority`: of two models that compete for
+    memory, the one with the higher priority stays hot. `is_pinned`: never parked while hot.
+    """
+
+    name: Text
+    revisions: Annotated[
+        tuple[CatalogueRevision, ...], Meta(min_length=1, max_length=MAX_REVISIONS)
+    ]
+    tenants: Annotated[tuple[str, ...], Meta(max_length=1024)] | None = None
+    max_context_tokens: Annotated[int, Meta(ge=1)] | None = None
+    weights: WeightForm = "auto"
+    num_standby: Annotated[int, Meta(ge=0, le=64)] = 0  # hosts that keep it in standby or hot
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    is_pinned: bool = False
+    created_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds
