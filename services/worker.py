@@ -36,6 +36,7 @@ from shared.messages import ModelCard, Role
 from shared.numerics import Numerics
 from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import NatsBus
+from shared.worker_roles import ROLES_BY_NAME, WorkerRoles
 
 log = structlog.get_logger(__name__)
 
@@ -146,6 +147,7 @@ async def build_worker(
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
+    worker_roles = WorkerRoles(roles, ROLES_BY_NAME.get(config.announce, ()))
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
     async with listening_for_ranks(config, roles[0]) as hosts:
@@ -174,7 +176,7 @@ async def build_worker(
             engine,
             features_of(has_vocabulary=grammars is not None or "decode" not in roles),
         ),
-        roles=roles,
+        roles=worker_roles,
         region=config.region,
         kv_targets=() if receive_port is None else receive_port.targets,
         frame_counts=None if receive_port is None else receive_port.counts,

@@ -16,6 +16,7 @@ from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
 from shared.numerics import ACTIVATIONS, MODES, Activations, ModeChoice
 from shared.tls import TlsFiles
+from shared.worker_roles import ROLES_BY_NAME
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
@@ -193,6 +194,7 @@ def expert_split(text: str) -> ExpertSplit:
 class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
+    announce: str = ""  # of the roles that it handles: prefill, decode or both; empty: all
     dtype: str = "auto"
     device: str = "auto"  # CUDA if a device is present
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
@@ -230,6 +232,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(
             self, "block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences"
         )
+        if self.announce not in ("", *ROLES_BY_NAME):
+            yield f"announce {self.announce!r} is none of {', '.join(ROLES_BY_NAME)}"
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
         if not is_device_name(self.device):

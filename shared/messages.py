@@ -775,6 +775,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves
     gateway: GatewayLoad | None = None
     host: HostLoad | None = None
+    possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
 
     @property
     def sender_id(self) -> str:

@@ -76,6 +76,8 @@ HELP = {
     "HEARTH_CLUSTER_SECRET.",
     "max_prefixes_per_tenant": "Maximum prefix records per tenant in Redis.",
     "prefix_ttl_s": "Seconds from the last use of a prefix to the expiry of its record.",
+    "announce": "Roles that a worker with both starts in: prefill, decode or both (default: all "
+    "that it has). `hearth role` changes them.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
     "device": "auto (CUDA if there is a device), cpu, cuda or cuda:N.",
     "load_format": "auto (as in the directory) or dummy: seeded weights from config.json alone, "

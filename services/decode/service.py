@@ -152,8 +152,7 @@ class DecodeService:
 
     def _check_admission(self, placement_id: bytes) -> None:
         worker_id = self._worker.worker_id
-        if self._worker.is_draining:
-            raise WorkerBusy(f"{worker_id} is draining")
+        self._worker.check_accepts("decode")
         if placement_id in self._fenced or placement_id in self._ended:
             raise WorkerBusy("this placement was already aborted")
         num_waiting = len(self._engine.batcher.waiting)

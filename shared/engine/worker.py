@@ -24,6 +24,8 @@ from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
+    ChangeRoles,
+    Done,
     KeepPins,
     KvEvents,
     KvTargets,
@@ -40,9 +42,10 @@ from shared.messages import (
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
-from shared.subjects import kv_events, list_blocks, pins
+from shared.subjects import kv_events, lifecycle, list_blocks, pins
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
+from shared.worker_roles import WorkerRoles
 
 EXPIRE_PINS_S = 1.0
 KV_EVENTS_INTERVAL_S = 0.05  # between two messages
@@ -66,7 +69,7 @@ class EngineWorker:
         randomness: Randomness,
         loop: EngineLoop,
         served: ServedModel,
-        roles: tuple[Role, ...],
+        roles: WorkerRoles,
         region: str = "",
         kv_targets: KvTargets = (),
         frame_counts: ReceiverCounts | None = None,
@@ -86,7 +89,8 @@ class EngineWorker:
             bus,
             clock,
             randomness,
-            roles=roles,
+            roles=roles.current,
+            possible_roles=roles.possible,
             region=region,
             load=self._load,
             model=served.card,
@@ -109,6 +113,12 @@ class EngineWorker:
     @property
     def is_draining(self) -> bool:
         return self.health_monitor.state in ("draining", "stopped")
+
+    def check_accepts(self, role: Role) -> None:
+        """Raises WorkerBusy if this worker takes no new requests in `role`."""
+        if self.is_draining:
+            raise WorkerBusy(f"{self.worker_id} is draining")
+        self.roles.check_accepts(role)
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
         """`counter` adds its values to the load in each heartbeat."""
@@ -195,15 +205,25 @@ class EngineWorker:
         self.outbox.start()
         self.loop.start()
         await self.health_monitor.start()
-        await self.bus.serve(
-            list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
-        )
         self.loop.listen(self._pins.on_step)
         self.loop.on_device_lost(self._start_leaving)
-        subject = pins(self.roles[0], self.worker_id)
-        await self.bus.serve(subject, PinPrefix | KeepPins, self._on_pins)
+        for role in self.roles.handled:  # peers use the first role of the last heartbeat
+            await self._serve(role)
         self._background.start(self._send_kv_events())
         self._background.start(self._expire_pins())
+
+    async def _serve(self, role: Role) -> None:
+        worker_id, serve = self.worker_id, self.bus.serve
+        await serve(list_blocks(role, worker_id), ListBlocks, self._block_page)
+        await serve(pins(role, worker_id), PinPrefix | KeepPins, self._on_pins)
+        await serve(lifecycle(role, worker_id), ChangeRoles, self._change_roles)
+
+    async def _change_roles(self, command: ChangeRoles) -> Done:
+        if self.is_draining:
+            raise WorkerBusy(f"{self.worker_id} is draining")
+        if self.roles.change(command, self.clock.now()):
+            await self.health_monitor.announce_roles(self.roles.current)
+        return Done()
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -276,7 +296,7 @@ class EngineWorker:
             kv_format=card.kv_format,
             events=tuple(events),
         )
-        self.outbox.post(kv_events(self.roles[0], self.worker_id), message)
+        self.outbox.post(kv_events(self.roles.handled[0], self.worker_id), message)
 
     def _block_page(self, request: ListBlocks) -> BlockPage:
         """All pages show the state at the first request. Pending events are sent before it, so that

@@ -45,6 +45,7 @@ from shared.messages import (
 from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
+from shared.worker_roles import WorkerRoles
 from tests.simulation.checks import leaks
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
@@ -178,7 +179,7 @@ class SimulatedWorker:
             randomness=randomness,
             loop=EngineLoop(self.engine, self.executor, clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
-            roles=roles,
+            roles=WorkerRoles(roles),
             kv_targets=receive_port.targets,
             on_device_lost=self._exit,
         )
