@@ -32,11 +32,11 @@ from shared.grammar.vocabulary import load_vocabulary
 from shared.kv_layout import KvLayout
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
-from shared.messages import ModelCard, Role
+from shared.lifecycle.worker_roles import WorkerRoles
+from shared.messages import WORKER_ROLES, ModelCard, Role
 from shared.numerics import Numerics
 from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import NatsBus
-from shared.worker_roles import ROLES_BY_NAME, WorkerRoles
 
 log = structlog.get_logger(__name__)
 
@@ -147,7 +147,7 @@ async def build_worker(
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
-    worker_roles = WorkerRoles(roles, ROLES_BY_NAME.get(config.announce, ()))
+    worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
     async with listening_for_ranks(config, roles[0]) as hosts:

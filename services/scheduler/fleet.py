@@ -92,6 +92,10 @@ class WorkerFleet:
         """Whether the worker is live and accepts requests."""
         return worker_id in self._known
 
+    def speed(self, worker_id: str) -> Speed:
+        known = self._known.get(worker_id)
+        return Speed() if known is None else known.worker.speed
+
     def lane(self, lane: ModelKey) -> Workers:
         """Live workers that serve the model and accept requests, with their estimated load."""
         workers = self._lanes.get(lane)

@@ -22,6 +22,7 @@ from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     BlockPage,
     ChangeRoles,
@@ -45,7 +46,6 @@ from shared.randomness import Randomness
 from shared.subjects import kv_events, lifecycle, list_blocks, pins
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
-from shared.worker_roles import WorkerRoles
 
 EXPIRE_PINS_S = 1.0
 KV_EVENTS_INTERVAL_S = 0.05  # between two messages

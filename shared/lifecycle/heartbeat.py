@@ -24,6 +24,7 @@ from shared.messages import (
     ProcessState,
     ReportAlive,
     Role,
+    SchedulerLoad,
     WorkerLoad,
     WorkerRole,
 )
@@ -42,8 +43,8 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load`, `index` and `gateway` for every heartbeat, to report the state of an engine,
-    an index or a gateway.
+    """Calls `load`, `index`, `gateway` and `scheduler` for every heartbeat, to report the state of
+    an engine, an index, a gateway or a scheduler.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """
@@ -62,6 +63,7 @@ class HealthMonitor:
         kv_targets: KvTargets = (),
         index: Callable[[], IndexLoad] | None = None,
         gateway: Callable[[], GatewayLoad] | None = None,
+        scheduler: Callable[[], SchedulerLoad] | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -82,6 +84,7 @@ class HealthMonitor:
         self._kv_targets = kv_targets
         self._index = index
         self._gateway = gateway
+        self._scheduler = scheduler
         self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
@@ -251,6 +254,7 @@ class HealthMonitor:
             num_impostors=self._bus.num_sender_mismatches,
             uptime_s=self._uptime_s(),
             gateway=None if self._gateway is None else self._gateway(),
+            scheduler=None if self._scheduler is None else self._scheduler(),
             possible_roles=self._possible_roles,
         )
         try:

@@ -17,6 +17,7 @@ from shared.config import WorkerConfig
 from shared.engine.runners.timing_runner import StepCost
 from shared.errors import ConfigError, InvalidRequest, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.worker_roles import BOTH
 from shared.messages import (
     Alive,
     ChangeRoles,
@@ -31,7 +32,6 @@ from shared.messages import (
 from shared.randomness import SystemRandomness
 from shared.subjects import alive, start_decode, tokens
 from shared.transport.bus import NatsBus
-from shared.worker_roles import BOTH
 from tests.servers import NatsServer
 from tests.services.live_workers import BLOCK_SIZE, DEADLINE_S, MODEL, LiveRunner, request_of
 

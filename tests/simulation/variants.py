@@ -10,8 +10,8 @@ from dataclasses import replace
 from random import Random
 
 from shared.kv_layout import Reach, Window
+from shared.lifecycle.worker_roles import BOTH
 from shared.messages import WorkerRole
-from shared.worker_roles import BOTH
 from tests.simulation.plan import BLOCK_SIZE, Fault, FaultKind, FleetPlan, Plan
 
 REACHES: tuple[tuple[Reach, ...], ...] = (

@@ -10,11 +10,11 @@ from services.cli.status import find_nats
 from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.lifecycle.worker_roles import roles_named
 from shared.messages import ChangeRoles, Done, Heartbeat
 from shared.subjects import HEARTBEATS, lifecycle
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
-from shared.worker_roles import roles_named
 
 LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # for the heartbeat of the worker
 CHANGE_TIMEOUT_S = 5.0

@@ -24,6 +24,7 @@ from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.kv_layout import Reach
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -45,7 +46,6 @@ from shared.messages import (
 from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
-from shared.worker_roles import WorkerRoles
 from tests.simulation.checks import leaks
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock

@@ -9,21 +9,16 @@ from __future__ import annotations
 from math import inf
 
 from shared.errors import ConfigError, InvalidRequest, WorkerBusy
-from shared.messages import ChangeRoles, Role, WorkerRole
+from shared.messages import WORKER_ROLES, ChangeRoles, Role, WorkerRole
 
-BOTH: tuple[WorkerRole, ...] = ("prefill", "decode")
-ROLES_BY_NAME: dict[str, tuple[WorkerRole, ...]] = {
-    "prefill": ("prefill",),
-    "decode": ("decode",),
-    "both": BOTH,
-}
+BOTH = WORKER_ROLES["both"]
 
 
 def roles_named(name: str, param: str) -> tuple[WorkerRole, ...]:
     """Raises ConfigError."""
-    if name not in ROLES_BY_NAME:
-        raise ConfigError(f"{param} {name!r} is none of {', '.join(ROLES_BY_NAME)}", param=param)
-    return ROLES_BY_NAME[name]
+    if name not in WORKER_ROLES:
+        raise ConfigError(f"{param} {name!r} is none of {', '.join(WORKER_ROLES)}", param=param)
+    return WORKER_ROLES[name]
 
 
 class WorkerRoles:

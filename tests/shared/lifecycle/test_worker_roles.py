@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import ConfigError, InvalidRequest, WorkerBusy
+from shared.lifecycle.worker_roles import BOTH, WorkerRoles, roles_named
 from shared.messages import ChangeRoles, WorkerRole
-from shared.worker_roles import BOTH, WorkerRoles, roles_named
 
 
 def test_worker_announces_what_it_was_started_with_and_then_what_it_was_given() -> None:
