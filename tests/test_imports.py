@@ -130,7 +130,8 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli | local client worker | decode prefill rank gateway scheduler kv_index"
+        "__main__ | cli | local client worker | parking"
+        " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
@@ -139,9 +140,10 @@ LAYERS = {
     ),
     "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
-        " | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
-        " | sampling | parallel kv_cache kv_copies codec | quantisation"
+        "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
+        " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"
+        " | layers"
+        " | sampling | parallel kv_copies codec | kv_cache quantisation"
     ),
 }
 MAX_FILES = 16

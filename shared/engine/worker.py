@@ -26,7 +26,6 @@ from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     BlockPage,
     ChangeRoles,
-    Done,
     KeepPins,
     KvEvents,
     KvTargets,
@@ -43,7 +42,7 @@ from shared.messages import (
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
-from shared.subjects import kv_events, lifecycle, list_blocks, pins
+from shared.subjects import kv_events, list_blocks, pins
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
@@ -103,22 +102,20 @@ class EngineWorker:
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # the pages of a resync
-        self._pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
+        self.pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
         self._background = Background()
 
     @property
     def worker_id(self) -> str:
         return self.bus.process_id
 
-    @property
-    def is_draining(self) -> bool:
-        return self.health_monitor.state in ("draining", "stopped")
-
-    def check_accepts(self, role: Role) -> None:
-        """Raises WorkerBusy if this worker takes no new requests in `role`."""
-        if self.is_draining:
-            raise WorkerBusy(f"{self.worker_id} is draining")
-        self.roles.check_accepts(role)
+    def check_accepting(self, role: Role | None = None) -> None:
+        """Raises WorkerBusy in a state without new requests, or for one in another role."""
+        state = self.health_monitor.state
+        if state in ("standby", "draining", "stopped"):
+            raise WorkerBusy(f"{self.worker_id} is {state}")
+        if role is not None:
+            self.roles.check_accepts(role)
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
         """`counter` adds its values to the load in each heartbeat."""
@@ -205,7 +202,7 @@ class EngineWorker:
         self.outbox.start()
         self.loop.start()
         await self.health_monitor.start()
-        self.loop.listen(self._pins.on_step)
+        self.loop.listen(self.pins.on_step)
         self.loop.on_device_lost(self._start_leaving)
         for role in self.roles.handled:  # peers use the first role of the last heartbeat
             await self._serve(role)
@@ -216,18 +213,15 @@ class EngineWorker:
         worker_id, serve = self.worker_id, self.bus.serve
         await serve(list_blocks(role, worker_id), ListBlocks, self._block_page)
         await serve(pins(role, worker_id), PinPrefix | KeepPins, self._on_pins)
-        await serve(lifecycle(role, worker_id), ChangeRoles, self._change_roles)
 
-    async def _change_roles(self, command: ChangeRoles) -> Done:
-        if self.is_draining:
-            raise WorkerBusy(f"{self.worker_id} is draining")
+    async def change_roles(self, command: ChangeRoles) -> None:
+        """Raises InvalidRequest, WorkerBusy."""
         if self.roles.change(command, self.clock.now()):
             await self.health_monitor.announce_roles(self.roles.current)
-        return Done()
 
     async def stop(self) -> None:
         await self._background.stop()
-        self._pins.stop()
+        self.pins.stop()
         await self.loop.stop()
         await self.outbox.stop()
         await self.health_monitor.stop()
@@ -259,20 +253,27 @@ class EngineWorker:
 
     def _on_pins(self, command: PinPrefix | KeepPins) -> PrefixPinned | PinsKept:
         if isinstance(command, KeepPins):
-            return self._pins.renew(command)
-        if self.is_draining:
-            raise WorkerBusy(f"{self.worker_id} is draining")
+            return self.pins.renew(command)
+        self.check_accepting()
         self.check_model(command.model, command.revision)
         sequence = sequence_of(command, self.served.card.block_size)
         self.check_tokens(sequence)
-        reply = self._pins.pin(command, sequence)
+        reply = self.pins.pin(command, sequence)
         self.loop.wake()
         return reply
+
+    async def drop_cache(self) -> None:
+        """Releases all pins and gives the KV cache back; the index is informed. Raises ValueError
+        while sequences are left.
+        """
+        self.pins.clear()
+        await self.loop.kv.resize(0)
+        self._post_kv_events()
 
     async def _expire_pins(self) -> None:
         while True:
             await self.clock.sleep(EXPIRE_PINS_S)
-            self._pins.expire()
+            self.pins.expire()
 
     async def _send_kv_events(self) -> None:
         while True:

@@ -53,7 +53,7 @@ def held_too_long(fleet: Fleet) -> list[str]:
 
 def _may_last(sequence: Sequence, worker: SimulatedWorker) -> bool:
     """Whether it may last as long as the current step."""
-    is_unwanted = sequence.is_aborted or sequence.sequence_id in worker.worker._pins._computing
+    is_unwanted = sequence.is_aborted or sequence.sequence_id in worker.worker.pins._computing
     return sequence.is_in_step and is_unwanted
 
 

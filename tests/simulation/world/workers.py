@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.decode.service import DecodeService
+from services.parking import Parking
 from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
@@ -193,6 +194,8 @@ class SimulatedWorker:
         if "decode" in roles:
             self.decode = DecodeService(self.worker, receive_port, grammars)
 
+        self.parking = Parking(self.worker, self.handlers)
+
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:
         return [each for each in (self.prefill, self.decode) if each is not None]
@@ -213,10 +216,10 @@ class SimulatedWorker:
         await self.worker.start()
         for handler in self.handlers:
             await handler.start()
-        await self.worker.health_monitor.transition_to("ready")
+        await self.parking.start()
 
     async def drain(self) -> None:
-        await self.worker.health_monitor.transition_to("draining")
+        await self.parking.leave()
         await asyncio.gather(*(handler.drain() for handler in self.handlers))
 
     async def stop(self) -> None:
