@@ -45,6 +45,7 @@ class FleetPlan:
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unlike: tuple[str, ...] = ()  # workers whose device computes other bits
     capable: tuple[str, ...] = ()  # workers that start with the features DEMO
+    has_automatic_roles: bool = False  # schedulers change the roles of workers
     changing: tuple[str, ...] = ()  # workers that gain or lose them with each restart
 
     def num_blocks_of(self, worker_id: str) -> int:

@@ -41,8 +41,8 @@ def with_rank_groups(plan: Plan) -> Plan:
 
 
 def with_role_changes(plan: Plan) -> Plan:
-    """Workers with both handlers change their roles at any moment, and every second plan has its
-    other faults too. One worker always decodes.
+    """Workers with both handlers change their roles at any moment, by an operator and by the
+    schedulers, and every second plan has its other faults too. One worker always decodes.
     """
     random, fleet = Random(plan.seed), _with_two_more(plan.fleet)
     changes = [
@@ -59,7 +59,12 @@ def with_role_changes(plan: Plan) -> Plan:
 
 
 def _with_two_more(fleet: FleetPlan) -> FleetPlan:
-    larger = replace(fleet, num_decode=max(1, fleet.num_decode), num_both=fleet.num_both + 2)
+    larger = replace(
+        fleet,
+        num_decode=max(1, fleet.num_decode),
+        num_both=fleet.num_both + 2,
+        has_automatic_roles=True,
+    )
     pools, blocks = fleet.pool_sizes, fleet.block_sizes
     added = dict.fromkeys(larger.worker_ids, fleet.num_blocks)
     sizes = dict.fromkeys(larger.worker_ids, BLOCK_SIZE)

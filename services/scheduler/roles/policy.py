@@ -7,15 +7,16 @@ With p workers that prefill, d that decode and b that do both, the fleet is used
 since workers of both roles take work of either. The change of one worker between prefill and
 decode that lowers the usage most is wanted if the usage is high and falls by enough. It is made
 once it has been wanted for HOLD_S, not sooner than `min_s` after the last change of any worker of
-the model, by whomever, and never takes the last worker of a role from its group. Workers of both
-roles follow the work by themselves and are left alone.
+the model, by whomever, and never takes the last worker of a role from its group. Where no worker
+decodes, which two schedulers may cause at once, `min_s` does not count. Workers of both roles
+follow the work by themselves and are left alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from services.scheduler.roles.demand import Demand, WorkerWork
@@ -31,6 +32,7 @@ ROLES: tuple[WorkerRole, WorkerRole] = ("prefill", "decode")
 class RoleChange:
     worker_id: str
     role: WorkerRole
+    min_s: float = 0.0  # since the worker's last change
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,14 @@ class RolePolicy:
         role = None if wanted is None else wanted.role
         if role != self._wanted:
             self._wanted, self._wanted_since = role, now
-        is_due = now - self._wanted_since >= HOLD_S and now - self._changed_at >= self._min_s
-        if wanted is None or not is_due:
+        if wanted is None:
+            return None
+        is_outage = not any("decode" in each.roles for each in workers)
+        min_s = 0.0 if is_outage else self._min_s
+        if now - self._wanted_since < HOLD_S or now - self._changed_at < min_s:
             return None
         self._changed_at = now
-        return wanted
+        return replace(wanted, min_s=min_s)
 
     def _observe(self, workers: Sequence[WorkerWork], now: float) -> None:
         """Notes changes of known workers, also those by others."""

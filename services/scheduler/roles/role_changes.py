@@ -86,7 +86,7 @@ class RoleChanges:
         return changes if self._config.automatic_roles == "on" else []
 
     async def send(self, change: RoleChange) -> None:
-        command = ChangeRoles(roles=(change.role,), min_s=self._config.role_change_min_s)
+        command = ChangeRoles(roles=(change.role,), min_s=change.min_s)
         source: WorkerRole = "decode" if change.role == "prefill" else "prefill"
         subject, worker_id = lifecycle(source, change.worker_id), change.worker_id
         try:

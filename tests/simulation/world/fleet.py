@@ -145,6 +145,7 @@ class Fleet:
                     process_id,
                     seed=seed,
                     max_queued_requests=fleet.max_queued_requests,
+                    has_automatic_roles=fleet.has_automatic_roles,
                 )
             case "kv_index":
                 index = SimulatedIndex(self.network, self.store, process_id, seed=seed)
