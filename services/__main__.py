@@ -18,6 +18,7 @@ from services.cli.checkpoints import bundle_commands, quantize_command
 from services.cli.models.model_commands import model_app
 from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
+from services.cli.roles import role_command
 from services.cli.service_options import service_command
 from services.local.plan import thread_environ
 from shared.config import (
@@ -176,6 +177,7 @@ app.registered_commands += bundle_commands.app.registered_commands
 app.registered_commands += quantize_command.app.registered_commands
 app.registered_commands += warm_command.app.registered_commands
 app.registered_commands += plan_command.app.registered_commands
+app.registered_commands += role_command.app.registered_commands
 _add_services()
 
 

@@ -1,4 +1,5 @@
 """Parks a worker and wakes it again: gives its KV cache back, and keeps weights and kernels.
+Changes its roles.
 
     start ──▶ ready ──ParkWorker──▶ draining ──all requests have ended──▶ standby ◀── start, parked
                 ▲ ▲                    └─drain_s─▶ ready, WorkerBusy         │
@@ -18,7 +19,15 @@ import structlog
 
 from shared.engine.worker import EngineWorker
 from shared.errors import InvalidRequest, WorkerBusy
-from shared.messages import Done, KvResized, ParkWorker, ProcessState, ResizeKv, Role, WakeWorker
+from shared.messages import (
+    ChangeRoles,
+    Done,
+    KvResized,
+    ParkWorker,
+    ProcessState,
+    ResizeKv,
+    WakeWorker,
+)
 from shared.subjects import lifecycle
 
 log = structlog.get_logger(__name__)
@@ -50,12 +59,12 @@ class Parking:
 
     async def start(self) -> None:
         """Announces the worker, whose handlers serve: ready, or in standby without a KV cache."""
-        role: Role = "decode" if "decode" in self._worker.roles else "prefill"
-        await self._worker.bus.serve(
-            lifecycle(role, self._worker.worker_id),
-            ParkWorker | WakeWorker | ResizeKv,
-            self._on_command,
-        )
+        for role in self._worker.roles.handled:  # its peers know one of them
+            await self._worker.bus.serve(
+                lifecycle(role, self._worker.worker_id),
+                ParkWorker | WakeWorker | ResizeKv | ChangeRoles,
+                self._on_command,
+            )
         await self._worker.health_monitor.transition_to(self._resting_state)
 
     async def leave(self) -> None:
@@ -63,7 +72,11 @@ class Parking:
         self._is_leaving = True
         await self._worker.health_monitor.transition_to("draining")
 
-    async def _on_command(self, command: ParkWorker | WakeWorker | ResizeKv) -> Done | KvResized:
+    async def _on_command(
+        self, command: ParkWorker | WakeWorker | ResizeKv | ChangeRoles
+    ) -> Done | KvResized:
+        if isinstance(command, ChangeRoles):
+            return await self._change_roles(command)
         async with self._changing:
             self._check_staying()
             match command:
@@ -73,6 +86,13 @@ class Parking:
                     return await self._wake(kv_bytes)
                 case ResizeKv(kv_bytes=kv_bytes):
                     return await self._resize(kv_bytes)
+
+    async def _change_roles(self, command: ChangeRoles) -> Done:
+        """In standby, too: the roles are those of the worker once it is woken."""
+        if self._state == "draining":
+            raise WorkerBusy(f"{self._worker.worker_id} is draining")
+        await self._worker.change_roles(command)
+        return Done()
 
     def _check_staying(self) -> None:
         if self._is_leaving:

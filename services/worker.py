@@ -33,7 +33,8 @@ from shared.grammar.vocabulary import load_vocabulary
 from shared.kv_layout import KvLayout
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
-from shared.messages import ModelCard, Role
+from shared.lifecycle.worker_roles import WorkerRoles
+from shared.messages import WORKER_ROLES, ModelCard, Role
 from shared.numerics import Numerics
 from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import NatsBus
@@ -151,6 +152,7 @@ async def build_worker(
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
+    worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
     async with listening_for_ranks(config, roles[0]) as hosts:
@@ -179,7 +181,7 @@ async def build_worker(
             engine,
             features_of(has_vocabulary=grammars is not None or "decode" not in roles),
         ),
-        roles=roles,
+        roles=worker_roles,
         region=config.region,
         kv_targets=() if receive_port is None else receive_port.targets,
         frame_counts=None if receive_port is None else receive_port.counts,

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shared.errors import ConfigError
+from shared.messages import WORKER_ROLES
 from shared.nats_urls import nats_servers
 from shared.numerics import ACTIVATIONS, MODES, Activations, ModeChoice
 from shared.tls import TlsFiles
@@ -170,10 +171,21 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_queued_tokens: int = 4_000_000
     local_prefill_tokens: int = 4  # up to this many uncached tokens, decode computes the prompt
     max_local_prefill_tokens: int = 1_000_000  # the limit where no prefill worker can take it
+    automatic_roles: str = "off"  # on: workers with both handlers change their roles with the work
+    min_role_workers: int = 1  # that automatic changes leave in each role
+    role_change_min_s: float = 15.0  # between two automatic changes of one model
+    target_itl_s: float = 0.05  # a decode worker with longer steps counts as full
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from positive_problems(self, "max_queued_requests", "max_queued_tokens")
+        yield from positive_problems(
+            self,
+            *("max_queued_requests", "max_queued_tokens", "min_role_workers", "target_itl_s"),
+        )
+        if self.automatic_roles not in ("off", "on"):
+            yield f"automatic_roles {self.automatic_roles!r} is not off or on"
+        if not 0 <= self.role_change_min_s < inf:
+            yield f"role_change_min_s {self.role_change_min_s} is not a duration of at least 0"
         if self.local_prefill_tokens < 0:
             yield f"local_prefill_tokens {self.local_prefill_tokens} is negative"
         if self.max_local_prefill_tokens < self.local_prefill_tokens:
@@ -210,6 +222,7 @@ def expert_split(text: str) -> ExpertSplit:
 class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
+    announce: str = ""  # of the roles that it handles: prefill, decode or both; empty: all
     dtype: str = "auto"
     device: str = "auto"  # CUDA if a device is present
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
@@ -253,6 +266,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             *("max_context_tokens", "max_batch_tokens", "max_sequences"),
         )
         yield from self._kv_size_problems()
+        if self.announce not in ("", *WORKER_ROLES):
+            yield f"announce {self.announce!r} is none of {', '.join(WORKER_ROLES)}"
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
         if not is_device_name(self.device):

@@ -37,6 +37,12 @@ from shared.packing import BLOCK_HASH_BYTES
 
 Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "host"]
 WorkerRole = Literal["prefill", "decode"]
+# by the name that operators use
+WORKER_ROLES: dict[str, tuple[WorkerRole, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "both": ("prefill", "decode"),
+}
 IndexState = Literal["exact", "degraded"]
 # standby: a worker without a KV cache, whose weights and kernels are ready
 ProcessState = Literal["starting", "ready", "standby", "draining", "stopped"]
@@ -563,6 +569,26 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     num_numerics_changes: Count = 0
 
 
+class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
+    """What one scheduler measures of a model and role. Queued requests wait for this role.
+
+    `work_s`: seconds of one worker that their prompts take. `num_workers`: live ones that have the
+    role. `num_wanted_workers`: as many as the work of the whole fleet and of this queue asks for.
+    """
+
+    model: Name
+    role: WorkerRole
+    num_queued_requests: Count = 0
+    num_queued_tokens: Count = 0
+    work_s: TotalSeconds = 0.0
+    num_workers: Count = 0
+    num_wanted_workers: Count = 0
+
+
+class SchedulerLoad(Message, frozen=True, kw_only=True):
+    demands: Annotated[tuple[RoleDemand, ...], Meta(max_length=128)] = ()
+
+
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -775,6 +801,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves
     gateway: GatewayLoad | None = None
     host: HostLoad | None = None
+    scheduler: SchedulerLoad | None = None
+    possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
 
     @property
     def sender_id(self) -> str:

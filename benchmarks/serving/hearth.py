@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from tests.servers import NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
+OPERATOR = "benchmark-operator"
 TENANT, CLIENT = "benchmark", "benchmark-client"  # the client over NATS is one of the tenant
 Processes = dict[str, psutil.Process]
 
@@ -42,10 +43,13 @@ async def hearth(
     *,
     step_s: float,
     redis: RedisServer | None = None,
+    commands: Mapping[str, list[str]] | None = None,
 ) -> AsyncIterator[tuple[Target, Processes]]:
-    """Stops `redis` in the end, also one that the caller started, to read and write its records."""
+    """`commands`: of services that are started in another way, by name. Stops `redis` in the end,
+    also one that the caller started, to read and write its records.
+    """
     roles: list[tuple[CredentialRole, str]] = [(role, name) for name, role in services.items()]
-    nats = NatsServer(folder, (*roles, ("client", CLIENT)))
+    nats = NatsServer(folder, (*roles, ("client", CLIENT), ("operator", OPERATOR)))
     redis = RedisServer() if redis is None else redis
     url, api_key = f"http://127.0.0.1:{free_port()}", new_api_key()
     started: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,13 +58,14 @@ async def hearth(
         await save_client(redis.url, CLIENT, TENANT)
         for name, role in services.items():
             environ = {"HEARTH_NATS_URL": nats.url(name), "HEARTH_REDIS_URL": redis.url}
-            command = [*_command(role, step_s), "--process-id", name, "--instance", "-"]
+            command = (commands or {}).get(name) or _command(role, step_s)
+            command = [*command, "--process-id", name, "--instance", "-"]
             if role == "gateway":
                 command += ["--http-port", url.rpartition(":")[2]]
             started[name] = _start(command, environ, folder / f"{name}.log")
         await _ready(url, set(services) - {"gateway"})
         found = {name: psutil.Process(process.pid) for name, process in started.items()}
-        (template,) = found["gateway"].children()
+        template, *_ = found["gateway"].children()  # others are for grammars
         found |= {"chat template": template}
         found |= {"nats-server": psutil.Process(nats.pid), "redis": psutil.Process(redis.pid)}
         yield Target(url, api_key, DEMO_MODEL_NAME, nats_url=nats.url(CLIENT)), found

@@ -74,11 +74,19 @@ HELP = {
     "max_queued_tokens": "Maximum tokens of queued requests: prompts and max_tokens.",
     "local_prefill_tokens": "Uncached prompt tokens up to which decode always computes a prompt.",
     "max_local_prefill_tokens": "Above it, decode computes a prompt only if no prefill worker can.",
+    "automatic_roles": "on: workers with the handlers of both roles change between prefill and "
+    "decode as the work of a model asks for; off.",
+    "min_role_workers": "Workers that automatic changes leave in each role, at least 1.",
+    "role_change_min_s": "Seconds between two automatic changes of a model's workers.",
+    "target_itl_s": "Seconds between two tokens that a decode worker shall not exceed: with longer "
+    "steps it counts as full, when roles change and in the advice for an autoscaler.",
     "cluster_secret": "Secret of all gateways and the index, not of workers: it keys the names of "
     "cached KV blocks, so that no worker can guess those of a tenant. Give it as "
     "HEARTH_CLUSTER_SECRET.",
     "max_prefixes_per_tenant": "Maximum prefix records per tenant in Redis.",
     "prefix_ttl_s": "Seconds from the last use of a prefix to the expiry of its record.",
+    "announce": "Roles that a worker with both starts in: prefill, decode or both (default: all "
+    "that it has). `hearth role` changes them.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
     "device": "auto (CUDA if there is a device), cpu, cuda or cuda:N.",
     "load_format": "auto (as in the directory) or dummy: seeded weights from config.json alone, "

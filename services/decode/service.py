@@ -157,7 +157,7 @@ class DecodeService:
 
     def _check_admission(self, placement_id: bytes) -> None:
         worker_id = self._worker.worker_id
-        self._worker.check_accepting()
+        self._worker.check_accepting("decode")
         if placement_id in self._fenced or placement_id in self._ended:
             raise WorkerBusy("this placement was already aborted")
         num_waiting = len(self._engine.batcher.waiting)

@@ -109,7 +109,7 @@ class PrefillService:
         return PrefillAccepted(placement_id=request.placement_id)
 
     def _check(self, request: RunPrefill) -> None:
-        self._worker.check_accepting()
+        self._worker.check_accepting("prefill")
         if len(self._prefills) >= MAX_QUEUED_PREFILLS:
             raise WorkerBusy(f"{self._worker.worker_id} has {len(self._prefills)} prefills")
         self._worker.check_model(request.model, request.revision)

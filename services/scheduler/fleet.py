@@ -66,9 +66,13 @@ class _LaneWorkers:
         if "prefill" in known.roles:
             self.prefills.put(known.worker)
 
-    def remove(self, worker_id: str) -> None:
+    def leave_roles(self, worker_id: str) -> None:
+        """Its speed is the same in another role."""
         self.decodes.remove(worker_id)
         self.prefills.remove(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        self.leave_roles(worker_id)
         self.speeds.forget(worker_id)
 
     @property
@@ -87,6 +91,10 @@ class WorkerFleet:
     def knows(self, worker_id: str) -> bool:
         """Whether the worker is live and accepts requests."""
         return worker_id in self._known
+
+    def speed(self, worker_id: str) -> Speed:
+        known = self._known.get(worker_id)
+        return Speed() if known is None else known.worker.speed
 
     def lane(self, lane: ModelKey) -> Workers:
         """Live workers that serve the model and accept requests, with their estimated load."""
@@ -178,7 +186,7 @@ class WorkerFleet:
             return
         lane = model_key(card)
         known = self._known.get(worker_id)
-        if known is not None and (known.lane, known.roles) != (lane, heartbeat.roles):
+        if known is not None and known.lane != lane:
             self.lost(worker_id)
             known = None
         workers = self._lanes.get(lane)
@@ -188,6 +196,9 @@ class WorkerFleet:
         if known is None:
             known = self._known[worker_id] = _KnownWorker(lane, heartbeat.roles, worker)
         known.worker = worker
+        if known.roles != heartbeat.roles:
+            known.roles = heartbeat.roles
+            workers.leave_roles(worker_id)
         known.assignments = _unsettled(known.assignments, now)
         for assignment in known.assignments:
             assignment.count(worker, now)

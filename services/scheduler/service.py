@@ -24,6 +24,7 @@ from services.scheduler.compiled_loops import use_compiled_loops
 from services.scheduler.decode_starts import SILENT_GRACE_S, DecodeStarts
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
+from services.scheduler.roles.role_changes import RoleChanges
 from shared import subjects
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
@@ -60,6 +61,7 @@ log = structlog.get_logger(__name__)
 MATCH_TIMEOUT_S = 0.02  # each and the round trip
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
+ROLES_S = 0.25  # between two decisions about roles
 MIN_CLOSED_S = 0.002  # a lane is not retried sooner
 NO_WORKER_GRACE_S = 2.0
 DRAIN_S = 5.0
@@ -78,7 +80,12 @@ class SchedulerService:
     ) -> None:
         self._on_first_worker = on_first_worker
         self.health_monitor = HealthMonitor(
-            bus, clock, randomness, roles=("scheduler",), region=config.region
+            bus,
+            clock,
+            randomness,
+            roles=("scheduler",),
+            region=config.region,
+            scheduler=lambda: self._role_changes.load(),
         )
         self._requests = self.health_monitor.requests
         self._config = config
@@ -87,6 +94,7 @@ class SchedulerService:
         self._randomness = randomness
         self._admission = Admission(config.max_queued_requests, config.max_queued_tokens)
         self._workers = WorkerFleet(self.health_monitor.fleet)
+        self._role_changes = RoleChanges(config, self._workers, self._requests)
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
         )
@@ -121,7 +129,7 @@ class SchedulerService:
         for subject, group in ((subjects.SUBMIT, subjects.SCHEDULER_GROUP), (own_submit, "")):
             leave = await self._bus.serve(subject, SubmitRequest, self._submit, queue=group)
             self._leave.append(leave)
-        for loop in (self._dispatch(), self._tick(), self._keep_alive()):
+        for loop in (self._dispatch(), self._tick(), self._keep_alive(), self._change_roles()):
             self._background.start(loop)
         await self.health_monitor.transition_to("ready")
 
@@ -167,7 +175,9 @@ class SchedulerService:
         self._admission.cancel(message)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        self._workers.on_heartbeat(heartbeat, self._clock.now())
+        now = self._clock.now()
+        self._workers.on_heartbeat(heartbeat, now)
+        self._role_changes.on_heartbeat(heartbeat, now)
         if heartbeat.model is None or heartbeat.load is None:  # not of a worker
             return
         if self._on_first_worker is not None:
@@ -178,6 +188,7 @@ class SchedulerService:
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
+        self._role_changes.lost(process_id)
         self._starts.lost(process_id)
         if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
             return
@@ -242,6 +253,13 @@ class SchedulerService:
         elif now >= _give_up_at(ticket, ticket.unservable_since):
             del self._parked[ticket]
             self._fail(ticket, self._candidates.error(ticket, now))
+
+    async def _change_roles(self) -> None:
+        while True:
+            await self._clock.sleep(ROLES_S)
+            now = self._clock.now()
+            for change in self._role_changes.decide(self._admission.held(), now):
+                await self._role_changes.send(change)
 
     async def _keep_alive(self) -> None:
         while True:

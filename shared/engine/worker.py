@@ -22,8 +22,10 @@ from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     BlockPage,
+    ChangeRoles,
     KeepPins,
     KvEvents,
     KvTargets,
@@ -66,7 +68,7 @@ class EngineWorker:
         randomness: Randomness,
         loop: EngineLoop,
         served: ServedModel,
-        roles: tuple[Role, ...],
+        roles: WorkerRoles,
         region: str = "",
         kv_targets: KvTargets = (),
         frame_counts: ReceiverCounts | None = None,
@@ -86,7 +88,8 @@ class EngineWorker:
             bus,
             clock,
             randomness,
-            roles=roles,
+            roles=roles.current,
+            possible_roles=roles.possible,
             region=region,
             load=self._load,
             model=served.card,
@@ -106,11 +109,13 @@ class EngineWorker:
     def worker_id(self) -> str:
         return self.bus.process_id
 
-    def check_accepting(self) -> None:
-        """Raises WorkerBusy in a state without new requests."""
+    def check_accepting(self, role: Role | None = None) -> None:
+        """Raises WorkerBusy in a state without new requests, or for one in another role."""
         state = self.health_monitor.state
         if state in ("standby", "draining", "stopped"):
             raise WorkerBusy(f"{self.worker_id} is {state}")
+        if role is not None:
+            self.roles.check_accepts(role)
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
         """`counter` adds its values to the load in each heartbeat."""
@@ -197,15 +202,22 @@ class EngineWorker:
         self.outbox.start()
         self.loop.start()
         await self.health_monitor.start()
-        await self.bus.serve(
-            list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
-        )
         self.loop.listen(self.pins.on_step)
         self.loop.on_device_lost(self._start_leaving)
-        subject = pins(self.roles[0], self.worker_id)
-        await self.bus.serve(subject, PinPrefix | KeepPins, self._on_pins)
+        for role in self.roles.handled:  # peers use the first role of the last heartbeat
+            await self._serve(role)
         self._background.start(self._send_kv_events())
         self._background.start(self._expire_pins())
+
+    async def _serve(self, role: Role) -> None:
+        worker_id, serve = self.worker_id, self.bus.serve
+        await serve(list_blocks(role, worker_id), ListBlocks, self._block_page)
+        await serve(pins(role, worker_id), PinPrefix | KeepPins, self._on_pins)
+
+    async def change_roles(self, command: ChangeRoles) -> None:
+        """Raises InvalidRequest, WorkerBusy."""
+        if self.roles.change(command, self.clock.now()):
+            await self.health_monitor.announce_roles(self.roles.current)
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -285,7 +297,7 @@ class EngineWorker:
             kv_format=card.kv_format,
             events=tuple(events),
         )
-        self.outbox.post(kv_events(self.roles[0], self.worker_id), message)
+        self.outbox.post(kv_events(self.roles.handled[0], self.worker_id), message)
 
     def _block_page(self, request: ListBlocks) -> BlockPage:
         """All pages show the state at the first request. Pending events are sent before it, so that

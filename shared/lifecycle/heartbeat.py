@@ -24,7 +24,9 @@ from shared.messages import (
     ProcessState,
     ReportAlive,
     Role,
+    SchedulerLoad,
     WorkerLoad,
+    WorkerRole,
 )
 from shared.randomness import Randomness
 from shared.subjects import HEARTBEATS, alive, heartbeat
@@ -41,8 +43,8 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load`, `index` and `gateway` for every heartbeat, to report the state of an engine,
-    an index or a gateway.
+    """Calls `load`, `index`, `gateway` and `scheduler` for every heartbeat, to report the state of
+    an engine, an index, a gateway or a scheduler.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """
@@ -54,12 +56,14 @@ class HealthMonitor:
         randomness: Randomness,
         *,
         roles: tuple[Role, ...],
+        possible_roles: tuple[WorkerRole, ...] = (),
         region: str = "",
         load: Callable[[], WorkerLoad] | None = None,
         model: ModelCard | None = None,
         kv_targets: KvTargets = (),
         index: Callable[[], IndexLoad] | None = None,
         gateway: Callable[[], GatewayLoad] | None = None,
+        scheduler: Callable[[], SchedulerLoad] | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -73,12 +77,14 @@ class HealthMonitor:
         self._bus = bus
         self._clock = clock
         self._roles = roles
+        self._possible_roles = possible_roles
         self._region = region
         self._load = load
         self._model = model
         self._kv_targets = kv_targets
         self._index = index
         self._gateway = gateway
+        self._scheduler = scheduler
         self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
@@ -93,8 +99,9 @@ class HealthMonitor:
         self._heartbeat_handlers.append(handler)
 
     async def start(self) -> None:
-        own = alive(self._roles[0], self._bus.process_id)
-        await self._bus.serve(own, ReportAlive, lambda _: self._alive())
+        for role in self._possible_roles or self._roles[:1]:  # peers use the first announced role
+            own = alive(role, self._bus.process_id)
+            await self._bus.serve(own, ReportAlive, lambda _: self._alive())
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
         self._background.start(self._beat())
         self._background.start(self._watch())
@@ -103,6 +110,12 @@ class HealthMonitor:
     async def transition_to(self, state: ProcessState) -> None:
         """Announces the new state immediately, not with the next periodic heartbeat."""
         self.state = state
+        await self._send()
+
+    async def announce_roles(self, roles: tuple[Role, ...]) -> None:
+        """Announces other roles immediately, of `possible_roles`."""
+        self._roles = roles
+        self._subject = heartbeat(roles, self._bus.process_id, self._region)
         await self._send()
 
     async def stop(self) -> None:
@@ -241,6 +254,8 @@ class HealthMonitor:
             num_impostors=self._bus.num_sender_mismatches,
             uptime_s=self._uptime_s(),
             gateway=None if self._gateway is None else self._gateway(),
+            scheduler=None if self._scheduler is None else self._scheduler(),
+            possible_roles=self._possible_roles,
         )
         try:
             await self._bus.publish(self._subject, message)

@@ -8,13 +8,13 @@ from typing import Literal
 
 from shared.engine.runners.timing_runner import StepCost
 from shared.kv_layout import Reach
-from shared.messages import Pooling, SamplingParams
+from shared.messages import Pooling, SamplingParams, WorkerRole
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
     "nats_restart", "nats_hang", "redis_away", "redis_hang",
     "noise", "deaf", "link_drop", "link_noise", "runner_raises", "twin",
-    "rank_killed", "rank_frozen",
+    "rank_killed", "rank_frozen", "change_roles",
 ]  # fmt: skip
 
 BLOCK_SIZE = 16
@@ -45,6 +45,7 @@ class FleetPlan:
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unlike: tuple[str, ...] = ()  # workers whose device computes other bits
     capable: tuple[str, ...] = ()  # workers that start with the features DEMO
+    has_automatic_roles: bool = False  # schedulers change the roles of workers
     changing: tuple[str, ...] = ()  # workers that gain or lose them with each restart
 
     def num_blocks_of(self, worker_id: str) -> int:
@@ -133,6 +134,7 @@ class Fault:
     comes_back: bool = True
     # of noise and of steps that raise: a probability (1: checks raise too); of slowness: a factor
     amount: float = 0.0
+    roles: tuple[WorkerRole, ...] = ()  # that a worker changes to
 
     @property
     def ends_at_s(self) -> float:

@@ -18,7 +18,7 @@ from tests.simulation.planted import BUGS, Bug
 from tests.simulation.saved import Row, piece_of, rows_of
 from tests.simulation.simulation import run_plan, simulate
 from tests.simulation.tally import Tally
-from tests.simulation.variants import with_layer_groups, with_rank_groups
+from tests.simulation.variants import with_layer_groups, with_rank_groups, with_role_changes
 
 ROOT = Path(__file__).parents[2]
 _SEEDS = """
@@ -110,3 +110,8 @@ def test_models_with_groups_of_layers_keep_all_promises(seed: int) -> None:
 def test_groups_of_ranks_are_members_like_others(seed: int) -> None:
     """With several steps in flight, and when ranks die or freeze."""
     assert run_plan(with_rank_groups(plan_of(seed))).wrongs == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_changes_of_roles_drop_and_alter_nothing(seed: int) -> None:
+    assert run_plan(with_role_changes(plan_of(seed))).wrongs == []

@@ -193,3 +193,19 @@ def test_worker_regions_are_those_of_the_heartbeats() -> None:
     assert not rig.workers.has_worker(LANE, ("d1",), ("eu",))
     assert not rig.workers.has_worker(LANE, (), ("us",))
     assert rig.workers.has_worker(LANE, ("d1",))
+
+
+def test_worker_that_changes_its_roles_keeps_its_speed_and_its_assignments() -> None:
+    rig = Rig()
+    busy = WorkerLoad(step=1, step_budget_s=1.0, num_free_blocks=900, num_total_blocks=1000)
+    rig.beat("w1", 0.0, load=busy)
+    more = {"step": 2, "num_busy_steps": 100, "busy_s": 2.0, "num_computed_prompt_tokens": 5000}
+    rig.beat("w1", 0.25, load=msgspec.structs.replace(busy, **more))
+    before = rig.workers._known["w1"].worker.speed
+    assert before.is_measured
+    assert rig.assign(0.26) == "w1"
+    rig.beat("w1", 0.27, "prefill", load=msgspec.structs.replace(busy, **more))
+    lane = rig.workers.lane(LANE)
+    assert (len(lane.decodes), lane.prefills.ids) == (0, ["w1"])
+    assert rig.workers._known["w1"].worker.speed == before
+    assert lane.prefills.busy_until[0] > 0.27

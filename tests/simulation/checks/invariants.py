@@ -14,7 +14,9 @@ from tests.simulation.world.fleet import Fleet
 from tests.simulation.world.workers import SimulatedWorker
 
 # Faults that must not cause a resubmission.
-UNDISTURBING = {"redis_away", "redis_hang", "link_drop", "link_noise", "slow"}
+UNDISTURBING = {
+    *("redis_away", "redis_hang", "link_drop", "link_noise", "slow", "change_roles"),
+}
 # Faults that must not cause a process to declare another one lost.
 UNSUSPICIOUS = {"nats_restart", "nats_hang", *UNDISTURBING}
 # Faults that can lose an acknowledgement, so that an ending is retained until it expires.
@@ -51,7 +53,7 @@ def held_too_long(fleet: Fleet) -> list[str]:
 
 def _may_last(sequence: Sequence, worker: SimulatedWorker) -> bool:
     """Whether it may last as long as the current step."""
-    is_unwanted = sequence.is_aborted or sequence.sequence_id in worker.worker._pins._computing
+    is_unwanted = sequence.is_aborted or sequence.sequence_id in worker.worker.pins._computing
     return sequence.is_in_step and is_unwanted
 
 

@@ -45,6 +45,7 @@ IDLE_TASKS = frozenset(
         "PrefillService._sweep",
         "ProcessClock.sleep",
         "StreamDriver._tick",
+        "SchedulerService._change_roles",
         "SchedulerService._dispatch",
         "SchedulerService._keep_alive",
         "SchedulerService._tick",

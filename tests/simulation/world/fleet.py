@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from contextlib import suppress
 from itertools import chain
 from math import inf
 from random import Random
@@ -11,9 +12,11 @@ from random import Random
 import msgspec
 
 from services.gateway.streams.actions import Report
+from shared.errors import HearthError
 from shared.kv_wire.link import FrameHeader
-from shared.messages import Role
+from shared.messages import ChangeRoles, Done, Role
 from shared.packing import pack_token_ids
+from shared.subjects import lifecycle
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
@@ -39,6 +42,7 @@ from tests.simulation.world.workers import MODEL, SimulatedWorker
 JOIN_S = 0.5
 RESTART_S = 0.5  # from the exit of a worker to its next start
 MAX_DOUBLED_S = 20.0  # longer than all faults that keep two processes of one id apart
+CHANGE_TIMEOUT_S = 0.5  # of a command to an idle worker
 LEAVE_S = 0.1  # from the loss of its device until its absence is noticed here
 PINNED = PinnedPrefix(
     name="system-prompt",
@@ -72,6 +76,7 @@ class Fleet:
         self.monitor = Monitor({each.request_id: each.needs for each in plan.requests})
         self.troubles: list[Trouble] = []
         self.incapable: dict[str, list[Trouble]] = defaultdict(list)  # by worker
+        self.not_decoding: dict[str, list[Trouble]] = defaultdict(list)  # by worker
         self.reports: list[Report] = []  # of all gateways
         self._random = Random(plan.seed + 1)
         self._num_lives = 0
@@ -79,6 +84,7 @@ class Fleet:
         self._twins: dict[str, Member] = {}  # the second process of an id
         self._succeeded_at: dict[str, float] = {}  # when it became the first
         self._replacing: set[asyncio.Task[None]] = set()
+        self._operator = self.network.bus("operator-0")
         self._noises: list[Fault] = []
         self._deaf: list[Fault] = []
         self._link_noises: list[Fault] = []
@@ -139,6 +145,7 @@ class Fleet:
                     process_id,
                     seed=seed,
                     max_queued_requests=fleet.max_queued_requests,
+                    has_automatic_roles=fleet.has_automatic_roles,
                 )
             case "kv_index":
                 index = SimulatedIndex(self.network, self.store, process_id, seed=seed)
@@ -147,7 +154,8 @@ class Fleet:
             case _:
                 num_restarts = self._num_restarts[process_id]
                 features = fleet.features_of(process_id, num_restarts)
-                self._record_features(process_id, features)
+                _record(self.incapable[process_id], process_id, has_it=bool(features))
+                _record(self.not_decoding[process_id], process_id, has_it=True)
                 worker = SimulatedWorker(
                     self.network,
                     self.plane,
@@ -167,21 +175,24 @@ class Fleet:
                     group=fleet.groups.get(process_id),
                 )
                 worker.runner.poison = frozenset({POISON})
+                self._watch_roles(worker)
                 return worker
 
-    def _record_features(self, worker_id: str, features: tuple[str, ...]) -> None:
-        """A worker without the features is in trouble, for requests that need them."""
-        spans, now = self.incapable[worker_id], asyncio.get_running_loop().time()
-        is_open = bool(spans) and spans[-1].ended == inf
-        if features and is_open:
-            spans[-1].ended = now
-        elif not features and not is_open:
-            spans.append(Trouble(Fault(at_s=now, kind="kill", target=worker_id), now))
+    def _watch_roles(self, worker: SimulatedWorker) -> None:
+        roles, spans = worker.worker.roles, self.not_decoding[worker.worker_id]
+        change = roles.change
+
+        def changed(command: ChangeRoles, now: float) -> bool:
+            has_changed = change(command, now)
+            _record(spans, worker.worker_id, has_it="decode" in roles.current)
+            return has_changed
+
+        roles.change = changed  # type: ignore[method-assign]
 
     def troubles_of(self, client: Client) -> list[Trouble]:
         """All that may explain a failure of this client's request."""
         lacking = chain(*self.incapable.values()) if client.plan.needs else ()
-        return [*self.troubles, *lacking]
+        return [*self.troubles, *lacking, *chain(*self.not_decoding.values())]
 
     def _is_doubled(self, process_id: str) -> bool:
         return any(each.kind == "twin" and each.target == process_id for each in self.plan.faults)
@@ -252,6 +263,14 @@ class Fleet:
                 await self._take_nats_away(fault)
             case "redis_away" | "redis_hang":
                 await self._take_redis_away(fault)
+            case "change_roles":
+                await self._change_roles(fault)
+
+    async def _change_roles(self, fault: Fault) -> None:
+        """A message to a process that is away is lost, or takes effect later."""
+        subject, command = lifecycle("decode", fault.target), ChangeRoles(roles=fault.roles)
+        with suppress(HearthError):
+            await self._operator.request(subject, command, Done, timeout_s=CHANGE_TIMEOUT_S)
 
     async def _disturb(self, active: list[Fault], fault: Fault) -> None:
         active.append(fault)
@@ -475,3 +494,13 @@ class Fleet:
     async def _until(self, when: float) -> None:
         """Waits until `when` seconds after the fleet has formed."""
         await asyncio.sleep(max(0.0, JOIN_S + when - asyncio.get_running_loop().time()))
+
+
+def _record(spans: list[Trouble], worker_id: str, *, has_it: bool) -> None:
+    """A worker without something is in trouble, for requests that need it."""
+    now = asyncio.get_running_loop().time()
+    is_open = bool(spans) and spans[-1].ended == inf
+    if has_it and is_open:
+        spans[-1].ended = now
+    elif not has_it and not is_open:
+        spans.append(Trouble(Fault(at_s=now, kind="kill", target=worker_id), now))

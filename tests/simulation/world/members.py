@@ -28,7 +28,13 @@ def _max_local_prefill_tokens(seed: int) -> int:
 
 class SimulatedScheduler:
     def __init__(
-        self, network: SimulatedNetwork, process_id: str, *, seed: int, max_queued_requests: int
+        self,
+        network: SimulatedNetwork,
+        process_id: str,
+        *,
+        seed: int,
+        max_queued_requests: int,
+        has_automatic_roles: bool = False,
     ) -> None:
         self.process = SimulatedProcess(process_id)
         self.bus = network.bus(process_id, self.process)
@@ -37,6 +43,8 @@ class SimulatedScheduler:
             process_id=process_id,
             max_queued_requests=max_queued_requests,
             max_local_prefill_tokens=_max_local_prefill_tokens(seed),
+            automatic_roles="on" if has_automatic_roles else "off",
+            role_change_min_s=0.3,
         )
         clock = ProcessClock(self.process)
         self.service = SchedulerService(config, self.bus, clock, SeededRandomness(seed))

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.decode.service import DecodeService
+from services.parking import Parking
 from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
@@ -24,6 +25,7 @@ from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.kv_layout import Reach
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -178,7 +180,7 @@ class SimulatedWorker:
             randomness=randomness,
             loop=EngineLoop(self.engine, self.executor, clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
-            roles=roles,
+            roles=WorkerRoles(roles),
             kv_targets=receive_port.targets,
             on_device_lost=self._exit,
         )
@@ -191,6 +193,8 @@ class SimulatedWorker:
         self.decode: DecodeService | None = None
         if "decode" in roles:
             self.decode = DecodeService(self.worker, receive_port, grammars)
+
+        self.parking = Parking(self.worker, self.handlers)
 
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:
@@ -212,10 +216,10 @@ class SimulatedWorker:
         await self.worker.start()
         for handler in self.handlers:
             await handler.start()
-        await self.worker.health_monitor.transition_to("ready")
+        await self.parking.start()
 
     async def drain(self) -> None:
-        await self.worker.health_monitor.transition_to("draining")
+        await self.parking.leave()
         await asyncio.gather(*(handler.drain() for handler in self.handlers))
 
     async def stop(self) -> None:
