@@ -58,6 +58,7 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
     ),
+    "services/host": rule("services.host shared", BASE, excluded="shared.engine"),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/rank": rule("services.rank shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
@@ -130,7 +131,7 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli | local client worker | decode prefill rank gateway scheduler kv_index"
+        "__main__ | cli | local client worker | decode prefill rank gateway scheduler kv_index host"
     ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
