@@ -138,7 +138,7 @@ LAYERS = {
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
-    "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
+    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
         " | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
