@@ -131,7 +131,8 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli | local client worker | decode prefill rank gateway scheduler kv_index host"
+        "__main__ | cli | local client worker host | parking processes"
+        " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
@@ -140,9 +141,9 @@ LAYERS = {
     ),
     "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
-        " | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
-        " | sampling | parallel kv_cache kv_copies codec | quantisation"
+        "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
+        " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
+        " | sampling | parallel kv_copies codec | kv_cache quantisation"
     ),
 }
 MAX_FILES = 16
