@@ -19,7 +19,7 @@ from services.cli.models.model_commands import model_app
 from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.service_options import service_command
-from services.local.plan import thread_environ
+from services.processes.environ import thread_environ
 from shared.config import (
     GatewayConfig,
     KvIndexConfig,

@@ -11,6 +11,7 @@ import structlog
 
 from services.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
 from services.decode.service import DecodeService
+from services.parking import Parking
 from services.prefill.service import PrefillService
 from services.rank.leader import listening_for_ranks
 from shared.clock import Clock, MonotonicClock
@@ -47,7 +48,7 @@ class LoadedModel(Protocol):
 
     kv_layout: KvLayout
     numerics: Numerics
-    num_blocks: int
+    num_blocks: int  # of its KV cache at the start, if it does not start parked
     max_context_tokens: int  # of the model
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -66,15 +67,16 @@ class WorkerProcess:
         self._worker = worker
         self._handlers = handlers
         self._bus = bus
+        self._parking = Parking(worker, handlers)
 
     async def start(self) -> None:
         await self._worker.start()
         for handler in self._handlers:
             await handler.start()
-        await self._worker.health_monitor.transition_to("ready")
+        await self._parking.start()
 
     async def drain(self) -> None:
-        await self._worker.health_monitor.transition_to("draining")
+        await self._parking.leave()
         await asyncio.gather(*(handler.drain() for handler in self._handlers))
 
     async def stop(self) -> None:
@@ -95,6 +97,9 @@ def load_model(
         "dtype": config.dtype,
         "block_size": config.block_size,
         "kv_cache_bytes": config.kv_cache_bytes,
+        "kv_ceiling_bytes": config.kv_ceiling_bytes,
+        "is_parked": config.is_parked,
+        "max_context_tokens": config.max_context_tokens,
         "max_batch_tokens": config.max_batch_tokens,
         "max_sequences": config.max_sequences,
         "load_format": config.load_format,
@@ -206,8 +211,12 @@ def _data_plane(
 
 def _engine(config: WorkerConfig, model: LoadedModel) -> Engine:
     assert config.max_batch_tokens is not None, "set by `on_device`"
+    num_floor_blocks = model.num_blocks
+    if config.kv_floor_bytes is not None:
+        num_floor_blocks = config.kv_floor_bytes // model.kv_layout.block_bytes
     return Engine(
-        num_blocks=model.num_blocks,
+        num_blocks=0 if config.is_parked else model.num_blocks,
+        num_floor_blocks=num_floor_blocks,
         block_size=config.block_size,
         max_context_tokens=model.max_context_tokens,
         max_batch_tokens=config.max_batch_tokens,

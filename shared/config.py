@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from ipaddress import ip_address
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Literal
@@ -218,6 +219,10 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
+    kv_floor_bytes: int | None = None  # it never has less while it serves; None: what it needs
+    kv_ceiling_bytes: int | None = None  # nor more; None: kv_cache_bytes
+    is_parked: bool = False  # starts in standby, without a KV cache
+    max_context_tokens: int | None = None  # of a sequence, at most; None: the model's
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
     max_sequences: int = 256
     max_reserved_share: float = 0.5
@@ -238,8 +243,10 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from positive_problems(
-            self, "block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences"
+            *(self, "block_size", "kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes"),
+            *("max_context_tokens", "max_batch_tokens", "max_sequences"),
         )
+        yield from self._kv_size_problems()
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
         if not is_device_name(self.device):
@@ -282,14 +289,22 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         if not 0 <= self.max_pinned_share <= 1:
             yield f"max_pinned_share {self.max_pinned_share} is not in [0, 1]"
 
+    def _kv_size_problems(self) -> Iterator[str]:
+        names = ("kv_floor_bytes", "kv_cache_bytes", "kv_ceiling_bytes")
+        given = [(name, size) for name in names if (size := getattr(self, name)) is not None]
+        for (name, size), (next_name, next_size) in pairwise(given):
+            if size > next_size:
+                yield f"{name} {size} is more than {next_name} {next_size}"
+
     def with_defaults_of(self, device: str, *, is_prefill_only: bool) -> WorkerConfig:
         """Replaces None by the defaults of `device`: "cpu", "cuda" or "cuda:N".
 
         On CUDA `kv_cache_bytes` stays None: the runner measures the free memory.
         """
         kv_cache_bytes, max_batch_tokens = self.kv_cache_bytes, self.max_batch_tokens
-        if device == "cpu":
-            kv_cache_bytes = CPU_KV_CACHE_BYTES if kv_cache_bytes is None else kv_cache_bytes
+        if device == "cpu" and kv_cache_bytes is None:
+            ceiling = self.kv_ceiling_bytes or CPU_KV_CACHE_BYTES
+            kv_cache_bytes = max(min(CPU_KV_CACHE_BYTES, ceiling), self.kv_floor_bytes or 0)
         if max_batch_tokens is None:
             on_cuda = CUDA_PREFILL_BATCH_TOKENS if is_prefill_only else CUDA_BATCH_TOKENS
             max_batch_tokens = CPU_BATCH_TOKENS if device == "cpu" else on_cuda

@@ -58,11 +58,12 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
     ),
+    "services/host": rule("services.host services.local services.processes shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/rank": rule("services.rank shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(
-        "services.cli services.local services.client shared",
+        "services.cli services.local services.client services.processes shared",
         *(BASE, TERMINAL),
         excluded="shared.engine",
     ),
@@ -70,7 +71,12 @@ RULES = {
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
-    "services/local": rule("services.local shared", BASE, TERMINAL, HUB, excluded="shared.engine"),
+    "services/local": rule(
+        "services.local services.processes shared",
+        *(BASE, TERMINAL, HUB),
+        excluded="shared.engine",
+    ),
+    "services/processes": rule("services.processes shared", BASE, excluded="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
 }
 
@@ -130,18 +136,19 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli | local client worker | decode prefill rank gateway scheduler kv_index"
+        "__main__ | cli | host | local client worker | parking processes"
+        " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
-    "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
+    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (
-        "worker | pinned_prefixes | loop | ranks | executors kv_transfer | inputs | engine"
-        " | batching | runners quantise | step_plan checkpoint_plan | models | weights | layers"
-        " | sampling | parallel kv_cache kv_copies codec | quantisation"
+        "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
+        " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"
+        " | layers | sampling | parallel kv_copies codec | kv_cache quantisation"
     ),
 }
 MAX_FILES = 16

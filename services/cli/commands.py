@@ -338,8 +338,8 @@ def credential(
     role: Annotated[
         str,
         typer.Argument(
-            help="gateway, scheduler, prefill, decode, kv_index, worker, observer, or client: an "
-            "application that sends requests over NATS."
+            help="gateway, scheduler, prefill, decode, kv_index, host, worker, observer, operator: "
+            "commands hosts and workers, or client: an application that sends requests over NATS."
         ),
     ],
     process_id: Annotated[
@@ -394,7 +394,8 @@ def _add_client(tenant: str, name: str | None, host: str | None) -> NewCredentia
 def _usage_of(role: str) -> str:
     if role == "client":
         return "in the application: services/client/hearth_nats.py connects to this URL"
-    command = "status" if role == "observer" else f"{role.replace('_', '-')} --help"
+    is_reader = role in ("observer", "operator")
+    command = "status" if is_reader else f"{role.replace('_', '-')} --help"
     return f"on the other host: HEARTH_NATS_URL=… hearth {command}"
 
 

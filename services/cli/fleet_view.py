@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from services.cli.hosts.host_view import HostView, ModelView, host_view, in_order, model_views
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import Heartbeat, IndexState, Role, WorkerLoad
 
@@ -59,6 +60,11 @@ class _KnownProcess:
     loss: Loss | None = None
     lost_at: float = 0.0
 
+    @property
+    def state(self) -> str:
+        """As announced, or the kind of loss."""
+        return self.heartbeat.state if self.loss is None else self.loss.value
+
 
 class FleetView:
     def __init__(self) -> None:
@@ -99,6 +105,20 @@ class FleetView:
         views = (_view(known) for known in self._known.values())
         return sorted(views, key=lambda view: (_rank(view), view.process_id))
 
+    def hosts(self) -> list[HostView]:
+        """By name. `rows` has them, too."""
+        return [host_view(each.heartbeat, each.state) for each in self._hosts()]
+
+    def models(self) -> list[ModelView]:
+        """Of all hosts."""
+        return in_order(
+            model for each in self._hosts() for model in model_views(each.heartbeat, each.state)
+        )
+
+    def _hosts(self) -> list[_KnownProcess]:
+        known = (each for each in self._known.values() if "host" in each.heartbeat.roles)
+        return sorted(known, key=lambda each: each.heartbeat.process_id)
+
     def _lose(self, process_id: str, loss: Loss, now: float) -> None:
         known = self._known.get(process_id)
         if known is not None and known.loss is not loss:
@@ -128,7 +148,7 @@ def _view(known: _KnownProcess) -> ProcessView:
     view = ProcessView(
         process_id=heartbeat.process_id,
         role="+".join(heartbeat.roles),
-        state=heartbeat.state if known.loss is None else known.loss.value,
+        state=known.state,
         region=heartbeat.region,
         model="" if heartbeat.model is None else heartbeat.model.name,
     )

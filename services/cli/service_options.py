@@ -101,6 +101,11 @@ HELP = {
     "block_size": "Tokens in a KV block.",
     "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
     "what is free after weights and the largest step).",
+    "kv_floor_bytes": "Memory that the KV cache has at least while the worker serves; it limits "
+    "the context (default: what the context that the worker announces needs).",
+    "kv_ceiling_bytes": "Memory to which the KV cache may grow (default: --kv-cache-bytes).",
+    "is_parked": "Start in standby: with weights and kernels, but without a KV cache.",
+    "max_context_tokens": "Tokens of a sequence, at most (default: the model's context).",
     "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "
     "8192 for prefill alone).",
     "max_sequences": "Maximum concurrent sequences.",

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.fleet_view import FleetView, ProcessView
+from services.cli.hosts.host_tables import STYLES, table_of_hosts, table_of_models
 from services.cli.tables import table_console
 from services.local.credentials import process_id_for
 from services.local.state import clusters_dir, running_cluster
@@ -27,7 +29,7 @@ from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.nats_urls import without_password
-from shared.subjects import HEARTBEATS
+from shared.subjects import HEARTBEATS, CredentialRole
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
@@ -45,18 +47,18 @@ SERVICE_COLUMNS = (
 )
 
 
-def find_nats(nats_url: str | None) -> str:
-    """Returns the given URL, else the local cluster's URL with the observer credential.
+def find_nats(nats_url: str | None, role: CredentialRole = "observer") -> str:
+    """Returns the given URL, else the local cluster's URL with its credential of this role.
 
     Raises ConfigError.
     """
     if nats_url is not None:
         return nats_url
     _, state = running_cluster(clusters_dir())
-    for credential in state.credentials:
-        if credential.role == "observer":
-            return credential.nats_url(state.nats_host, state.nats_port)
-    raise ConfigError("this cluster uses an external NATS: give its URL in HEARTH_NATS_URL")
+    found = state.nats_url_of(role)
+    if found is None:
+        raise ConfigError("this cluster uses an external NATS: give its URL in HEARTH_NATS_URL")
+    return found
 
 
 def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s: float) -> None:
@@ -94,8 +96,7 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
         await clock.sleep(FIRST_LOOK_S)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
-                rows = view.rows()
-                print_json(rows) if is_json else show(tables(rows, is_connected=bus.is_connected))
+                print_json(view) if is_json else show(tables(view, is_connected=bus.is_connected))
                 if is_once:
                     return
                 await clock.sleep(interval_s)
@@ -135,17 +136,22 @@ def _screen(*, is_live: bool) -> Iterator[Callable[[RenderableType], None]]:
         yield lambda shown: live.update(shown, refresh=True)
 
 
-def print_json(rows: list[ProcessView]) -> None:
-    line = {
+def print_json(view: FleetView) -> None:
+    """`hosts` and `models` only where there is a host."""
+    rows, hosts = view.rows(), view.hosts()
+    line: dict[str, Any] = {
         "workers": [row for row in rows if row.is_worker],
         "services": [row for row in rows if not row.is_worker],
     }
+    if hosts:
+        line |= {"hosts": hosts, "models": view.models()}
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
 
 
-def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
-    """The workers, and below them all other processes."""
+def tables(view: FleetView, *, is_connected: bool = True) -> Group:
+    """The workers, below them all other processes, and the hosts with their models, if any."""
+    rows, hosts = view.rows(), view.hosts()
     workers = Table(*WORKER_COLUMNS, box=None, header_style="bold", pad_edge=False)
     for column in workers.columns[4:-1]:
         column.justify = "right"
@@ -161,6 +167,10 @@ def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
     parts: list[RenderableType] = (
         [workers, Text(), services] if rows else [Text("no heartbeat received")]
     )
+    if hosts:
+        parts += [Text(), table_of_hosts(hosts)]
+    if models := view.models():
+        parts += [Text(), table_of_models(models)]
     if not is_connected:
         parts.append(Text("NATS does not respond: the rows are outdated", style="red"))
     return Group(*parts)
@@ -215,4 +225,4 @@ def _number(value: float | None) -> str:
 def _state(row: ProcessView) -> Text:
     if row.is_lost:
         return Text(f"lost ({row.state})", style="red")
-    return Text(row.state, style="green" if row.state == "ready" else "yellow")
+    return Text(row.state, style=STYLES.get(row.state, "yellow"))

@@ -94,9 +94,14 @@ class DecodeService:
         self._background.start(self._token_flusher.run())
         self._background.start(self._sweep())
 
+    @property
+    def num_unfinished(self) -> int:
+        """Placements that run, or whose gateway has not acknowledged the finish."""
+        return max(len(self._placements), len(self._output_buffer))
+
     async def drain(self) -> None:
         """Returns once every placement has ended and its gateway has acknowledged the finish."""
-        while self._placements or self._output_buffer:
+        while self.num_unfinished:
             await self._worker.clock.sleep(SWEEP_S)
 
     async def stop(self) -> None:
@@ -152,8 +157,7 @@ class DecodeService:
 
     def _check_admission(self, placement_id: bytes) -> None:
         worker_id = self._worker.worker_id
-        if self._worker.is_draining:
-            raise WorkerBusy(f"{worker_id} is draining")
+        self._worker.check_accepting()
         if placement_id in self._fenced or placement_id in self._ended:
             raise WorkerBusy("this placement was already aborted")
         num_waiting = len(self._engine.batcher.waiting)

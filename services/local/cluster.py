@@ -11,7 +11,6 @@ from types import TracebackType
 import httpx
 import msgspec
 
-from services.local.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
     SECRET_VARIABLE,
@@ -33,6 +32,7 @@ from services.local.servers import (
 )
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
+from services.processes.child_processes import Child, ProcessSpec, kill_children, start_child
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
@@ -43,6 +43,7 @@ START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
 GRACE_S = 15.0
 START_GRACE_S = 0.3
 OBSERVER_ID = "observer-1"
+OPERATOR_ID = "operator-1"
 CLIENT_ID = "client-1"
 
 
@@ -70,6 +71,7 @@ class LocalCluster:
         self._endpoints = self._choose_endpoints()
         self._credentials = plan_credentials(options)
         self._observer = Credential("observer", OBSERVER_ID)  # for `hearth status`
+        self._operator = Credential("operator", OPERATOR_ID)  # for commands to hosts and workers
         self._client = Credential("client", CLIENT_ID)  # of the tenant, for requests over NATS
         self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
@@ -87,9 +89,17 @@ class LocalCluster:
     @property
     def observer(self) -> tuple[str, str] | None:
         """NATS URL and process id of a reader of heartbeats; None with an external NATS."""
+        return self._url_and_id(self._observer)
+
+    @property
+    def operator(self) -> tuple[str, str] | None:
+        """The same of one that also commands hosts and workers."""
+        return self._url_and_id(self._operator)
+
+    def _url_and_id(self, credential: Credential) -> tuple[str, str] | None:
         if self._nats is None:
             return None
-        return self._endpoints.nats_url_of(self._observer), self._observer.process_id
+        return self._endpoints.nats_url_of(credential), credential.process_id
 
     @property
     def tenant_id(self) -> str:
@@ -232,7 +242,7 @@ class LocalCluster:
 
     @property
     def _all_credentials(self) -> tuple[Credential, ...]:
-        return (*self._credentials, self._observer, self._client)
+        return (*self._credentials, self._observer, self._operator, self._client)
 
     def _redis_spec(self, binary: str) -> ProcessSpec:
         port = self._redis_port

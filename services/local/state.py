@@ -24,6 +24,7 @@ import msgspec
 
 from services.local.credentials import Credential
 from shared.errors import ConfigError
+from shared.subjects import CredentialRole
 from shared.transport.wire_errors import UNREADABLE
 
 _LOCK = "lock"
@@ -39,6 +40,13 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     nats_port: int = 0
     redis_url: str = ""
     credentials: tuple[Credential, ...] = ()
+
+    def nats_url_of(self, role: CredentialRole) -> str | None:
+        """With the first credential of this role; None without one, as with an external NATS."""
+        for each in self.credentials:
+            if each.role == role:
+                return each.nats_url(self.nats_host, self.nats_port)
+        return None
 
 
 def clusters_dir(environ: Mapping[str, str] = os.environ) -> Path:

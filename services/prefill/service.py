@@ -64,6 +64,11 @@ class PrefillService:
         await bus.serve(run_prefill(worker_id), RunPrefill, self._run_prefill)
         self._background.start(self._sweep())
 
+    @property
+    def num_unfinished(self) -> int:
+        """Prefills that are computed or pushed."""
+        return len(self._prefills)
+
     async def drain(self) -> None:
         """Waits for all prefills, so that decode still receives their KV."""
         tasks = [prefill.task for prefill in self._prefills.values()]
@@ -104,8 +109,7 @@ class PrefillService:
         return PrefillAccepted(placement_id=request.placement_id)
 
     def _check(self, request: RunPrefill) -> None:
-        if self._worker.is_draining:
-            raise WorkerBusy(f"{self._worker.worker_id} is draining")
+        self._worker.check_accepting()
         if len(self._prefills) >= MAX_QUEUED_PREFILLS:
             raise WorkerBusy(f"{self._worker.worker_id} has {len(self._prefills)} prefills")
         self._worker.check_model(request.model, request.revision)

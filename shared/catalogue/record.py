@@ -4,8 +4,8 @@ them.
     hearth:model:catalogue          hash: name → its CatalogueModel as JSON
     hearth:model:catalogue:version  a counter that every change increments
 
-A name has one revision, or two while it moves from one to the other. The revision of a request is
-drawn by weight; its worker is found by name and digest.
+A name has one revision, or more while it moves from one to another (`revisions.py`). The revision
+of a request is drawn by weight; its worker is found by name and digest.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ CATALOGUE_VERSION = "hearth:model:catalogue:version"
 MAX_MODELS = 1024
 MAX_REVISIONS = 4
 
+MAX_WEIGHT = 1e6
+
+Promotion = Literal["", "replace", "keep"]
 WeightForm = Literal["auto", "dense", "compressed"]
 Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 
@@ -28,13 +31,15 @@ class CatalogueRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """`source`: a directory, a bundle or a hub id, as hosts see it. `digest`: of its weights, as
     workers announce it (`ModelCard.revision`): the first host that loads the source records it, and
     any other content of the source is refused from then on. `weight`: the share of new requests,
-    relative to the other revisions.
+    relative to the other revisions. `promotion`: it takes over once it has a digest; the revisions
+    that it replaces are then removed, or kept without weight.
     """
 
     name: Text
     source: Text
     digest: str = ""
-    weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    weight: Annotated[float, Meta(ge=0, le=MAX_WEIGHT)] = 1.0
+    promotion: Promotion = ""
     added_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds
 
 

@@ -21,7 +21,7 @@ from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.runner import StepOutput
 from shared.engine.sampling.checks import check_sampling
-from shared.errors import ContextFull, HearthError, InvalidRequest
+from shared.errors import ConfigError, ContextFull, HearthError, InvalidRequest
 from shared.kv_layout import Reach, first_sent
 from shared.messages import FinishReason, SamplingParams, TokenLogprobs
 
@@ -51,8 +51,11 @@ class Engine:
         max_reserved_share: float = 0.5,
         reaches: tuple[Reach, ...] = (None,),
         zeroes_freed_blocks: bool = False,
+        num_floor_blocks: int | None = None,
     ) -> None:
-        """`max_context_tokens`: of the model. A sequence may also be no longer than the pool.
+        """`max_context_tokens`: of the model. A sequence may also be no longer than a pool of
+        `num_floor_blocks` holds, the fewest that it has while it serves; None: `num_blocks`, and 0
+        of these are for an engine that serves after `resize`.
         `reaches` are those of the runner's groups of layers. With `zeroes_freed_blocks` the owner
         has the runner zero freed blocks before they are written again: see
         `EngineLoop.zero_freed_blocks`. Raises ConfigError if the pool is too small.
@@ -64,14 +67,25 @@ class Engine:
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
         )
         self.model_context_tokens = max_context_tokens
-        self.max_context_tokens = self.batcher.needs.most_tokens(num_blocks, max_context_tokens)
+        floor = num_blocks if num_floor_blocks is None else num_floor_blocks
+        self.max_context_tokens = self.batcher.needs.most_tokens(floor, max_context_tokens)
+        if 0 < num_blocks < self.num_least_blocks:
+            raise ConfigError(
+                f"a KV cache of {num_blocks} blocks is smaller than its floor of {floor}",
+                param="kv_cache_bytes",
+            )
         self.num_generated_tokens = 0  # since the start
         self.num_computed_prompt_tokens = 0
         self._bounded = [group for group, reach in enumerate(reaches) if reach is not None]
-        self._max_reserved_blocks = int(num_blocks * max_reserved_share)
+        self._max_reserved_share = max_reserved_share
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
         self._ending: set[Sequence] = set()  # finished; steps in flight still use their blocks
+
+    @property
+    def num_least_blocks(self) -> int:
+        """The fewest that hold one sequence of `max_context_tokens`."""
+        return self.batcher.needs.peak(self.max_context_tokens)
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -94,6 +108,26 @@ class Engine:
         batcher = self.batcher
         is_empty = not (batcher.waiting or batcher.running or self._reserved or self._held)
         return is_empty and not self._ending
+
+    def resize(self, num_blocks: int) -> None:
+        """Changes the number of blocks. What runs is not affected, except that sequences may have
+        to be computed again. 0 only while no sequence is left (else ValueError): then none may be
+        added until the next call. Raises InvalidRequest for fewer than `num_least_blocks`.
+        """
+        if num_blocks == 0 and not self.is_idle:
+            raise ValueError("an engine with sequences needs blocks")
+        if num_blocks:
+            self.check_size(num_blocks)
+        self.pool.resize(num_blocks)
+
+    def check_size(self, num_blocks: int) -> None:
+        """Raises InvalidRequest for fewer blocks than `num_least_blocks`."""
+        if num_blocks < self.num_least_blocks:
+            raise InvalidRequest(
+                f"a KV cache of {num_blocks} blocks holds no sequence of {self.max_context_tokens} "
+                f"tokens, which needs {self.num_least_blocks}",
+                param="kv_bytes",
+            )
 
     def accept(self, sequence: Sequence) -> None:
         """Adds missing block hashes. Raises InvalidRequest for a sequence that no engine of this
@@ -140,7 +174,8 @@ class Engine:
         if any(each.num_preemptions for each in self.batcher.waiting):
             return False
         needed = self.batcher.needs.peak(sequence.num_tokens)
-        is_over_share = self.num_reserved_blocks + needed > self._max_reserved_blocks
+        max_reserved = int(self.pool.num_blocks * self._max_reserved_share)
+        is_over_share = self.num_reserved_blocks + needed > max_reserved
         if self._reserved and is_over_share:  # a single one may exceed it, or it would never run
             return False
         if not self.batcher.allocate_prompt(sequence, spare=0, is_received=True):

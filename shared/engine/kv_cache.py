@@ -2,9 +2,18 @@
 
 Within a block the head dimension precedes the token dimension, so that a gather of a sequence's
 blocks yields contiguous operands of a GEMM for each head, without another copy.
+
+On the CPU the tensor lies in anonymous memory: a page takes memory once it is written, and no more
+once it is given back. So a cache is allocated at the largest size that it may get.
 """
 
 from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,13 +21,17 @@ from torch import Tensor
 from shared.errors import ConfigError
 from shared.kv_layout import KvLayout
 
+_MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
-def num_blocks_for(kv_layout: KvLayout, kv_cache_bytes: int) -> int:
+
+def num_blocks_for(
+    kv_layout: KvLayout, kv_cache_bytes: int, *, option: str = "kv_cache_bytes"
+) -> int:
     """Raises ConfigError if not even one block fits."""
     num_blocks = kv_cache_bytes // kv_layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_bytes {kv_cache_bytes} holds no block of {kv_layout.block_size} tokens "
+            f"{option} {kv_cache_bytes} holds no block of {kv_layout.block_size} tokens "
             f"({kv_layout.block_bytes} bytes)"
         )
     return num_blocks
@@ -28,4 +41,41 @@ def allocate_kv_cache(kv_layout: KvLayout, num_blocks: int, device: torch.device
     """[num_slots, planes, num_blocks, heads, block_size, dim], zeroed."""
     planes, heads, dim = kv_layout.state.row
     shape = (kv_layout.num_slots, planes, num_blocks, heads, kv_layout.block_size, dim)
-    return torch.zeros(shape, dtype=getattr(torch, kv_layout.dtype), device=device)
+    dtype = getattr(torch, kv_layout.dtype)
+    if device.type != "cpu" or num_blocks == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def release_blocks(kv_cache: Tensor, block_ids: Iterable[int]) -> None:
+    """Gives the pages that lie completely in these blocks back to the system; they are zeros from
+    then on. Does nothing on other devices, and on systems whose pages would keep their content.
+    """
+    if kv_cache.device.type != "cpu" or _MADV_DONTNEED is None or sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    block_bytes = kv_cache.stride(2) * kv_cache.element_size()
+    for first, end in _runs(sorted(block_ids)):
+        for plane in kv_cache.flatten(0, 1):
+            start, length = _full_pages(plane.data_ptr(), first * block_bytes, end * block_bytes)
+            if length and madvise(start, length, _MADV_DONTNEED):
+                code = ctypes.get_errno()
+                raise OSError(code, f"madvise of {length} bytes of the KV cache failed")
+
+
+def _full_pages(base: int, first: int, end: int) -> tuple[int, int]:
+    """Address and length of the pages within bytes [first, end) after `base`."""
+    start = -(-(base + first) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, max(0, (base + end) // mmap.PAGESIZE * mmap.PAGESIZE - start)
+
+
+def _runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
+    """[first, end) of consecutive ids."""
+    first = 0
+    for index, block_id in enumerate(block_ids, 1):
+        if index == len(block_ids) or block_ids[index] != block_id + 1:
+            yield block_ids[first], block_id + 1
+            first = index

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import gather_blocks, scatter_blocks
+from shared.engine.kv_cache import release_blocks
 from shared.engine.runner import KvRun
 from shared.kv_layout import KvLayout, KvShard
 
@@ -81,6 +82,9 @@ class KvCopies:
     def zero_blocks(self, block_ids: list[int]) -> None:
         self._check_thread()
         self.kv_cache.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
+
+    def give_back(self, block_ids: list[int]) -> None:
+        release_blocks(self.kv_cache, block_ids)
 
     def _rows(self, table: Tensor, run: KvRun, shard: KvShard) -> tuple[Tensor | slice, ...]:
         """Index of some heads of these tokens: [num_tokens, layers, planes, heads, dim]. The

@@ -27,6 +27,7 @@ import structlog
 from shared.background import Background
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.elastic_kv import ElasticKv
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.executor import Executor
 from shared.engine.failed_steps import FailedSteps
@@ -71,6 +72,7 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._zeroing = asyncio.Lock()
+        self.kv = ElasticKv(engine, executor, self.zero_freed_blocks)
 
     def listen(self, listener: Listener) -> None:
         """`listener` gets every step's progress, on the event loop's thread; it must not block."""
@@ -145,6 +147,8 @@ class EngineLoop:
             if self.executor.has_ended:
                 self._lose_device("a rank is lost")
                 break
+            if self.engine.pool.has_retired:
+                await self._give_back()
             rows, progress = self.engine.schedule(
                 draws_ahead=self._draws_ahead, num_stages=self.executor.num_stages
             )
@@ -274,6 +278,12 @@ class EngineLoop:
             self._num_failed_zeroings += 1
             if not await self._device_works():
                 self._lose_device("zeroing and its check raised")
+
+    async def _give_back(self) -> None:
+        try:
+            await self.kv.give_back()
+        except Exception:  # the engine's boundary: the blocks go back with the next ones
+            log.exception("give_back_failed")
 
     async def _idle(self) -> None:
         self._is_idle = True

@@ -32,12 +32,16 @@ class PinnedPrefixes:
         """`max_share` of the pool's blocks may be pinned."""
         self._engine = engine
         self._clock = clock
-        self._max_blocks = int(engine.pool.num_blocks * max_share)
+        self._max_share = max_share
         self._pins: dict[bytes, _Pin] = {}  # by the hash of the last block
         self._computing: dict[bytes, Sequence] = {}  # by sequence id
 
     def __len__(self) -> int:
         return len(self._pins)
+
+    @property
+    def _max_blocks(self) -> int:
+        return int(self._engine.pool.num_blocks * self._max_share)
 
     def pin(self, command: PinPrefix, sequence: Sequence) -> PrefixPinned:
         """Pins a prefix; `sequence` is its prefill. Raises WorkerBusy above the share, and
@@ -85,6 +89,12 @@ class PinnedPrefixes:
             if sequence is not None and is_over:
                 del self._computing[sequence.sequence_id]
                 self._engine.release(sequence)
+
+    def clear(self) -> None:
+        """Releases all pins, and ends the prefills that compute one."""
+        self.stop()
+        for tip in list(self._pins):
+            self._release(tip)
 
     def stop(self) -> None:
         for sequence in self._computing.values():

@@ -165,7 +165,9 @@ class Runner(Protocol):
     kv_layout: KvLayout
     numerics: Numerics
 
-    num_blocks: int
+    num_blocks: int  # of its KV cache at the start
+    max_blocks: int  # and at most
+    is_elastic: bool  # whether that number may change while it holds KV
     max_context_tokens: int  # of the model
     vocab_size: int
 
@@ -195,6 +197,14 @@ class Runner(Protocol):
         """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
         or copy may use them.
         """
+        ...
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        """See `Executor.give_back`."""
+        ...
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        """See `Executor.resize_kv`."""
         ...
 
     async def close(self) -> None: ...

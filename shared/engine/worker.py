@@ -99,16 +99,18 @@ class EngineWorker:
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # the pages of a resync
-        self._pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
+        self.pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
         self._background = Background()
 
     @property
     def worker_id(self) -> str:
         return self.bus.process_id
 
-    @property
-    def is_draining(self) -> bool:
-        return self.health_monitor.state in ("draining", "stopped")
+    def check_accepting(self) -> None:
+        """Raises WorkerBusy in a state without new requests."""
+        state = self.health_monitor.state
+        if state in ("standby", "draining", "stopped"):
+            raise WorkerBusy(f"{self.worker_id} is {state}")
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
         """`counter` adds its values to the load in each heartbeat."""
@@ -198,7 +200,7 @@ class EngineWorker:
         await self.bus.serve(
             list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
         )
-        self.loop.listen(self._pins.on_step)
+        self.loop.listen(self.pins.on_step)
         self.loop.on_device_lost(self._start_leaving)
         subject = pins(self.roles[0], self.worker_id)
         await self.bus.serve(subject, PinPrefix | KeepPins, self._on_pins)
@@ -207,7 +209,7 @@ class EngineWorker:
 
     async def stop(self) -> None:
         await self._background.stop()
-        self._pins.stop()
+        self.pins.stop()
         await self.loop.stop()
         await self.outbox.stop()
         await self.health_monitor.stop()
@@ -239,20 +241,27 @@ class EngineWorker:
 
     def _on_pins(self, command: PinPrefix | KeepPins) -> PrefixPinned | PinsKept:
         if isinstance(command, KeepPins):
-            return self._pins.renew(command)
-        if self.is_draining:
-            raise WorkerBusy(f"{self.worker_id} is draining")
+            return self.pins.renew(command)
+        self.check_accepting()
         self.check_model(command.model, command.revision)
         sequence = sequence_of(command, self.served.card.block_size)
         self.check_tokens(sequence)
-        reply = self._pins.pin(command, sequence)
+        reply = self.pins.pin(command, sequence)
         self.loop.wake()
         return reply
+
+    async def drop_cache(self) -> None:
+        """Releases all pins and gives the KV cache back; the index is informed. Raises ValueError
+        while sequences are left.
+        """
+        self.pins.clear()
+        await self.loop.kv.resize(0)
+        self._post_kv_events()
 
     async def _expire_pins(self) -> None:
         while True:
             await self.clock.sleep(EXPIRE_PINS_S)
-            self._pins.expire()
+            self.pins.expire()
 
     async def _send_kv_events(self) -> None:
         while True:

@@ -69,10 +69,14 @@ class Batcher:
         self.num_admitted_cached_tokens = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
-        self._watermark_blocks = int(pool.num_blocks * watermark)
+        self._watermark = watermark
         # of the step being scheduled: (source, destination) blocks
         self._block_copies: dict[Sequence, list[tuple[int, int]]] = {}
         self._awaited: Sequence | None = None  # its steps in flight keep the blocks that are needed
+
+    @property
+    def _watermark_blocks(self) -> int:
+        return int(self.pool.num_blocks * self._watermark)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a WAITING sequence. One that already holds blocks runs without admission."""

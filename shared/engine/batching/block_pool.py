@@ -9,6 +9,9 @@ Every block is in exactly one of three sets:
     cached       no references, but a known hash: a later request may match it; LRU order
     referenced   held by `ref_count` > 0 sequences
 
+The number of blocks may change. A referenced block above a smaller number is in none of the three
+sets: it is not findable, and retires once it is released.
+
 A block gets its hash once it is full and computed. Allocation takes empty blocks first, then evicts
 the least recently used cached one, pinned blocks last. A sequence's blocks become evictable tail
 first, so that the remaining blocks of a prefix are still a prefix.
@@ -59,6 +62,7 @@ class BlockPool:
         self._block_ids: list[dict[bytes, int]] = [{} for _ in reaches]
         self._shares: dict[str, TenantQuota] = {}
         self._freed: set[int] = set()
+        self._has_retired = False
         self._events: list[KvEvent] = []
         self._removed: list[CachedBlock] = []  # after the last of `_events`
         self.on_event: Callable[[], None] = lambda: None  # called when `take_events` has events
@@ -71,6 +75,11 @@ class BlockPool:
     @property
     def num_cached_blocks(self) -> int:
         return len(self._evictable) + len(self._last_evictable)
+
+    @property
+    def num_retiring_blocks(self) -> int:
+        """Referenced blocks above the number of blocks."""
+        return sum(count > 0 for count in self.ref_counts[self.num_blocks :])
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -165,8 +174,11 @@ class BlockPool:
                 continue
             known = self._known[block_id]
             if known is None:
-                self._empty.append(block_id)
                 self.record_freed((block_id,))
+                if block_id < self.num_blocks:
+                    self._empty.append(block_id)
+                else:
+                    self._has_retired = True
             else:
                 share = self._share_of(block_id)
                 self._evictable_with(known)[block_id] = share.evictable[block_id] = None
@@ -190,14 +202,15 @@ class BlockPool:
         first_block_index: int,
         kv_quota_tokens: int = 0,
     ) -> None:
-        """Makes full, computed blocks of one group findable; a hash that is already known stays
-        with its block. `kv_quota_tokens`: see `limit`.
+        """Makes full, computed blocks of one group findable, unless they retire; a hash that is
+        already known stays with its block. `kv_quota_tokens`: see `limit`.
         """
         new: list[CachedBlock] = []
         ids_of = self._block_ids[group]
         pairs = zip(block_ids, block_hashes, strict=True)
         for block_index, (block_id, block_hash) in enumerate(pairs, first_block_index):
-            if block_hash not in ids_of and self._known[block_id] is None:
+            is_new = block_hash not in ids_of and self._known[block_id] is None
+            if is_new and block_id < self.num_blocks:
                 block = CachedBlock(tenant_id, parent_hash, block_index, block_hash, group)
                 self._known[block_id] = block
                 ids_of[block_hash] = block_id
@@ -231,6 +244,52 @@ class BlockPool:
         max_blocks = None if share is None else share.max_blocks
         return 0 if max_blocks is None else max_blocks // len(self.reaches) * self.block_size
 
+    def resize(self, num_blocks: int) -> None:
+        """Changes the number of blocks; the highest ones come and go. Of those that go, cached ones
+        are evicted, and referenced ones retire once they are released: see `take_retired`.
+        """
+        before, self.num_blocks = self.num_blocks, num_blocks
+        num_missing = num_blocks - len(self.ref_counts)
+        self.ref_counts += [0] * num_missing
+        self._known += [None] * num_missing
+        added = range(num_blocks - 1, before - 1, -1)
+        # the lowest are allocated first, so that few are held above a later, smaller number
+        self._empty[:0] = [each for each in added if self.ref_counts[each] == 0]
+        if num_blocks < before:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        if self.num_blocks == 0 and any(self._block_ids):
+            self._clear()
+        for block_id in range(self.num_blocks, len(self._known)):
+            if self._known[block_id] is not None:
+                self._evict(block_id)
+        self._empty = [each for each in self._empty if each < self.num_blocks]
+        self._has_retired = True
+
+    def _clear(self) -> None:
+        """Evicts all blocks, with one event that replaces those before it."""
+        for block_id, known in enumerate(self._known):
+            if known is not None:
+                self._evict(block_id)
+        self._removed, self._events = [], [BlocksCleared()]
+        self.on_event()
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether `take_retired` returns blocks."""
+        return self._has_retired
+
+    def take_retired(self) -> list[int]:
+        """All blocks above the number of blocks that nothing refers to, if one of them has retired
+        since the last call: their memory may be given back until they are added again.
+        """
+        if not self._has_retired:
+            return []
+        self._has_retired = False
+        above = range(self.num_blocks, len(self.ref_counts))
+        return [block_id for block_id in above if self.ref_counts[block_id] == 0]
+
     def take_events(self) -> list[KvEvent]:
         self._end_removal()
         events, self._events = self._events, []
@@ -256,11 +315,14 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError unless each block is in exactly one of the three sets."""
         referenced = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}
+        above = self._known[self.num_blocks :]
+        assert not any(above), "a block above the number of blocks is findable"
         empty, evictable = set(self._empty), {*self._evictable, *self._last_evictable}
         assert len(evictable) == self.num_cached_blocks, "a block is both pinned and not pinned"
         assert len(empty) == len(self._empty), "a block is listed as empty twice"
         assert not (empty & evictable or empty & referenced or evictable & referenced)
         assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
+        assert max(empty | evictable, default=-1) < self.num_blocks
         assert all(self._known[block_id] is not None for block_id in evictable)
         assert all(self._known[block_id] is None for block_id in empty)
         found = {
@@ -312,12 +374,13 @@ class BlockPool:
     def _evict(self, block_id: int) -> None:
         block = self._known[block_id]
         assert block is not None
-        del self._evictable_with(block)[block_id]
+        share = self._shares[block.tenant_id]
+        if self.ref_counts[block_id] == 0:
+            del self._evictable_with(block)[block_id]
+            del share.evictable[block_id]
+            self.record_freed((block_id,))
         del self._block_ids[block.group][block.block_hash]
         self._known[block_id] = None
-        self.record_freed((block_id,))
-        share = self._shares[block.tenant_id]
-        del share.evictable[block_id]
         share.num_blocks -= 1
         if share.num_blocks == 0:
             del self._shares[block.tenant_id]

@@ -16,6 +16,8 @@ class Executor(Protocol):
     depth: int  # steps in flight
     num_stages: int  # of a pipeline; only with one are drawn tokens where the next step needs them
     kv_layout: KvLayout  # of the whole model
+    max_blocks: int  # the largest size of its KV cache
+    is_elastic: bool  # whether that size may change while it holds KV
 
     @property
     def has_ended(self) -> bool:
@@ -53,6 +55,18 @@ class Executor(Protocol):
     async def zero_blocks(self, block_ids: list[int]) -> None:
         """Zeroes the KV of full blocks, between two steps. No step in flight and no copy may use
         them.
+        """
+        ...
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        """Returns the memory of full blocks that nothing uses to the system, where that is
+        possible. They hold zeros, or what they held, when they are used again.
+        """
+        ...
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        """Prepares for a KV cache of another size; what its blocks hold stays if it is elastic. 0
+        also returns the memory that steps have left. Raises NoCapacity without enough memory.
         """
         ...
 

@@ -19,6 +19,8 @@ class InProcessExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self.kv_layout = runner.kv_layout
+        self.max_blocks = runner.max_blocks
+        self.is_elastic = runner.is_elastic
         self.step_budget_s = 0.0
         self._runner = runner
         self._step = -1
@@ -49,6 +51,12 @@ class InProcessExecutor:
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._runner.zero_blocks(block_ids)
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        await self._runner.give_back(block_ids)
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        await self._runner.resize_kv(num_blocks)
 
     async def close(self) -> None:
         await self._runner.close()

@@ -24,6 +24,8 @@ class TimingExecutor:
 
     def __init__(self, runner: TimingRunner, *, depth: int = 2, num_stages: int = 1) -> None:
         self.kv_layout = runner.kv_layout
+        self.max_blocks = runner.max_blocks
+        self.is_elastic = runner.is_elastic
         self.depth = depth
         self.num_stages = num_stages
         self.step_budget_s = 0.0
@@ -56,6 +58,12 @@ class TimingExecutor:
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._runner.zero_blocks(block_ids)
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        await self._runner.give_back(block_ids)
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        await self._runner.resize_kv(num_blocks)
 
     async def close(self) -> None:
         if self._last is not None:

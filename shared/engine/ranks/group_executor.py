@@ -19,7 +19,13 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.links import RankLink
 from shared.engine.ranks.group_steps import GroupSteps
 from shared.engine.ranks.kv.rank_links import RankLinks
-from shared.engine.ranks.messages import CheckDevice, RunStep, ZeroBlocks
+from shared.engine.ranks.messages import (
+    CheckDevice,
+    GiveBackBlocks,
+    ReturnFreedMemory,
+    RunStep,
+    ZeroBlocks,
+)
 from shared.engine.runner import StepOutput
 from shared.engine.runners.step_deadline import StepBudget, units_of
 from shared.engine.step_plan import decode_result, encode
@@ -40,6 +46,7 @@ class GroupExecutor:
     planes of all ranks.
     """
 
+    is_elastic = True
     step_extension_s = 0.0
 
     def __init__(
@@ -51,6 +58,7 @@ class GroupExecutor:
         kv_layout: KvLayout,
         numerics: Numerics,
         num_blocks: int,
+        max_blocks: int,
         max_context_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -62,6 +70,7 @@ class GroupExecutor:
         self.kv_links = kv_links
         self.depth = self.num_stages = shape.pp
         self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -122,6 +131,13 @@ class GroupExecutor:
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._steps.command(ZeroBlocks(block_ids))
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        await self._steps.command(GiveBackBlocks(block_ids))
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        if num_blocks == 0:
+            await self._steps.command(ReturnFreedMemory())
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""

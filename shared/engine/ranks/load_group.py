@@ -69,6 +69,8 @@ def load_group(
     kv_layout = kv_layout_of(config, dtype, options.block_size)
     given = options.kv_cache_bytes
     num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
+    max_blocks = options.kv_ceiling(kv_layout, num_blocks)
+    max_context_tokens = options.context_tokens(config, max_blocks)
     whole = model_on_meta(config, dtype)
     with open_weights(model_dir, config, whole, options.load_format) as source:
         names = matched_names(source.tensors, whole.weight_destinations())
@@ -86,7 +88,8 @@ def load_group(
         model_dir=str(model_dir.resolve()),
         dtype=dtype,
         block_size=options.block_size,
-        num_blocks=num_blocks,
+        max_blocks=max_blocks,
+        max_context_tokens=max_context_tokens,
         mode=mode,
         activations=options.activations,
         experts=options.experts,
@@ -115,7 +118,8 @@ def load_group(
         kv_layout=kv_layout,
         numerics=device_numerics(CPU, dtype, mode, options.activations),
         num_blocks=num_blocks,
-        max_context_tokens=min(config.max_position_embeddings, num_blocks * options.block_size),
+        max_blocks=max_blocks,
+        max_context_tokens=max_context_tokens,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         revision=revision,

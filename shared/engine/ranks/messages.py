@@ -1,6 +1,7 @@
 """What a leader and its ranks send each other about steps.
 
-    ring:    RunStep, CheckDevice, ZeroBlocks ──▶ every rank; the answering rank ──output──▶ leader
+    ring:    RunStep, CheckDevice, ZeroBlocks, GiveBackBlocks, ReturnFreedMemory ──▶ every rank;
+             the answering rank ──output──▶ leader
     masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
 
 Steps, masks and KV (kv_messages.py) travel apart, so that none waits for another.
@@ -24,7 +25,8 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     dtype: str
     block_size: int
-    num_blocks: int
+    max_blocks: int
+    max_context_tokens: int
     mode: Mode
     activations: Activations = "plain"
     experts: ExpertSplit = "auto"
@@ -51,6 +53,16 @@ class ZeroBlocks(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
+class GiveBackBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Nothing uses them: their memory goes back to the system."""
+
+    block_ids: list[int]
+
+
+class ReturnFreedMemory(msgspec.Struct, frozen=True, tag=True):
+    """Of steps: the worker is being parked."""
+
+
 class MasksWanted(msgspec.Struct, frozen=True, tag=True):
     step: int
     timeout_s: float
@@ -60,4 +72,4 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-Command = RunStep | CheckDevice | ZeroBlocks
+Command = RunStep | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory

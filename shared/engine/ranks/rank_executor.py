@@ -141,7 +141,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
         [parts[rank].vocabulary for rank in mesh.shape.stage_ranks(stage)],
         mesh,
         dtype=getattr(torch, setup.dtype),
-        num_positions=min(config.max_position_embeddings, setup.num_blocks * setup.block_size),
+        num_positions=setup.max_context_tokens,
     ).eval()
     checkpoint = _fill(model, config, part, model_dir, setup)
     numerics = device_numerics(CPU, setup.dtype, setup.mode, setup.activations)
@@ -152,7 +152,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
         versions=" ".join(f"{name} {version(name)}" for name in ("torch", "numpy")),
     )
     finish_model(model, setup.mode, is_compressed=False)
-    kv_cache = allocate_kv_cache(kv_layout, setup.num_blocks, CPU)
+    kv_cache = allocate_kv_cache(kv_layout, setup.max_blocks, CPU)
     executor = RankExecutor(model, kv_cache, kv_layout, mesh)
     if not IS_INTERPRETED:
         _warm_up(executor)

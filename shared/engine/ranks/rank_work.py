@@ -13,12 +13,15 @@ from shared.engine.ranks.kv.rank_kv import start_rank_kv
 from shared.engine.ranks.messages import (
     CheckDevice,
     Command,
+    GiveBackBlocks,
     RankSetup,
+    ReturnFreedMemory,
     RunStep,
     ZeroBlocks,
 )
 from shared.engine.ranks.rank_executor import load_rank
 from shared.engine.ranks.remote_masks import RemoteMasks
+from shared.engine.runners.cpu_runner import return_freed_memory
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
 from shared.log import configure_logging
 from shared.numerics import exchange_of
@@ -53,6 +56,11 @@ class ModelWork:
             case ZeroBlocks(block_ids=block_ids):
                 self._executor.zero_blocks(block_ids)
                 _wait_for_all(self._mesh)
+            case GiveBackBlocks(block_ids=block_ids):
+                self._executor.give_back(block_ids)
+                _wait_for_all(self._mesh)
+            case ReturnFreedMemory():
+                return_freed_memory()
         return b""
 
     def _computed(self, step: int, plan: StepPlan) -> StepResult:

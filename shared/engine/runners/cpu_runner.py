@@ -54,6 +54,7 @@ class CpuRunner(ModelRunner):
         self,
         executor: ModelExecutor,
         *,
+        num_blocks: int,
         model_name: str,
         revision: str,
         mode: Mode,
@@ -63,6 +64,9 @@ class CpuRunner(ModelRunner):
     ) -> None:
         super().__init__(
             executor,
+            num_blocks=num_blocks,
+            max_blocks=executor.kv_cache.shape[2],
+            is_elastic=True,
             model_name=model_name,
             revision=revision,
             mode=mode,
@@ -96,7 +100,8 @@ class CpuRunner(ModelRunner):
             compile_kernels(plan)
         given = options.kv_cache_bytes
         num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
-        num_positions = min(config.max_position_embeddings, num_blocks * kv_layout.block_size)
+        max_blocks = options.kv_ceiling(kv_layout, num_blocks)
+        num_positions = options.context_tokens(config, max_blocks)
         model = empty_model(model_dir, config, kv_layout.dtype, _CPU, num_positions=num_positions)
         with open_weights(model_dir, config, model, options.load_format) as source:
             revision = _fill(model, source, is_compressed=is_compressed)
@@ -105,9 +110,10 @@ class CpuRunner(ModelRunner):
         finish_model(
             model, options.mode, is_compressed=is_compressed, activations=options.activations
         )
-        kv_cache = allocate_kv_cache(kv_layout, num_blocks, _CPU)
+        kv_cache = allocate_kv_cache(kv_layout, max_blocks, _CPU)
         runner = cls(
             ModelExecutor(model, kv_cache, kv_layout, clock=options.clock),
+            num_blocks=num_blocks,
             model_name=options.served_name(model_dir),
             revision=revision,
             mode=options.mode,
@@ -127,6 +133,10 @@ class CpuRunner(ModelRunner):
         if self._row_kernels is not None:
             await self._row_kernels.close()
         await super().close()
+
+    def _resize_kv(self, num_blocks: int) -> None:
+        if num_blocks == 0:
+            return_freed_memory()
 
     def _run(self, inputs: StepInputs) -> StepOutput:
         self._threads.set_for(len(inputs.input_ids))
@@ -164,6 +174,13 @@ def _warm_up(executor: ModelExecutor) -> None:
 
 def _products(model: nn.Module) -> Iterator[ProductModule]:
     return (each for each in model.modules() if isinstance(each, ProductModule))
+
+
+def return_freed_memory() -> None:
+    """Returns what glibc retains of freed memory, see below, to the system."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _retain_freed_memory() -> None:

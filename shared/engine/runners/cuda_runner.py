@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
@@ -32,6 +33,7 @@ from shared.engine.runners.warm_up import warm_up_steps
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import uses_compressed
+from shared.errors import ConfigError, NoCapacity
 
 
 class CudaRunner(ModelRunner):
@@ -42,12 +44,16 @@ class CudaRunner(ModelRunner):
         executor: ModelExecutor,
         device: CudaDevice,
         *,
+        num_blocks: int,
         revision: str,
         model_name: str,
         options: LoadOptions,
     ) -> None:
         super().__init__(
             executor,
+            num_blocks=num_blocks,
+            max_blocks=options.kv_ceiling(executor.kv_layout, num_blocks),
+            is_elastic=False,
             model_name=model_name,
             revision=revision,
             mode=options.mode,
@@ -71,10 +77,17 @@ class CudaRunner(ModelRunner):
         target, config = device.tensors_on, read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, target, options.load_format)
         kv_layout = kv_layout_of(config, resolve_dtype(options.dtype, target), options.block_size)
-        num_positions, num_blocks = config.max_position_embeddings, None
+        num_blocks, max_blocks = None, None
         if options.kv_cache_bytes is not None:
             num_blocks = num_blocks_for(kv_layout, options.kv_cache_bytes)
-            num_positions = min(num_positions, num_blocks * kv_layout.block_size)
+            max_blocks = options.kv_ceiling(kv_layout, num_blocks)
+        elif options.is_parked:
+            raise ConfigError(
+                "a worker that starts parked needs kv_cache_bytes: what is free at its start is "
+                "not what it gets later",
+                param="kv_cache_bytes",
+            )
+        num_positions = options.context_tokens(config, max_blocks)
         model = empty_model(model_dir, config, kv_layout.dtype, target, num_positions=num_positions)
         with (
             open_weights(model_dir, config, model, options.load_format) as source,
@@ -101,15 +114,35 @@ class CudaRunner(ModelRunner):
         warm_up(executor, options)
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_layout)
-        executor.kv_cache = allocate_kv_cache(kv_layout, num_blocks, target)
-        warm_up(executor, options)  # compiles kernels for the strides of a large cache
+        if options.is_parked:
+            executor.kv_cache = allocate_kv_cache(kv_layout, 0, target)
+        else:
+            executor.kv_cache = allocate_kv_cache(kv_layout, num_blocks, target)
+            warm_up(executor, options)  # compiles kernels for the strides of a large cache
         return cls(
             executor,
             device,
+            num_blocks=num_blocks,
             revision=revision,
             model_name=options.served_name(model_dir),
             options=options,
         )
+
+    def _resize_kv(self, num_blocks: int) -> None:
+        """Only the executor refers to the cache, so its memory is free once it has another one."""
+        executor, target = self.executor, self._device.tensors_on
+        executor.kv_cache = allocate_kv_cache(self.kv_layout, 0, target)
+        self._device.release_cached()
+        if num_blocks == 0:
+            return
+        try:
+            executor.kv_cache = allocate_kv_cache(self.kv_layout, num_blocks, target)
+        except torch.OutOfMemoryError:
+            report = self._device.memory()
+            raise NoCapacity(
+                f"{num_blocks * self.kv_layout.block_bytes >> 20} MiB of KV do not fit the "
+                f"{report.free >> 20} MiB that are free on cuda:{self._device.index}"
+            ) from None
 
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Binds the calling thread."""

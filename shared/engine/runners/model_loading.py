@@ -13,6 +13,7 @@ import torch
 
 from shared.clock import Clock, MonotonicClock
 from shared.config import LOAD_FORMATS, ExpertSplit
+from shared.engine.kv_cache import num_blocks_for
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import MatrixModule, ProductModule
@@ -36,6 +37,9 @@ DTYPES = ("bfloat16", "float32", "float16")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA a share of the free memory after loading.
+    `kv_ceiling_bytes`: the most that the KV cache may get later; None: no more than at the start.
+    `is_parked`: it takes no memory before it gets a size. `max_context_tokens`: at most; None: the
+    model's.
 
     `mode` exact: a token's bits depend neither on its batch nor on chunking, so that a resumed
     response continues identically. On the CPU this always holds, at no cost; "fast" only declares
@@ -51,6 +55,9 @@ class LoadOptions:
     dtype: str = "auto"
     block_size: int = 16
     kv_cache_bytes: int | None = None
+    kv_ceiling_bytes: int | None = None
+    is_parked: bool = False
+    max_context_tokens: int | None = None
     max_batch_tokens: int = 512
     max_sequences: int = 256
     num_threads: int | None = None
@@ -62,6 +69,22 @@ class LoadOptions:
     has_row_kernels: bool = False
     model_name: str | None = None  # None: the directory's
     clock: Clock = field(default_factory=MonotonicClock)
+
+    def kv_ceiling(self, kv_layout: KvLayout, num_blocks: int) -> int:
+        """The most blocks of a cache that has `num_blocks` at the start. Raises ConfigError."""
+        if self.kv_ceiling_bytes is None:
+            return num_blocks
+        most = num_blocks_for(kv_layout, self.kv_ceiling_bytes, option="kv_ceiling_bytes")
+        return max(num_blocks, most)
+
+    def context_tokens(self, config: ModelConfig, max_blocks: int | None) -> int:
+        """The longest sequence: of the model, of the option, and of `max_blocks`."""
+        limits = [config.max_position_embeddings]
+        if self.max_context_tokens is not None:
+            limits.append(self.max_context_tokens)
+        if max_blocks is not None:
+            limits.append(max_blocks * self.block_size)
+        return min(limits)
 
     def served_name(self, model_dir: Path) -> str:
         return model_dir.resolve().name if self.model_name is None else self.model_name

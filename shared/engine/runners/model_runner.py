@@ -152,6 +152,9 @@ class ModelRunner:
         self,
         executor: ModelExecutor,
         *,
+        num_blocks: int,
+        max_blocks: int,
+        is_elastic: bool,
         model_name: str,
         revision: str,
         mode: Mode,
@@ -168,7 +171,9 @@ class ModelRunner:
         _log_groups(self.kv_layout)
         device = executor.kv_cache.device
         self.numerics = device_numerics(device, self.kv_layout.dtype, mode, activations)
-        self.num_blocks = executor.kv_cache.shape[2]
+        self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
+        self.is_elastic = is_elastic
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
@@ -215,11 +220,21 @@ class ModelRunner:
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await _on(self._step_thread, self.executor.zero_blocks, block_ids)
 
+    async def give_back(self, block_ids: list[int]) -> None:
+        await _on(self._step_thread, self.executor.give_back, block_ids)
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        await _on(self._step_thread, self._resize_kv, num_blocks)
+
     async def close(self) -> None:
         """Waits for the current step and copies."""
         loop = asyncio.get_running_loop()
         for executor in (self._step_thread, self._copy_thread):
             await loop.run_in_executor(None, executor.shutdown)
+
+    def _resize_kv(self, num_blocks: int) -> None:
+        """Runs on the step thread."""
+        raise NotImplementedError
 
     def _run(self, inputs: StepInputs) -> StepOutput:
         """Runs on the step thread."""

@@ -50,6 +50,7 @@ class StepCost:
 
 class TimingRunner:
     has_ended = False
+    is_elastic = True
 
     def __init__(
         self,
@@ -63,9 +64,11 @@ class TimingRunner:
         mode: Mode = "exact",
         variant: int = 0,
         reaches: tuple[Reach, ...] = (None,),
+        max_blocks: int | None = None,
     ) -> None:
-        """Runners with another `variant` compute other bits, as on another kind of device. The
-        model has one layer for each of `reaches`, in a group of its own.
+        """`max_blocks`: None: `num_blocks`. Runners with another `variant` compute other bits, as
+        on another kind of device. The model has one layer for each of `reaches`, in a group of its
+        own.
         """
         states = [PagedKv(1, STATE_BYTES // 2, "uint8", reach) for reach in reaches]
         groups = tuple(KvGroup((layer,), state) for layer, state in enumerate(states))
@@ -73,13 +76,14 @@ class TimingRunner:
         device = f"timing-{variant}" if variant else "timing"
         self.numerics = Numerics(mode, device, self.kv_layout.dtype, str(KERNELS_VERSION))
         self.num_blocks = num_blocks
+        self.max_blocks = num_blocks if max_blocks is None else max_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
         self._reaches = reaches
         self._salt = variant.to_bytes(8, "little")
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
-        self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
+        self._kv = np.zeros((self.max_blocks * block_size, STATE_BYTES), dtype=np.uint8)
         self._states = self._kv.data.cast("B")  # a flat view
 
     def step_budget_s(self, inputs: StepInputs) -> float:
@@ -128,13 +132,19 @@ class TimingRunner:
         self._kv[self._slots(run.block_table, run.first_token, run.num_tokens)] = states
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
-        self._kv.reshape(self.num_blocks, -1)[block_ids] = 0
+        self._kv.reshape(self.max_blocks, -1)[block_ids] = 0
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        await self.zero_blocks(block_ids)
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        pass
 
     async def close(self) -> None:
         pass
 
     def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
-        blocks = self._kv.reshape(self.num_blocks, -1)
+        blocks = self._kv.reshape(self.max_blocks, -1)
         for source, destination in block_copies:
             blocks[destination] = blocks[source]
 

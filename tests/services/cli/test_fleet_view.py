@@ -183,7 +183,7 @@ def test_index_state_and_number_of_blocks_are_shown() -> None:
     assert (index.index_state, index.num_indexed_blocks) == ("degraded", 812)
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(tables([index]))
+        console.print(tables(play.view))
     assert "degraded, 812 blocks" in shown.get()
 
 
@@ -203,7 +203,7 @@ def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:
     assert (gateway.num_unlike_prefills, gateway.num_numerics_changes) == (6, 2)
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(tables([gateway]))
+        console.print(tables(play.view))
     header, row = shown.get().splitlines()[-2:]
     assert header.split()[-5:] == ["unlike", "prefills", "numerics", "changes", "state"]
     assert row.split() == ["gateway-1", "gateway", "-", "6", "2", "ready"]

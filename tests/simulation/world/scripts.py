@@ -10,6 +10,8 @@ import msgspec
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.usage_counter import ADD_UP
+from shared.catalogue.admin import SWAP_MODEL
+from shared.catalogue.reader import READ_CATALOGUE
 from shared.store import StoreRejected
 from shared.tenancy.pinned_prefix import SAVE_LUA
 from shared.tenancy.rate_limit import (
@@ -103,6 +105,31 @@ def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     return 1
 
 
+def _read_catalogue(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    known, max_models = arguments
+    number, generation = (store.data.get(each, b"") for each in keys[1:3])
+    version = generation + b"/" + number
+    head = [int(any(each in store.data for each in keys[1:])), int(bool(number)), version]
+    if version == known:
+        return head
+    fields = _fields(store, keys[0])
+    if len(fields) > max_models:
+        raise StoreRejected(f"{keys[0]} has too many models")
+    return [*head, [part for pair in fields.items() for part in pair]]
+
+
+def _swap_model(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
+    name, before, after, max_models, now = arguments
+    fields = _fields(store, keys[0])
+    if fields.get(name.encode(), b"") != before:
+        return b"changed"
+    if after and not before and len(fields) >= max_models:
+        return b"full"
+    write = ("HSET", keys[0], name, after) if after else ("HDEL", keys[0], name)
+    store.apply([write, ("SETNX", keys[1], str(now)), ("INCRBY", keys[1], 1)])
+    return b"stored"
+
+
 def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
     name, entry, body, life_s, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments
     others = [each for each in _fields(store, keys[0]) if each != name.encode()]
@@ -131,4 +158,6 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     ADD_UP: _add_up,
     SAVE_LUA: _save_prefix,
     SWAP: _swap,
+    READ_CATALOGUE: _read_catalogue,
+    SWAP_MODEL: _swap_model,
 }

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.cached_block import CachedBlock, runs_of
-from shared.messages import BlocksRemoved, BlocksStored
+from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.packing import unpack_hashes
 
 ROOT = b"\0" * 16
@@ -326,7 +326,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.hold(hit)
         for block_id in hit:
             self.model.hold(block_id)
-        num_empty = self.NUM_BLOCKS - len(self.model.refs) - len(self.model.lru)
+        num_empty = self.pool.num_free_blocks - len(self.model.lru)
         evicted = self.model.evict(max(0, num_new - num_empty))
         self.replay()
         new = self.pool.allocate(num_new)
@@ -345,7 +345,8 @@ class PoolMachine(RuleBasedStateMachine):
         commit(self.pool, block_ids[first:end], path[:end], first)
         known = set(self.model.path_of.values())
         for index in range(first, end):
-            if path[: index + 1] not in known and block_ids[index] not in self.model.path_of:
+            is_new = path[: index + 1] not in known and block_ids[index] not in self.model.path_of
+            if is_new and block_ids[index] < self.pool.num_blocks:
                 self.model.path_of[block_ids[index]] = path[: index + 1]
 
     @precondition(lambda self: self.holders)
@@ -371,13 +372,15 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.replayed) == {(0, digest(path)) for path in self.model.path_of.values()}
         assert self.pool.num_cached_blocks == len(self.model.lru)
         assert self.pool.num_pinned_blocks == len(self.model.pins)
-        assert self.pool.num_free_blocks == self.NUM_BLOCKS - len(self.model.refs)
+        num_held = sum(block_id < self.pool.num_blocks for block_id in self.model.refs)
+        assert self.pool.num_free_blocks == self.pool.num_blocks - num_held
+        assert self.pool.num_retiring_blocks == len(self.model.refs) - num_held
 
     def teardown(self) -> None:
         for _, block_ids in self.holders:
             self.pool.release(block_ids)
         self.pool.check()
-        assert self.pool.num_free_blocks == self.NUM_BLOCKS
+        assert self.pool.num_free_blocks == self.pool.num_blocks
 
 
 def removed_by(events: list[object]) -> list[bytes]:
@@ -401,6 +404,8 @@ def replay(event: object, known: dict[tuple[int, bytes], tuple[str, bytes, int]]
         case BlocksRemoved():
             for each in unpack_hashes(event.block_hashes):
                 del known[event.group, each]
+        case BlocksCleared():
+            known.clear()
 
 
 def listing(pool: BlockPool) -> dict[tuple[int, bytes], tuple[str, bytes, int]]:

@@ -103,6 +103,7 @@ class Rig:
         max_context_tokens: int = 4096,
         vocab_size: int = VOCAB_SIZE,
         reaches: tuple[Reach, ...] = (None,),
+        max_blocks: int | None = None,
     ) -> None:
         self.runner = TimingRunner(
             InstantClock(),
@@ -111,6 +112,7 @@ class Rig:
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
             reaches=reaches,
+            max_blocks=max_blocks,
         )
         self.engine = Engine(
             num_blocks=num_blocks,
@@ -222,7 +224,9 @@ class Rig:
         pool.check()
         holders = holders_of(self.sequences)
         referenced = Counter(copy[0] for row in self.rows for copy in row.block_copies) + holders
-        assert pool.num_blocks - len(referenced) == pool.num_free_blocks
+        num_held = sum(block_id < pool.num_blocks for block_id in referenced)
+        assert pool.num_blocks - num_held == pool.num_free_blocks
+        assert pool.num_retiring_blocks == len(referenced) - num_held
         assert all(pool.ref_count(block_id) == count for block_id, count in referenced.items())
         for sequence in self.sequences:
             own = [

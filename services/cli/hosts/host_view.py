@@ -1,0 +1,96 @@
+"""Hosts and their models for `hearth status` and `hearth model list`, from heartbeats. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from shared.messages import DeviceMemory, Heartbeat, HostedModel
+
+# Order of the states of a model in a table: what serves first.
+_STATES = ("hot", "waking", "starting", "parking", "standby", "stopping", "cold", "failed")
+
+
+class HostView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`state`: as announced, or the kind of loss. `models`: how many are in each state."""
+
+    process_id: str
+    state: str
+    region: str = ""
+    devices: tuple[DeviceMemory, ...] = ()
+    models: dict[str, int] = {}
+
+
+class ModelView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model on one host. `host_state`: that of its host. Bytes; seconds: from standby to hot,
+    from cold to hot, and since it became hot.
+    """
+
+    name: str
+    revision: str
+    state: str
+    host_id: str
+    device: str
+    host_state: str
+    region: str = ""
+    worker_id: str | None = None
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    wake_s: float = 0.0
+    start_s: float = 0.0
+    hot_s: float = 0.0
+    priority: int = 0
+    is_pinned: bool = False
+    failure: str = ""
+
+    def is_of(self, name: str, revision: str, digest: str) -> bool:
+        """Hosts name a revision by its digest, or by its name until they know that."""
+        return self.name == name and self.revision in (revision, digest)
+
+
+def host_view(heartbeat: Heartbeat, state: str) -> HostView:
+    """`state`: of the process."""
+    load = heartbeat.host
+    models = () if load is None else load.models
+    counts = ((state, sum(each.state == state for each in models)) for state in _STATES)
+    return HostView(
+        process_id=heartbeat.process_id,
+        state=state,
+        region=heartbeat.region,
+        devices=() if load is None else load.devices,
+        models={state: count for state, count in counts if count},
+    )
+
+
+def model_views(heartbeat: Heartbeat, state: str) -> Iterable[ModelView]:
+    if heartbeat.host is not None:
+        yield from (_model_view(each, heartbeat, state) for each in heartbeat.host.models)
+
+
+def in_order(models: Iterable[ModelView]) -> list[ModelView]:
+    """By name and revision; of one revision, the host first on which it serves."""
+    return sorted(
+        models, key=lambda it: (it.name, it.revision, _STATES.index(it.state), it.host_id)
+    )
+
+
+def _model_view(model: HostedModel, heartbeat: Heartbeat, host_state: str) -> ModelView:
+    return ModelView(
+        name=model.name,
+        revision=model.revision,
+        state=model.state,
+        host_id=heartbeat.process_id,
+        device=model.device,
+        host_state=host_state,
+        region=heartbeat.region,
+        worker_id=model.worker_id,
+        weights_bytes=model.weights_bytes,
+        kv_bytes=model.kv_bytes,
+        wake_s=model.wake_s,
+        start_s=model.start_s,
+        hot_s=model.hot_s,
+        priority=model.priority,
+        is_pinned=model.is_pinned,
+        failure=model.failure,
+    )

@@ -1,0 +1,198 @@
+"""The catalogue on the terminal: what operators have set, and what hosts do with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from services.cli.hosts.host_tables import short_digest, table_of_models
+from services.cli.hosts.host_view import ModelView
+from services.cli.models.live_states import live_models
+from services.cli.tenant_options import ALL, UNLIMITED
+from services.cli.tenant_tables import print_json, show, time_text, with_store
+from shared.catalogue.admin import CatalogueAdmin
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.catalogue.revisions import share_of
+from shared.store import Store
+from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
+
+COLUMNS = (
+    *("model", "revision", "digest", "share", "source", "aliases", "tenants"),
+    *("context", "weights", "standby", "priority", "pinned"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    models: Mapping[str, CatalogueModel | None]  # None: its record is unreadable
+    aliases: Sequence[AliasRow]
+    live: Sequence[ModelView]
+
+    def aliases_of(self, name: str) -> list[AliasRow]:
+        return [each for each in self.aliases if each.model == name]
+
+    def live_of(self, model: CatalogueModel, revision: CatalogueRevision) -> list[ModelView]:
+        key = (model.name, revision.name, revision.digest)
+        return [each for each in self.live if each.is_of(*key)]
+
+
+class RevisionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """`share`: of new requests, 0 to 1. `promotion`: pending until a host has loaded it."""
+
+    name: str
+    digest: str
+    source: str
+    share: float
+    promotion: str
+    added_at: float
+    states: list[ModelView]
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """`is_readable`: False for a record that cannot be decoded: only its name is known."""
+
+    name: str
+    is_readable: bool = True
+    revisions: list[RevisionRow] = []
+    aliases: list[AliasRow] = []
+    tenants: tuple[str, ...] | None = None
+    max_context_tokens: int | None = None
+    weights: str = "auto"
+    num_standby: int = 0
+    priority: int = 0
+    is_pinned: bool = False
+    created_at: float = 0.0
+
+
+def show_models(redis_url: str | None, nats_url: str | None, *, is_json: bool) -> None:
+    catalogue = _read(redis_url, nats_url)
+    if is_json:
+        print_json([_row(catalogue, name) for name in catalogue.models])
+    else:
+        show(table_of_catalogue(catalogue) if catalogue.models else "no model in the catalogue")
+
+
+def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_json: bool) -> None:
+    """Raises ConfigError for an unknown model."""
+    catalogue = _read(redis_url, nats_url, name)
+    row = _row(catalogue, name)
+    if is_json:
+        print_json(row)
+        return
+    live = [each for revision in row.revisions for each in revision.states]
+    show(_table_of_settings(row), "", _table_of_revisions(row))
+    if live:
+        show("", table_of_models(live))
+
+
+def _read(redis_url: str | None, nats_url: str | None, name: str | None = None) -> Catalogue:
+    """With `name`: only that model, which must be there and readable."""
+
+    async def read(store: Store) -> tuple[Mapping[str, CatalogueModel | None], Sequence[AliasRow]]:
+        admin = CatalogueAdmin(store, time.time)
+        models = await admin.all() if name is None else {name: await admin.one(name)}
+        return models, await ModelAliasAdmin(store, time.time).all()
+
+    models, aliases = with_store(redis_url, read)
+    return Catalogue(models, aliases, live_models(redis_url, nats_url) if models else ())
+
+
+def _row(catalogue: Catalogue, name: str) -> ModelRow:
+    model = catalogue.models[name]
+    if model is None:
+        return ModelRow(name=name, is_readable=False)
+    return ModelRow(
+        name=name,
+        revisions=[_revision_row(catalogue, model, each) for each in model.revisions],
+        aliases=catalogue.aliases_of(name),
+        tenants=model.tenants,
+        max_context_tokens=model.max_context_tokens,
+        weights=model.weights,
+        num_standby=model.num_standby,
+        priority=model.priority,
+        is_pinned=model.is_pinned,
+        created_at=model.created_at,
+    )
+
+
+def _revision_row(
+    catalogue: Catalogue, model: CatalogueModel, revision: CatalogueRevision
+) -> RevisionRow:
+    return RevisionRow(
+        name=revision.name,
+        digest=revision.digest,
+        source=revision.source,
+        share=share_of(model, revision),
+        promotion=revision.promotion,
+        added_at=revision.added_at,
+        states=catalogue.live_of(model, revision),
+    )
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def table_of_catalogue(catalogue: Catalogue) -> Table:
+    """A row for each revision; the model's settings in the first one."""
+    columns = (*COLUMNS, "state") if catalogue.live else COLUMNS
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for name in catalogue.models:
+        row = _row(catalogue, name)
+        if not row.is_readable:
+            table.add_row(escape(name), "its record is unreadable", style="red")
+        settings = [escape(each) for each in _settings(row)]
+        for revision in row.revisions:
+            states = [_states(revision)] if catalogue.live else []
+            table.add_row(escape(name), *_revision_cells(revision), *settings, *states)
+            settings = [""] * len(settings)
+    return table
+
+
+def _table_of_settings(row: ModelRow) -> Table:
+    table = Table("model", escape(row.name), box=None, header_style="bold", pad_edge=False)
+    for heading, value in zip(COLUMNS[5:], _settings(row), strict=True):
+        table.add_row(heading, escape(value))
+    table.add_row("created", time_text(row.created_at))
+    return table
+
+
+def _table_of_revisions(row: ModelRow) -> Table:
+    table = Table(*COLUMNS[1:5], "added", box=None, header_style="bold", pad_edge=False)
+    for each in row.revisions:
+        table.add_row(*_revision_cells(each), time_text(each.added_at))
+    return table
+
+
+def _revision_cells(row: RevisionRow) -> list[str]:
+    share = "promoted once loaded" if row.promotion else f"{100 * row.share:.3g} %"
+    return [escape(row.name), short_digest(row.digest) or "-", share, escape(row.source)]
+
+
+def _settings(row: ModelRow) -> list[str]:
+    context = row.max_context_tokens
+    return [
+        ", ".join(_alias(each) for each in row.aliases) or "-",
+        ALL if row.tenants is None else ", ".join(row.tenants) or "none",
+        UNLIMITED if context is None else f"{context:,}",
+        row.weights,
+        str(row.num_standby),
+        str(row.priority),
+        "yes" if row.is_pinned else "no",
+    ]
+
+
+def _alias(row: AliasRow) -> str:
+    return row.alias if row.tenant_id is None else f"{row.alias} ({row.tenant_id})"
+
+
+def _states(row: RevisionRow) -> str:
+    """`hot on host-1, standby on host-2 and host-3`, or - if no host has it."""
+    by_state: dict[str, list[str]] = {}
+    for each in row.states:
+        by_state.setdefault(each.state, []).append(each.host_id)
+    return ", ".join(f"{state} on {' and '.join(ids)}" for state, ids in by_state.items()) or "-"

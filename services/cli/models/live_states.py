@@ -1,0 +1,49 @@
+"""The states of models on hosts, from the heartbeats of a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from services.cli.fleet_view import FleetView
+from services.cli.hosts.host_view import ModelView
+from services.cli.status import find_nats
+from services.local.credentials import process_id_for
+from shared.clock import MonotonicClock
+from shared.errors import ConfigError, DependencyUnavailable
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.log import configure_logging
+from shared.messages import Heartbeat
+from shared.subjects import HEARTBEATS
+from shared.tls import TlsFiles
+from shared.transport.bus import NatsBus
+
+CONNECT_TIMEOUT_S = 1.0
+LISTEN_S = 2 * HEARTBEAT_INTERVAL_S
+
+
+def live_models(redis_url: str | None, nats_url: str | None) -> list[ModelView]:
+    """Empty if no heartbeat of a host can be read; also for the Redis of an unknown cluster."""
+    if redis_url is not None and nats_url is None:
+        return []
+    configure_logging("model", level="error")
+    try:
+        return asyncio.run(_live_models(find_nats(nats_url)))
+    except (ConfigError, DependencyUnavailable):
+        return []
+
+
+async def _live_models(nats_url: str) -> list[ModelView]:
+    clock, view = MonotonicClock(), FleetView()
+    bus = await NatsBus.connect(
+        nats_url,
+        process_id=process_id_for("observer", nats_url),
+        timeout_s=CONNECT_TIMEOUT_S,
+        tls=TlsFiles.of_environ("NATS", os.environ),
+    )
+    try:
+        await bus.subscribe(HEARTBEATS, Heartbeat, lambda it: view.observe(it, clock.now()))
+        await clock.sleep(LISTEN_S)
+        return view.models()
+    finally:
+        await bus.close()
