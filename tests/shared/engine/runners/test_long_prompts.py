@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.load import load_runner
@@ -19,6 +20,9 @@ from tests.shared.engine.support.rig import new_sequence
 
 NUM_SAMPLED = 6
 BUDGET = 2048
+# Beside the KV: scores of 64 rows and the context, in FP32, of each thread that attends; the
+# prompts as lists, hashes and payloads; code that the first step loads.
+SCORE_BYTES, PROMPT_BYTES, CODE_BYTES = 64 * 4, 400, 160 << 20
 NARROW: dict[str, Any] = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
@@ -46,10 +50,25 @@ NARROW: dict[str, Any] = {
 
 
 def _worker(folder: Path, num_tokens: int) -> Worker:
+    """Its KV cache has room for one prompt."""
     num_blocks = (num_tokens + 4 * NUM_SAMPLED) // 16 + 8
-    num_bytes = num_blocks * kv_layout_of(read_config(folder), "bfloat16", 16).block_bytes
-    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=num_bytes)
+    layout = kv_layout_of(read_config(folder), "bfloat16", 16)
+    assert layout.block_bytes == 2 * 16 * (20 + 8) * 2  # 2 layers, BF16
+    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=num_blocks * layout.block_bytes)
+    assert runner.executor.kv_cache.nbytes == num_blocks * layout.block_bytes
     return Worker(folder, "bfloat16", budget=BUDGET, runner=runner)
+
+
+def _resident_bytes(field: str) -> int:
+    """`VmRSS`: now; `VmHWM`: the most since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def _reset_resident_bytes() -> int:
+    """Resets VmHWM. Returns VmRSS."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident_bytes("VmRSS")
 
 
 @pytest.mark.long
@@ -62,6 +81,7 @@ def test_pushed_cached_and_resumed_prompts_give_the_same_tokens(
     sampling = SamplingParams(seed=3, max_tokens=NUM_SAMPLED, temperature=0.9)
 
     async def main() -> None:
+        before = _reset_resident_bytes()
         prefill, decode = _worker(tmp_path, num_tokens), _worker(tmp_path, num_tokens)
         source = new_sequence(prompt[:-1], None)
         await prefill.run(source)
@@ -82,5 +102,10 @@ def test_pushed_cached_and_resumed_prompts_give_the_same_tokens(
         resumed = new_sequence(prompt, sampling, output_ids=expected[:4])
         assert await prefill.run(resumed) == expected[4:]
         assert resumed.num_cached_tokens == (num_tokens - 1) // 16 * 16
+
+        caches = 3 * prefill.runner.executor.kv_cache.nbytes  # two, and the payload of a push
+        scratch = torch.get_num_threads() * SCORE_BYTES * num_tokens
+        grown = _resident_bytes("VmHWM") - before
+        assert grown < caches + scratch + PROMPT_BYTES * num_tokens + CODE_BYTES
 
     asyncio.run(main())
