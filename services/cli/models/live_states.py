@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from services.cli.fleet_view import FleetView
 from services.cli.hosts.host_view import ModelView
@@ -16,7 +18,7 @@ from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
 from shared.tls import TlsFiles
-from shared.transport.bus import NatsBus
+from shared.transport.bus import Bus, NatsBus
 
 CONNECT_TIMEOUT_S = 1.0
 LISTEN_S = 2 * HEARTBEAT_INTERVAL_S
@@ -26,7 +28,6 @@ def live_models(redis_url: str | None, nats_url: str | None) -> list[ModelView]:
     """Empty if no heartbeat of a host can be read; also for the Redis of an unknown cluster."""
     if redis_url is not None and nats_url is None:
         return []
-    configure_logging("model", level="error")
     try:
         return asyncio.run(_live_models(find_nats(nats_url)))
     except (ConfigError, DependencyUnavailable):
@@ -34,16 +35,30 @@ def live_models(redis_url: str | None, nats_url: str | None) -> list[ModelView]:
 
 
 async def _live_models(nats_url: str) -> list[ModelView]:
-    clock, view = MonotonicClock(), FleetView()
+    async with connected(nats_url, "observer", CONNECT_TIMEOUT_S) as bus:
+        return await observed_models(bus)
+
+
+@asynccontextmanager
+async def connected(nats_url: str, role: str, timeout_s: float) -> AsyncIterator[Bus]:
+    """Raises DependencyUnavailable if no server accepts the connection."""
+    configure_logging("model", level="error")
     bus = await NatsBus.connect(
         nats_url,
-        process_id=process_id_for("observer", nats_url),
-        timeout_s=CONNECT_TIMEOUT_S,
+        process_id=process_id_for(role, nats_url),
+        timeout_s=timeout_s,
         tls=TlsFiles.of_environ("NATS", os.environ),
     )
     try:
-        await bus.subscribe(HEARTBEATS, Heartbeat, lambda it: view.observe(it, clock.now()))
-        await clock.sleep(LISTEN_S)
-        return view.models()
+        yield bus
     finally:
         await bus.close()
+
+
+async def observed_models(bus: Bus) -> list[ModelView]:
+    """Those of all hosts that send a heartbeat within LISTEN_S."""
+    clock, view = MonotonicClock(), FleetView()
+    leave = await bus.subscribe(HEARTBEATS, Heartbeat, lambda each: view.observe(each, clock.now()))
+    await clock.sleep(LISTEN_S)
+    await leave()
+    return view.models()

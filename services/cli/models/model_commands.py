@@ -57,6 +57,19 @@ NatsUrl = Annotated[
         help="NATS URL with credential, for the states on hosts (default: the local cluster's).",
     ),
 ]
+OperatorUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="HEARTH_NATS_URL",
+        help="NATS URL with an operator's credential (default: the local cluster's).",
+    ),
+]
+HostedRevision = Annotated[
+    str | None,
+    typer.Option(
+        "--revision", help="As `hearth status` shows it (default: the only one on hosts)."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
@@ -184,6 +197,34 @@ def unpin(name: Name, redis_url: RedisUrl = None) -> None:
     from services.cli.models.catalogue_changes import set_pinned
 
     set_pinned(redis_url, name, False)
+
+
+@model_app.command(epilog="Example:  hearth model wake qwen --host host-1")
+def wake(
+    name: Name,
+    revision: HostedRevision = None,
+    host: Annotated[
+        str | None, typer.Option(help="Host id (default: one that can serve it soonest).")
+    ] = None,
+    nats_url: OperatorUrl = None,
+) -> None:
+    """Make a model hot on a host, before requests ask for it."""
+    from services.cli.models.wakes import run_wake
+
+    run_wake(nats_url, name, revision, host)
+
+
+@model_app.command(epilog="Example:  hearth model park qwen")
+def park(
+    name: Name,
+    revision: HostedRevision = None,
+    host: Annotated[str | None, typer.Option(help="Host id (default: all).")] = None,
+    nats_url: OperatorUrl = None,
+) -> None:
+    """Put a hot model in standby. It is refused while the model serves requests."""
+    from services.cli.models.wakes import run_park
+
+    run_park(nats_url, name, revision, host)
 
 
 model_app.registered_commands += alias_commands.app.registered_commands

@@ -18,7 +18,7 @@ HOT = hosted(
     kv_bytes=3 * GIB, wake_s=0.25, start_s=3.5, hot_s=120.0, is_pinned=True, priority=7,
 )  # fmt: skip
 STANDBY = hosted("small", "d", "standby", worker_id="worker-1.small-1", weights_bytes=512)
-FAILED = hosted("bad", "r1", "failed", failure="[no] config.json in /x")
+FAILED = hosted("[bad]", "r1", "failed", failure="[no] config.json in /x")
 
 
 def view_of(*heartbeats: object) -> FleetView:
@@ -44,7 +44,7 @@ def test_host_is_shown_with_its_devices_and_models() -> None:
         "cuda:1 1.0 GiB 4.0 GiB",
     ]
     bad, big, small = lines[-3:]
-    assert bad[:2] == ["bad", "r1"] and " ".join(bad).endswith("failed: [no] config.json in /x")
+    assert bad[:2] == ["[bad]", "r1"] and " ".join(bad).endswith("failed: [no] config.json in /x")
     assert big == [
         *("big", "0123456789ab", "host-1", "cpu", "west", "worker-1.big-1", "256", "MiB", "3.0"),
         *("GiB", "0.25", "3.50", "120", "7", "pinned", "hot"),

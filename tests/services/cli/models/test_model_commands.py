@@ -93,14 +93,14 @@ def test_settings_change_one_by_one(hearth: Hearth, checkpoint: str) -> None:
 
 
 def test_sources_are_absolute_or_hub_ids(hearth: Hearth, tmp_path: Path) -> None:
-    missing = hearth("model", "add", "a", "./no/such/folder")
-    assert f"note: {Path.cwd()}/no/such/folder does not exist on this machine" in missing.stderr
+    missing = hearth("model", "add", "a", "./no/folder")
+    assert f"note: {Path.cwd()}/no/folder does not exist on this machine" in missing.stderr
     assert text(missing) == "r1" and len(missing.stderr.splitlines()) == 1
     assert hearth("model", "add", "b", "org/name").stderr == ""
     assert hearth("model", "add", "c", "shared/demo_model").stderr == ""  # a directory here
     sources = [row["revisions"][0]["source"] for row in json.loads(_json(hearth))]
     assert sources == [
-        f"{Path.cwd()}/no/such/folder",
+        f"{Path.cwd()}/no/folder",
         "org/name",
         f"{Path.cwd()}/shared/demo_model",
     ]
