@@ -124,6 +124,7 @@ class SimulatedWorker:
         is_older: bool = False,
         grammars: WorkerGrammars | None = None,
         group: tuple[int, int] | None = None,
+        announced: tuple[Role, ...] = (),
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
         `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
@@ -180,7 +181,7 @@ class SimulatedWorker:
             randomness=randomness,
             loop=EngineLoop(self.engine, self.executor, clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
-            roles=WorkerRoles(roles),
+            roles=WorkerRoles(roles, announced),
             kv_targets=receive_port.targets,
             on_device_lost=self._exit,
         )
