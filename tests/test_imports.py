@@ -138,12 +138,11 @@ LAYERS = {
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
-    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
+    "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
         " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"
-        " | layers"
-        " | sampling | parallel kv_copies codec | kv_cache quantisation"
+        " | layers | sampling | parallel kv_copies codec | kv_cache quantisation"
     ),
 }
 MAX_FILES = 16
