@@ -67,7 +67,7 @@ class ModelAliasAdmin:
     async def remove(self, alias: str, tenant_id: str | None = None) -> None:
         if not await self._store.evaluate(REMOVE_ALIAS, [_key(tenant_id)], [alias]):
             raise ConfigError(
-                f"{_scope(tenant_id)} has no alias {alias!r}: see `hearth model list`"
+                f"{_scope(tenant_id)} has no alias {alias!r}: see `hearth model aliases`"
             )
 
     async def all(self) -> list[AliasRow]:

@@ -74,7 +74,7 @@ def show_models(redis_url: str | None, nats_url: str | None, *, is_json: bool) -
     if is_json:
         print_json([_row(catalogue, name) for name in catalogue.models])
     else:
-        show(_table(catalogue) if catalogue.models else "no model in the catalogue")
+        show(table_of_catalogue(catalogue) if catalogue.models else "no model in the catalogue")
 
 
 def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_json: bool) -> None:
@@ -137,7 +137,7 @@ def _revision_row(
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _table(catalogue: Catalogue) -> Table:
+def table_of_catalogue(catalogue: Catalogue) -> Table:
     """A row for each revision; the model's settings in the first one."""
     columns = (*COLUMNS, "state") if catalogue.live else COLUMNS
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)

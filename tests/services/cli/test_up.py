@@ -161,6 +161,23 @@ def test_status_shows_all_processes_and_worker_counters(running: Up) -> None:
     assert 0 <= decode["hit_ratio"] <= 1
 
 
+def test_models_are_added_and_an_operator_sees_the_cluster(running: Up) -> None:
+    added = run_hearth(running.state_home, "model", "add", "other", "org/other")
+    try:
+        listed = run_hearth(running.state_home, "model", "list")
+    finally:
+        run_hearth(running.state_home, "model", "remove", "other")
+    assert (added.returncode, added.stdout) == (0, "r1\n"), added.stderr
+    heading, row = listed.stdout.splitlines()
+    assert heading.split()[-1] == "pinned"  # without hosts no column for states
+    assert row.split()[:2] == ["other", "r1"]
+    operator = running.state.nats_url_of("operator")
+    assert operator is not None
+    seen = run_hearth(running.state_home, "status", "--once", "--json", "--nats-url", operator)
+    status = json.loads(seen.stdout)
+    assert status.keys() == {"workers", "services"} and len(status["workers"]) == 2
+
+
 def test_status_repeats_until_interrupted(running: Up) -> None:
     process = start_hearth(running.state_home, "status", "--json", "--interval-s", "0.1")
     assert process.stdout is not None

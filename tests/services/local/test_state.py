@@ -41,6 +41,15 @@ def test_newest_running_cluster_is_found(tmp_path: Path) -> None:
     older.close(retain_logs=False)
 
 
+def test_url_has_the_credential_of_a_role() -> None:
+    credentials = (Credential("observer", "o-1"), Credential("operator", "o-2", "word"))
+    cluster = ClusterState(
+        url="", api_key="", nats_host="h", nats_port=4222, credentials=credentials
+    )
+    assert cluster.nats_url_of("operator") == "nats://o-2:word@h:4222"
+    assert cluster.nats_url_of("host") is None
+
+
 def test_scratch_files_are_removed_at_close_or_after_a_crash(tmp_path: Path) -> None:
     crashed = StateDir.create(tmp_path)
     (crashed.scratch / "kv.sock").touch()

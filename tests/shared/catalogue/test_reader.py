@@ -76,6 +76,10 @@ async def test_changes_are_read_and_reported_once(
     await admin.remove("b")
     await reader.refresh()
     assert seen == [["a", "b"], ["a"]] and reader.models["a"].is_pinned
+    await admin.unpin("a")
+    await admin.pin("a")
+    await reader.refresh()
+    assert len(seen) == 2  # nothing has changed
     assert list(before) == ["a", "b"] and not before["a"].is_pinned  # a snapshot
 
 
