@@ -144,7 +144,7 @@ LAYERS = {
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
-    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
+    "shared": "engine | kv_wire | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
         " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"

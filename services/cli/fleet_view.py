@@ -14,7 +14,8 @@ import msgspec
 
 from services.cli.hosts.host_view import HostView, ModelView, host_view, in_order, model_views
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
-from shared.messages import Heartbeat, IndexState, Role, WorkerLoad
+from shared.lifecycle.role_demands import total_demands
+from shared.messages import Heartbeat, IndexState, Role, RoleDemand, WorkerLoad
 
 WINDOW_S = 2.0
 SHOW_LOST_S = 10.0
@@ -114,6 +115,11 @@ class FleetView:
         return in_order(
             model for each in self._hosts() for model in model_views(each.heartbeat, each.state)
         )
+
+    def demands(self) -> list[RoleDemand]:
+        """As live schedulers advise."""
+        live = (each.heartbeat for each in self._known.values() if each.loss is None)
+        return total_demands(live)
 
     def _hosts(self) -> list[_KnownProcess]:
         known = (each for each in self._known.values() if "host" in each.heartbeat.roles)

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.demand_table import table_of_demands
 from services.cli.fleet_view import FleetView, ProcessView
 from services.cli.hosts.host_tables import STYLES, table_of_hosts, table_of_models
 from services.cli.tables import table_console
@@ -137,12 +138,14 @@ def _screen(*, is_live: bool) -> Iterator[Callable[[RenderableType], None]]:
 
 
 def print_json(view: FleetView) -> None:
-    """`hosts` and `models` only where there is a host."""
+    """`roles` only where a scheduler advises, `hosts` and `models` only where there is a host."""
     rows, hosts = view.rows(), view.hosts()
     line: dict[str, Any] = {
         "workers": [row for row in rows if row.is_worker],
         "services": [row for row in rows if not row.is_worker],
     }
+    if demands := view.demands():
+        line["roles"] = demands
     if hosts:
         line |= {"hosts": hosts, "models": view.models()}
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
@@ -150,7 +153,9 @@ def print_json(view: FleetView) -> None:
 
 
 def tables(view: FleetView, *, is_connected: bool = True) -> Group:
-    """The workers, below them all other processes, and the hosts with their models, if any."""
+    """The workers, below them all other processes, what schedulers advise, and the hosts with their
+    models, if any.
+    """
     rows, hosts = view.rows(), view.hosts()
     workers = Table(*WORKER_COLUMNS, box=None, header_style="bold", pad_edge=False)
     for column in workers.columns[4:-1]:
@@ -167,6 +172,8 @@ def tables(view: FleetView, *, is_connected: bool = True) -> Group:
     parts: list[RenderableType] = (
         [workers, Text(), services] if rows else [Text("no heartbeat received")]
     )
+    if demands := view.demands():
+        parts += [Text(), table_of_demands(demands)]
     if hosts:
         parts += [Text(), table_of_hosts(hosts)]
     if models := view.models():

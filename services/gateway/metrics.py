@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from services.gateway.role_metrics import role_demands
 from shared.messages import GatewayLoad, Heartbeat, WorkerLoad
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -32,6 +33,7 @@ class _FleetCounts(Collector):
         heartbeats = tuple(self._heartbeats())
         yield from _counts(heartbeats)
         yield from _indices(heartbeats)
+        yield from role_demands(heartbeats)
 
 
 def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:

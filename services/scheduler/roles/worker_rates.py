@@ -92,6 +92,7 @@ class WorkerRates:
             step_time_s=(last.busy_s - first.busy_s) / num_steps if num_steps > 0 else 0.0,
             prefill_tokens_in_flight=last.prefill_tokens_in_flight,
             num_running=last.num_running,
+            num_waiting=last.num_waiting,
             num_used_blocks=last.num_total_blocks - last.num_free_blocks,
             num_total_blocks=last.num_total_blocks,
         )

@@ -1,5 +1,8 @@
 """The process table of `hearth status`, on a simulated clock."""
 
+import re
+
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -13,6 +16,8 @@ from shared.messages import (
     ModelCard,
     ProcessState,
     Role,
+    RoleDemand,
+    SchedulerLoad,
     WorkerLoad,
 )
 from shared.numerics import Numerics
@@ -207,3 +212,27 @@ def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:
     header, row = shown.get().splitlines()[-2:]
     assert header.split()[-5:] == ["unlike", "prefills", "numerics", "changes", "state"]
     assert row.split() == ["gateway-1", "gateway", "-", "6", "2", "ready"]
+
+
+def test_advice_of_live_schedulers_is_shown_by_model_and_role() -> None:
+    demand = RoleDemand(
+        model="m", role="decode", num_queued_requests=3, num_workers=1, num_wanted_workers=4
+    )
+    view, load = FleetView(), SchedulerLoad(demands=(demand,))
+    for number in (1, 2):
+        beat = Heartbeat(
+            process_id=f"scheduler-{number}",
+            epoch=1,
+            sequence_number=1,
+            roles=("scheduler",),
+            state="ready",
+            interval_s=0.25,
+            scheduler=load,
+        )
+        view.observe(beat, 0.0)
+    view.observe(msgspec.structs.replace(beat, sequence_number=2, state="stopped"), 0.1)
+    assert view.demands() == [demand]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(tables(view))
+    assert re.search(r"^m +decode +1 +4 +3 +0 +0\.0", captured.get(), re.MULTILINE)

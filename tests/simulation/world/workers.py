@@ -129,6 +129,7 @@ class SimulatedWorker:
         model: str = MODEL,
         max_blocks: int | None = None,
         num_floor_blocks: int | None = None,
+        announced: tuple[Role, ...] = (),
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
         `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
@@ -188,7 +189,7 @@ class SimulatedWorker:
             randomness=randomness,
             loop=EngineLoop(self.engine, self.executor, clock),
             served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
-            roles=WorkerRoles(roles),
+            roles=WorkerRoles(roles, announced),
             kv_targets=receive_port.targets,
             on_device_lost=self._exit,
         )
