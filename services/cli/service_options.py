@@ -83,6 +83,12 @@ HELP = {
     "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
     "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
+    "worker_nats_url": "NATS server with the credential that all workers of the host share.",
+    "budget": "DEVICE=SIZE: memory that the models on a device may use, such as cpu=12GiB or "
+    "cuda:0=70GiB; repeatable (default: half of this machine's memory, or on CUDA 0.9 of what is "
+    "free).",
+    "state_dir": "Folder for what is known of the models, and for the workers' logs (default: "
+    "$XDG_STATE_HOME/hearth/hosts/ID).",
     "tp": "Tensor parallelism: rank processes that share each layer; 1, 2, 4 or 8.",
     "pp": "Pipeline parallelism: stages of consecutive layers, with TP ranks each.",
     "remote_ranks": "How many of those ranks, the last ones, `hearth rank` runs on other hosts.",
@@ -119,6 +125,7 @@ HELP = {
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }
+_OPTION_TYPES: dict[str, Any] = {"process_id": str | None, "budget": list[str]}
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -157,6 +164,8 @@ def service_command(
             needs_weights = is_worker and options.get("load_format") != "dummy"
             options["model_name"] = model_name_for(given, options["model_name"])
             options["model_dir"] = local_copy(given, needs_weights=needs_weights)
+        if "budget" in options:
+            options["budget"] = tuple(options["budget"] or ())
         config = config_type(**options)
         check(config)
         _leave(run(config, *arguments))
@@ -194,7 +203,7 @@ def _leave(status: int) -> NoReturn:
 
 def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     name = field.name
-    option_type = str | None if name == "process_id" else field.type
+    option_type = _OPTION_TYPES.get(name, field.type)
     option = typer.Option(
         _flag(name, is_switch=field.type is bool),
         help=HELP.get(name, ""),

@@ -18,6 +18,7 @@ from shared.messages import (
     Alive,
     GatewayLoad,
     Heartbeat,
+    HostLoad,
     IndexLoad,
     KvTargets,
     ModelCard,
@@ -41,8 +42,8 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load`, `index` and `gateway` for every heartbeat, to report the state of an engine,
-    an index or a gateway.
+    """Calls `load`, `index`, `gateway` and `host` for every heartbeat, to report the state of an
+    engine, an index, a gateway or a host.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """
@@ -60,6 +61,7 @@ class HealthMonitor:
         kv_targets: KvTargets = (),
         index: Callable[[], IndexLoad] | None = None,
         gateway: Callable[[], GatewayLoad] | None = None,
+        host: Callable[[], HostLoad] | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -79,6 +81,7 @@ class HealthMonitor:
         self._kv_targets = kv_targets
         self._index = index
         self._gateway = gateway
+        self._host = host
         self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
@@ -241,6 +244,7 @@ class HealthMonitor:
             num_impostors=self._bus.num_sender_mismatches,
             uptime_s=self._uptime_s(),
             gateway=None if self._gateway is None else self._gateway(),
+            host=None if self._host is None else self._host(),
         )
         try:
             await self._bus.publish(self._subject, message)
