@@ -23,6 +23,8 @@ LOAD_FORMATS = ("auto", "dummy")
 TP_SIZES = (1, 2, 4, 8)  # ranks that can share a layer
 ExpertSplit = Literal["auto", "ep", "tp"]
 EXPERT_SPLITS: tuple[ExpertSplit, ...] = ("auto", "ep", "tp")
+Residency = Literal["demand", "lru"]
+RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
@@ -157,10 +159,18 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_queued_tokens: int = 4_000_000
     local_prefill_tokens: int = 4  # up to this many uncached tokens, decode computes the prompt
     max_local_prefill_tokens: int = 1_000_000  # the limit where no prefill worker can take it
+    residency: Residency = "demand"  # which models hosts keep hot: by expected demand, or lru
+    # requests of a parked model gather as long as this time to first token allows, if waking it
+    # parks another one in use
+    wake_ttft_s: float = 2.0
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from positive_problems(self, "max_queued_requests", "max_queued_tokens")
+        yield from positive_problems(
+            self, "max_queued_requests", "max_queued_tokens", "wake_ttft_s"
+        )
+        if self.residency not in RESIDENCIES:
+            yield f"residency {self.residency!r} is none of {', '.join(RESIDENCIES)}"
         if self.local_prefill_tokens < 0:
             yield f"local_prefill_tokens {self.local_prefill_tokens} is negative"
         if self.max_local_prefill_tokens < self.local_prefill_tokens:

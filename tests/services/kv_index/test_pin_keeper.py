@@ -137,13 +137,13 @@ def test_new_worker_computes_one_prefix_per_round() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
         pinned_at: list[float] = []
-        pin = worker.worker._pins.pin
+        pin = worker.worker.pins.pin
 
         def timed_pin(command: PinPrefix, sequence: object) -> object:
             pinned_at.append(asyncio.get_running_loop().time())
             return pin(command, sequence)  # type: ignore[arg-type]
 
-        worker.worker._pins.pin = timed_pin  # type: ignore[method-assign, assignment]
+        worker.worker.pins.pin = timed_pin  # type: ignore[method-assign, assignment]
         for number in range(3):
             await rig.save(new_prefix(f"p{number}", start=3 + 200 * number))
         await asyncio.sleep(8)
@@ -279,7 +279,7 @@ def test_restarted_worker_is_warmed_again() -> None:
 def test_no_pin_commands_are_sent_without_pins() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        pins, received = worker.worker._pins, list[KeepPins]()
+        pins, received = worker.worker.pins, list[KeepPins]()
         renew = pins.renew
 
         def recorded(command: KeepPins) -> PinsKept:

@@ -29,7 +29,7 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
         running=engine.batcher.running,
         reserved=engine._reserved,
         held=engine._held,
-        computing_pins=worker.worker._pins._computing,
+        computing_pins=worker.worker.pins._computing,
     )
     if pool.num_free_blocks != pool.num_blocks:
         found.append(f"blocks: {pool.num_blocks - pool.num_free_blocks} of {pool.num_blocks}")
@@ -57,7 +57,7 @@ def of_scheduler(service: SchedulerService) -> list[str]:
         lanes=[each for each in admission._lanes.values() if each.usage.num_requests],
         by_gateway=admission._of_gateway,
         usage=admission._usage_of_tenant,
-        parked=service._parked,
+        unserved=service._unserved,
         placing=service._placing,
         sending=service._sending,
         assignments=[

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.decode.service import DecodeService
+from services.parking import Parking
 from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
@@ -46,6 +47,7 @@ from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
 from tests.simulation.checks import leaks
+from tests.simulation.plan import BLOCK_SIZE, MODEL
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
@@ -53,7 +55,8 @@ from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.ranks import SimulatedGroup
 
-MODEL, REVISION, BLOCK_SIZE, EOS = "timing", "r1", 16, 2
+REVISION, EOS = "r1", 2
+__all__ = ["BLOCK_SIZE", "MODEL"]  # also of plans
 
 
 class CopyingRunner(TimingRunner):
@@ -122,10 +125,14 @@ class SimulatedWorker:
         is_older: bool = False,
         grammars: WorkerGrammars | None = None,
         group: tuple[int, int] | None = None,
+        model: str = MODEL,
+        max_blocks: int | None = None,
+        num_floor_blocks: int | None = None,
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
         `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
         vocabulary of 32,000 tokens whose end is `EOS`. `group`: see `FleetPlan.groups`.
+        `max_blocks`: of a worker that a host resizes, parks and wakes.
         """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
@@ -141,6 +148,7 @@ class SimulatedWorker:
             cost=cost,
             mode=mode,
             variant=variant,
+            max_blocks=max_blocks,
         )
         self.executor: Executor = InProcessExecutor(self.runner)
         if group is not None:
@@ -156,12 +164,13 @@ class SimulatedWorker:
             max_sequences=max_sequences,
             reaches=reaches,
             zeroes_freed_blocks=zeroes_freed_blocks,
+            num_floor_blocks=num_floor_blocks,
         )
         self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
         self.dialer = SimulatedDialer(data_plane, self.process)
         receive_port = LocalReceivePort(self.receiver, self.runner)
         card = ModelCard(
-            name=MODEL,
+            name=model,
             revision=REVISION,
             kv_reaches=reaches,
             kv_format=self.runner.kv_layout.key,
@@ -191,6 +200,7 @@ class SimulatedWorker:
         self.decode: DecodeService | None = None
         if "decode" in roles:
             self.decode = DecodeService(self.worker, receive_port, grammars)
+        self.parking = None if max_blocks is None else Parking(self.worker, self.handlers)
 
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:
@@ -212,9 +222,14 @@ class SimulatedWorker:
         await self.worker.start()
         for handler in self.handlers:
             await handler.start()
-        await self.worker.health_monitor.transition_to("ready")
+        if self.parking is not None:
+            await self.parking.start()
+        else:
+            await self.worker.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
+        if self.parking is not None:
+            await self.parking.leave()
         await self.worker.health_monitor.transition_to("draining")
         await asyncio.gather(*(handler.drain() for handler in self.handlers))
 
