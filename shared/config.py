@@ -97,8 +97,13 @@ class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"model_dir {self.model_dir} is not a directory"
 
 
-class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
+class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
+    """`model_dir`: of its own model; None: it serves the models of the catalogue alone."""
+
     redis_url: str
+    model_dir: Path | None = None
+    model_name: str = ""
+    max_loaded_models: int = 16  # of the catalogue: tokenizers and templates, beside those in use
     redis_read_url: str = ""  # a near replica, for API keys; empty: none
     redis_ca: str = ""  # PEM files, for rediss:// URLs
     redis_cert: str = ""
@@ -124,6 +129,13 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
 
     @property
+    def served_name(self) -> str:
+        """Empty without a model of its own."""
+        if self.model_dir is None:
+            return ""
+        return self.model_name or self.model_dir.resolve().name
+
+    @property
     def http_tls(self) -> TlsFiles:
         return TlsFiles(cert=self.http_cert, key=self.http_key)
 
@@ -143,9 +155,13 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(
             self,
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
-            *("default_max_tokens", "write_timeout_s", "keep_alive_s"),
+            *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
             *("max_unsent_bytes", "max_tenant_unsent_bytes"),
         )
+        if self.model_dir is not None and not self.model_dir.is_dir():
+            yield f"model_dir {self.model_dir} is not a directory"
+        if self.model_name and self.model_dir is None:
+            yield f"model_name {self.model_name!r} needs a model_dir"
         if self.tool_format not in TOOL_FORMATS:
             yield f"tool_format {self.tool_format!r} is none of {', '.join(TOOL_FORMATS)}"
         if not 0 <= self.lame_duck_s < inf:

@@ -144,7 +144,7 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
-        " grammars | tools | streams tenancy output | text | catalog | metrics"
+        " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
     "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (

@@ -34,14 +34,15 @@ class PooledRenderer(Renderer):
     """A renderer with its own pool of processes, whose seats a test may look at."""
 
     def __init__(self, template: ChatTemplate, num_processes: int) -> None:
+        setup = ProcessSetup(template.source)
         self.pool = PreparationPool(
-            ProcessSetup(template.source),
+            setup,
             num_processes=num_processes,
             max_wait_s=60.0,  # long, so that a paused machine does not count as a hang
             hang_s=600.0,
             spare_delay_s=NEVER_S,
         )
-        super().__init__(self.pool, has_template=True)
+        super().__init__(self.pool, setup)
 
 
 Make = Callable[..., Awaitable[PooledRenderer]]
@@ -208,8 +209,7 @@ async def test_spare_takes_the_place_of_a_killed_process(make: Make) -> None:
     spare = renderer.pool._spares[0]
     process = renderer.pool._seats[0].process
     assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
+    await process.killed()
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     assert renderer.pool.process_ids == [spare.pid]
     async with asyncio.timeout(10):
