@@ -58,7 +58,9 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
     ),
-    "services/host": rule("services.host services.local services.processes shared", BASE),
+    "services/host": rule(
+        "services.host services.local services.processes services.worker shared", BASE
+    ),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/rank": rule("services.rank shared", BASE),
     "services/decode": rule("services.decode shared", BASE),

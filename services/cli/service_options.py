@@ -94,6 +94,12 @@ HELP = {
     "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
     "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
+    "worker_nats_url": "NATS server with the credential that all workers of the host share.",
+    "budget": "DEVICE=SIZE: memory that the models on a device may use, such as cpu=12GiB or "
+    "cuda:0=70GiB; repeatable (default: half of this machine's memory, or on CUDA 0.9 of what is "
+    "free).",
+    "state_dir": "Folder for what is known of the models, and for the workers' logs (default: "
+    "$XDG_STATE_HOME/hearth/hosts/ID).",
     "tp": "Tensor parallelism: rank processes that share each layer; 1, 2, 4 or 8.",
     "pp": "Pipeline parallelism: stages of consecutive layers, with TP ranks each.",
     "remote_ranks": "How many of those ranks, the last ones, `hearth rank` runs on other hosts.",
@@ -130,6 +136,7 @@ HELP = {
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }
+_OPTION_TYPES: dict[str, Any] = {"process_id": str | None, "budget": list[str]}
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -169,6 +176,8 @@ def service_command(
             options |= _model(
                 str(options["model_dir"]), options["model_name"], needs_weights=needs_weights
             )
+        if "budget" in options:
+            options["budget"] = tuple(options["budget"] or ())
         config = config_type(**options)
         check(config)
         _leave(run(config, *arguments))
@@ -216,10 +225,8 @@ def _leave(status: int) -> NoReturn:
 
 def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     name = field.name
-    option_type = field.type
-    if name == "process_id":
-        option_type = str | None
-    elif name == "model_dir" and not field.required:
+    option_type = _OPTION_TYPES.get(name, field.type)
+    if name == "model_dir" and not field.required:
         option_type = str  # a Path would make the current directory of an empty text
     option = typer.Option(
         _flag(name, is_switch=field.type is bool),

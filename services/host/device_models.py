@@ -116,13 +116,15 @@ class DeviceModels:
         if self.budget_bytes - self.used_bytes < needed:
             yield from self._shrink(model)
             return
-        model.kv_bytes = model.resized_to = memory.kv_floor_bytes
         if model.state == "standby":
+            model.kv_bytes = model.resized_to = memory.kv_floor_bytes
             model.enter("waking", now)
             yield Wake(model.key, model.kv_bytes)
-        else:
-            model.enter("starting", now)
-            yield Start(model.key, self.name, model.kv_bytes)
+            return
+        model.enter("starting", now)
+        if model.is_known:  # else its first start ends in standby, where it is checked
+            model.kv_bytes = model.resized_to = memory.kv_floor_bytes
+        yield Start(model.key, self.name, model.kv_bytes or None)
 
     def _shrink(self, target: HostedState) -> Iterator[Action]:
         """Brings hot caches to what remains beside the target."""

@@ -1,0 +1,63 @@
+"""The devices of this machine and their budgets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from services.host.budget import size_text
+from services.local.gpus import count_gpus, free_gpu_bytes
+from shared.config import device_budgets
+from shared.errors import ConfigError
+
+CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+
+
+def budgets_of(texts: Iterable[str]) -> dict[str, int]:
+    """Bytes by device; without texts the default. Takes seconds with CUDA devices. Raises
+    ConfigError for a device that this machine lacks, or more than its memory.
+    """
+    budgets = device_budgets(texts)
+    if not budgets:
+        return _defaults()
+    _check_cuda([each for each in budgets if each != "cpu"])
+    total = memory_bytes()
+    if budgets.get("cpu", 0) > total:
+        raise ConfigError(
+            f"budget cpu={budgets['cpu']}: this machine has {size_text(total)} of memory"
+        )
+    return budgets
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def weight_item_bytes(device: str) -> int:
+    """Of a weight and of a KV value, where the checkpoint leaves the type to the device."""
+    if device != "cpu":
+        return 2
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return 4
+    return 2 if words & _BF16_FLAGS else 4
+
+
+def _defaults() -> dict[str, int]:
+    free = free_gpu_bytes()
+    if free:
+        return {f"cuda:{index}": int(CUDA_SHARE * each) for index, each in enumerate(free)}
+    return {"cpu": int(CPU_SHARE * memory_bytes())}
+
+
+def _check_cuda(devices: list[str]) -> None:
+    if not devices:
+        return
+    count = count_gpus()
+    for device in devices:
+        if int(device.partition(":")[2]) >= count:
+            there = f"0 to {count - 1}" if count else "none"
+            raise ConfigError(f"budget of {device}: the CUDA devices of this machine are {there}")
