@@ -43,7 +43,7 @@ from tests.servers import NatsServer
 M = TypeVar("M", bound=Message)
 
 WORKER, GATEWAY = "worker-1", "gateway-1"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0  # a first start compiles kernels
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -182,7 +182,7 @@ class WorkerClient:
                 seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
             ),
             choices=(Choice(choice_index=0),),
-            deadline_s=60.0,
+            deadline_s=TIMEOUT_S,
             block_size=block_size,
         )
         placement_id = os.urandom(16)  # another client may have used this worker
