@@ -37,7 +37,6 @@ def worker(worker_id: str, *roles: str, **changes: object) -> WorkerWork:
         step_time_s=0.0,
         prefill_tokens_in_flight=0,
         num_running=0,
-        num_waiting=0,
         num_used_blocks=0,
         num_total_blocks=1000,
     )
