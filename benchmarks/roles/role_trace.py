@@ -14,8 +14,8 @@ Each worker has a KV cache of 49,152 tokens and steps of at most 2,048 tokens. R
 second (Poisson) come all the time, no prompt twice: in the first half they read 1,024 tokens and
 write 32, in the second they read 256 and write 400: the first asks for about 2.6 busy prefill
 workers, the second for 2.5 busy decode workers. Goodput counts requests whose first token came
-within 2 s and whose mean ITL is at most 60 ms. Every fixed split, workers of both roles (which are no
-split: without a bar), and automatic roles that start as two and two.
+within 2 s and whose mean ITL is at most 60 ms. Every fixed split, workers of both roles (which are
+no split: without a bar), and automatic roles that start as two and two.
 """
 
 from __future__ import annotations
