@@ -11,10 +11,10 @@ quarters of the peak bandwidth:
     a context   327,680 B of KV / (4 x 2.04e12 x 0.75)           54 ns a token
 
 Each worker has a KV cache of 49,152 tokens and steps of at most 2,048 tokens. RATE requests a
-second (Poisson) come all the time, no prompt twice: in the first half they read 1,024 tokens and
-write 32, in the second they read 256 and write 400: the first asks for about 2.6 busy prefill
-workers, the second for 2.5 busy decode workers. Goodput counts requests whose first token came
-within 2 s and whose mean ITL is at most 60 ms. Every fixed split, workers of both roles (which are
+second (Poisson) come all the time, no prompt twice: in the first half they read 896 tokens and
+write 32, in the second they read 256 and write 400: the first asks for about 2.3 busy prefill
+workers, the second for three decode workers to keep the ITL. Goodput counts requests whose first token came
+within 2 s and whose mean ITL is at most 40 ms. Every fixed split, workers of both roles (which are
 no split: without a bar), and automatic roles that start as two and two.
 """
 
@@ -36,10 +36,10 @@ from shared.messages import Role
 DEVICE = StepCost(base_s=23e-3, per_token_s=226e-6, per_context_token_s=54e-9)
 RATE = 11.0  # requests/s
 NUM_WORKERS = 4
-TTFT_S, ITL_S = 2.0, 0.060
+TTFT_S, ITL_S = 2.0, 0.040
 P, D, BOTH = ("prefill",), ("decode",), ("prefill", "decode")
 # tokens in, tokens out
-PHASES = {"prefill-heavy": (1024, 32), "decode-heavy": (256, 400)}
+PHASES = {"prefill-heavy": (896, 32), "decode-heavy": (256, 400)}
 
 
 def arrivals(phase_s: float, seed: int) -> list[Arrival]:
