@@ -13,9 +13,9 @@ quarters of the peak bandwidth:
 Each worker has a KV cache of 49,152 tokens and steps of at most 2,048 tokens. RATE requests a
 second (Poisson) come all the time, no prompt twice: in the first half they read 896 tokens and
 write 32, in the second they read 256 and write 400: the first asks for about 2.3 busy prefill
-workers, the second for three decode workers to keep the ITL. Goodput counts requests whose first token came
-within 2 s and whose mean ITL is at most 40 ms. Every fixed split, workers of both roles (which are
-no split: without a bar), and automatic roles that start as two and two.
+workers, the second for three decode workers to keep the ITL. Goodput counts requests whose first
+token came within 2 s and whose mean ITL is at most 40 ms. Every fixed split, workers of both roles
+(which are no split: without a bar), and automatic roles that start as two and two.
 """
 
 from __future__ import annotations
