@@ -20,7 +20,7 @@ from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.roles import role_command
 from services.cli.service_options import service_command
-from services.local.plan import thread_environ
+from services.processes.environ import thread_environ
 from shared.config import (
     GatewayConfig,
     KvIndexConfig,

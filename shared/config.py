@@ -24,6 +24,8 @@ LOAD_FORMATS = ("auto", "dummy")
 TP_SIZES = (1, 2, 4, 8)  # ranks that can share a layer
 ExpertSplit = Literal["auto", "ep", "tp"]
 EXPERT_SPLITS: tuple[ExpertSplit, ...] = ("auto", "ep", "tp")
+Residency = Literal["demand", "lru"]
+RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
@@ -159,13 +161,20 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     min_role_workers: int = 1  # that automatic changes leave in each role
     role_change_min_s: float = 15.0  # between two automatic changes of one model
     target_itl_s: float = 0.05  # a decode worker with longer steps counts as full
+    residency: Residency = "demand"  # which models hosts keep hot: by expected demand, or lru
+    # requests of a parked model gather as long as this time to first token allows, if waking it
+    # parks another one in use
+    wake_ttft_s: float = 2.0
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from positive_problems(
             self,
-            *("max_queued_requests", "max_queued_tokens", "min_role_workers", "target_itl_s"),
+            *("max_queued_requests", "max_queued_tokens", "wake_ttft_s"),
+            *("min_role_workers", "target_itl_s"),
         )
+        if self.residency not in RESIDENCIES:
+            yield f"residency {self.residency!r} is none of {', '.join(RESIDENCIES)}"
         if self.automatic_roles not in ("off", "on"):
             yield f"automatic_roles {self.automatic_roles!r} is not off or on"
         if not 0 <= self.role_change_min_s < inf:

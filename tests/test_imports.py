@@ -58,11 +58,12 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
     ),
+    "services/host": rule("services.host services.local services.processes shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/rank": rule("services.rank shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(
-        "services.cli services.local services.client shared",
+        "services.cli services.local services.client services.processes shared",
         *(BASE, TERMINAL),
         excluded="shared.engine",
     ),
@@ -70,7 +71,12 @@ RULES = {
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
-    "services/local": rule("services.local shared", BASE, TERMINAL, HUB, excluded="shared.engine"),
+    "services/local": rule(
+        "services.local services.processes shared",
+        *(BASE, TERMINAL, HUB),
+        excluded="shared.engine",
+    ),
+    "services/processes": rule("services.processes shared", BASE, excluded="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
 }
 
@@ -130,7 +136,7 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli | local client worker | parking"
+        "__main__ | cli | host | local client worker | parking processes"
         " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (

@@ -18,7 +18,7 @@ import msgspec
 
 from benchmarks.adversity.worker import ROLES, StepFaults
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.local.plan import thread_environ
+from services.processes.environ import thread_environ
 from shared.subjects import CredentialRole, NatsUser, credential_of
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.servers import PASSWORD, NatsServer, RedisServer, free_port

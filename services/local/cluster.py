@@ -11,7 +11,6 @@ from types import TracebackType
 import httpx
 import msgspec
 
-from services.local.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
     SECRET_VARIABLE,
@@ -33,6 +32,7 @@ from services.local.servers import (
 )
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
+from services.processes.child_processes import Child, ProcessSpec, kill_children, start_child
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-import services
-from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
+from services.processes.child_processes import ProcessSpec
+from services.processes.environ import python_path, thread_environ
 from shared.config import (
     DEVICES,
     EXPERT_SPLITS,
@@ -25,7 +25,6 @@ from shared.errors import ConfigError
 from shared.numerics import ACTIVATIONS
 from shared.subjects import NO_INSTANCE, CredentialRole
 
-_ROOT = Path(services.__file__).resolve().parent.parent
 _COMMANDS: dict[CredentialRole, str] = {
     "gateway": "gateway",
     "scheduler": "scheduler",
@@ -308,20 +307,3 @@ def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec 
         argv=(sys.executable, "-m", "services", "warm", *arguments),
         environ={**environ, **thread_environ(1), "PYTHONPATH": python_path(environ)},
     )
-
-
-def thread_environ(num_threads: int) -> dict[str, str]:
-    """Limits math threads to the process's share of the cores, and keeps them from spinning."""
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "MKL_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def python_path(environ: Mapping[str, str]) -> str:
-    """Returns a PYTHONPATH with this copy of the packages, installed or not."""
-    inherited = environ.get("PYTHONPATH")
-    return str(_ROOT) if not inherited else f"{_ROOT}:{inherited}"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from services.local.child_processes import (
+from services.processes.child_processes import (
     Child,
     ProcessSpec,
     ending,

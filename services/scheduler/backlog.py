@@ -62,6 +62,7 @@ class QueuedRequest:
     is_removed: bool = False  # removed: tasks that still process it must stop
     is_placing: bool = False  # popped from the queue
     unservable_since: float | None = None  # since when no live worker serves it
+    waits_for_host: bool = False  # that can wake its model
     unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
     silent_since: float | None = None  # when the first start without a reply was sent
 

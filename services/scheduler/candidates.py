@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import structlog
 
 from services.scheduler.admission import num_context_tokens
@@ -43,26 +45,30 @@ class Candidates:
         """Whether a worker in the allowed regions, with what the request needs, can decode. Others
         are never tried.
         """
-        return self._has_worker(ticket, now, num_context_tokens(ticket.request))
+        excluded = self._starts.excluded(ticket, now)
+        return self._has_worker(ticket, num_context_tokens(ticket.request), excluded)
+
+    def has_excluded(self, ticket: QueuedRequest) -> bool:
+        """Of a request without a worker: whether one could decode it that is never tried for it."""
+        return self._has_worker(ticket, num_context_tokens(ticket.request), excluded=())
 
     def is_too_long(self, ticket: QueuedRequest, now: float) -> bool:
         """Of a request without a worker: whether one could decode a shorter request."""
-        return self._has_worker(ticket, now, 0)
+        return self._has_worker(ticket, 0, self._starts.excluded(ticket, now))
 
     def error(self, ticket: QueuedRequest, now: float) -> NoCapacity:
         """The error of a request without a worker."""
         if not self.is_too_long(ticket, now):
-            lane = ticket.lane
-            has_capable = self._workers.has_worker(
-                lane.served, (), lane.regions, features=lane.needs
-            )
+            has_capable = self._has_worker(ticket, 0, excluded=())
             return _unserved(ticket.request, has_capable=has_capable)
         size = num_context_tokens(ticket.request)
         message = f"no live worker's context holds {size} tokens"
         return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
 
-    def _has_worker(self, ticket: QueuedRequest, now: float, num_tokens: int) -> bool:
-        lane, excluded = ticket.lane, self._starts.excluded(ticket, now)
+    def _has_worker(
+        self, ticket: QueuedRequest, num_tokens: int, excluded: Collection[str]
+    ) -> bool:
+        lane = ticket.lane
         return self._workers.has_worker(
             lane.served,
             excluded,

@@ -96,6 +96,11 @@ class WorkerFleet:
         known = self._known.get(worker_id)
         return Speed() if known is None else known.worker.speed
 
+    def num_requests(self, worker_id: str) -> int | None:
+        """That the worker has, as far as known; None unless it is live and accepts requests."""
+        known = self._known.get(worker_id)
+        return None if known is None else known.worker.num_running + known.worker.num_waiting
+
     def lane(self, lane: ModelKey) -> Workers:
         """Live workers that serve the model and accept requests, with their estimated load."""
         workers = self._lanes.get(lane)

@@ -3,10 +3,10 @@
 submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDecode ──ack──▶ Placed, forgotten
              ▲                         │  ▲          └─ busy, timeout, lost: next worker, new id
              └── no room: until the ───┘  └─ no worker serves the model, or none with what the
-                 next heartbeat              request needs: parked for a short grace
+                 next heartbeat              request needs: waits, for a host or a short grace
 
 This file decides which request is tried, and when; `placement.py` where; `decode_starts.py` sends
-one StartDecode and takes its reply, also a late one.
+one StartDecode and takes its reply, also a late one; `residency/` has models woken.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections.abc import Callable, Coroutine, Mapping
 import structlog
 
 from services.scheduler.admission import Admission, num_context_tokens
-from services.scheduler.backlog import Lane, QueuedRequest
+from services.scheduler.backlog import Lane, QueuedRequest, model_key
 from services.scheduler.blocked_lanes import BlockedLanes
 from services.scheduler.candidates import Candidates, size_of
 from services.scheduler.compiled_loops import use_compiled_loops
-from services.scheduler.decode_starts import SILENT_GRACE_S, DecodeStarts
+from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
+from services.scheduler.residency.keeper import ResidencyKeeper
+from services.scheduler.residency.policies import policy_of
 from services.scheduler.roles.role_changes import RoleChanges
+from services.scheduler.unserved import UnservedRequests
 from shared import subjects
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
@@ -63,7 +66,6 @@ KEEPALIVE_S = 0.5
 TICK_S = 0.1
 ROLES_S = 0.25  # between two decisions about roles
 MIN_CLOSED_S = 0.002  # a lane is not retried sooner
-NO_WORKER_GRACE_S = 2.0
 DRAIN_S = 5.0
 MAX_PLACING = 32
 
@@ -109,9 +111,18 @@ class SchedulerService:
         self._candidates = Candidates(self._workers, self._starts)
         self._blocked = BlockedLanes()
         self._opening: set[Lane] = set()  # with a scheduled probe
-        self._parked: dict[QueuedRequest, None] = {}
         self._wake = asyncio.Event()
         self._background = Background()
+        self._residency = ResidencyKeeper(
+            self._requests,
+            policy_of(config),
+            clock,
+            num_running=self._workers.num_requests,
+            start=self._background.start,
+        )
+        self._unserved = UnservedRequests(
+            self._candidates, self._residency, requeue=self._requeue, fail=self._fail
+        )
         self._placing: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[None]] = set()
         self._leave: list[Unsubscribe] = []  # unsubscribes from new requests
@@ -162,6 +173,7 @@ class SchedulerService:
             Lane.of(request).served, num_context_tokens(request)
         )
         ticket = self._admission.enqueue(message, self._clock.now(), context_tokens=context_tokens)
+        self._residency.arrived(ticket)
         if not ticket.is_queueable and ticket.lane in self._blocked:
             error = self._admission.busy(ticket.lane)
             self._admission.remove(request.request_id)
@@ -178,17 +190,20 @@ class SchedulerService:
         now = self._clock.now()
         self._workers.on_heartbeat(heartbeat, now)
         self._role_changes.on_heartbeat(heartbeat, now)
+        self._residency.on_heartbeat(heartbeat)
         if heartbeat.model is None or heartbeat.load is None:  # not of a worker
             return
         if self._on_first_worker is not None:
             self._background.start(self._on_first_worker())
             self._on_first_worker = None
         self._blocked.on_heartbeat(heartbeat)
+        self._unserved.retry(now, served=model_key(heartbeat.model))
         self._wake.set()
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
         self._role_changes.lost(process_id)
+        self._residency.lost(process_id)
         self._starts.lost(process_id)
         if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
             return
@@ -229,8 +244,8 @@ class SchedulerService:
         for ticket in self._admission.remove_expired(now):
             error = DeadlineExceeded("the deadline passed while the request was queued")
             self._send_failed(ticket, error)
-        for ticket in list(self._parked):
-            self._retry_parked(ticket, now)
+        self._unserved.retry(now)
+        self._decide_residency(now)
         closed = self._starts.closed(now)
         for lane in self._blocked.all():
             is_served = self._workers.has_worker(
@@ -241,18 +256,12 @@ class SchedulerService:
             else:
                 self._unblock(lane)
 
-    def _retry_parked(self, ticket: QueuedRequest, now: float) -> None:
-        assert ticket.unservable_since is not None
-        if ticket.is_removed:
-            del self._parked[ticket]
-        elif self._candidates.has_any(ticket, now):
-            del self._parked[ticket]
-            ticket.unservable_since = None
-            self._admission.requeue(ticket, now)
-            self._wake.set()
-        elif now >= _give_up_at(ticket, ticket.unservable_since):
-            del self._parked[ticket]
-            self._fail(ticket, self._candidates.error(ticket, now))
+    def _decide_residency(self, now: float) -> None:
+        self._residency.decide(self._admission.held(), self._unserved.waiting_for_hosts(), now)
+
+    def _requeue(self, ticket: QueuedRequest) -> None:
+        self._admission.requeue(ticket, self._clock.now())
+        self._wake.set()
 
     async def _change_roles(self) -> None:
         while True:
@@ -316,18 +325,15 @@ class SchedulerService:
     def _best_target(
         self, ticket: QueuedRequest, num_cached_blocks: Mapping[str, int], tried: set[str]
     ) -> Target | None:
-        """None after requeueing or parking the ticket. Raises NoCapacity if live workers could
-        decode, but have too small a context: waiting rarely brings a larger one. A ticket that must
-        not wait raises NoCapacity or Overloaded instead.
+        """None after requeueing the ticket, or if it waits for a worker to serve it. Raises
+        NoCapacity or Overloaded for one that must not wait, or that is too long for all workers.
         """
         now = self._clock.now()
         needs = size_of(ticket)
         if not self._candidates.has_any(ticket, now):
-            knows_all = self.health_monitor.fleet.can_judge(now)  # all live workers
-            if not ticket.is_queueable or (knows_all and self._candidates.is_too_long(ticket, now)):
-                raise self._candidates.error(ticket, now)
-            ticket.unservable_since = now
-            self._parked[ticket] = None
+            knows_all = self.health_monitor.fleet.can_judge(now)
+            self._unserved.add(ticket, now, knows_all_workers=knows_all)
+            self._decide_residency(now)
             return None
         excluded = self._starts.excluded(ticket, now)
         target = place(
@@ -434,13 +440,6 @@ class SchedulerService:
             await self._bus.publish(subject, message)
         except DependencyUnavailable as error:  # the gateway detects this and resubmits
             log.warning("publish_failed", subject=subject, error=error.message)
-
-
-def _give_up_at(ticket: QueuedRequest, unservable_since: float) -> float:
-    give_up_at = unservable_since + NO_WORKER_GRACE_S
-    if ticket.silent_since is None:
-        return give_up_at
-    return min(give_up_at, ticket.silent_since + SILENT_GRACE_S)
 
 
 async def build_scheduler(config: SchedulerConfig) -> SchedulerService:

@@ -18,6 +18,7 @@ from shared.messages import (
     Alive,
     GatewayLoad,
     Heartbeat,
+    HostLoad,
     IndexLoad,
     KvTargets,
     ModelCard,
@@ -43,8 +44,8 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load`, `index`, `gateway` and `scheduler` for every heartbeat, to report the state of
-    an engine, an index, a gateway or a scheduler.
+    """Calls `load`, `index`, `gateway`, `scheduler` and `host` for every heartbeat, to report the
+    state of an engine, an index, a gateway, a scheduler or a host.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """
@@ -64,6 +65,7 @@ class HealthMonitor:
         index: Callable[[], IndexLoad] | None = None,
         gateway: Callable[[], GatewayLoad] | None = None,
         scheduler: Callable[[], SchedulerLoad] | None = None,
+        host: Callable[[], HostLoad] | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -85,6 +87,7 @@ class HealthMonitor:
         self._index = index
         self._gateway = gateway
         self._scheduler = scheduler
+        self._host = host
         self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
@@ -256,6 +259,7 @@ class HealthMonitor:
             gateway=None if self._gateway is None else self._gateway(),
             scheduler=None if self._scheduler is None else self._scheduler(),
             possible_roles=self._possible_roles,
+            host=None if self._host is None else self._host(),
         )
         try:
             await self._bus.publish(self._subject, message)

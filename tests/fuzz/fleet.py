@@ -145,7 +145,7 @@ class Fleet:
             "early entries": len(self.gateway._driver._streams._early),
             "queued": len(self.scheduler._admission),
             "placing": len(self.scheduler._placing),
-            "parked": len(self.scheduler._parked),
+            "unserved": len(self.scheduler._unserved),
         }
         for worker in self.workers:
             found[f"{worker.worker_id} blocks"] = not worker.is_empty

@@ -15,13 +15,30 @@ FaultKind = Literal[
     "nats_restart", "nats_hang", "redis_away", "redis_hang",
     "noise", "deaf", "link_drop", "link_noise", "runner_raises", "twin",
     "rank_killed", "rank_frozen", "change_roles",
+    "wake_hangs", "dies_after_wake", "model_removed",
 ]  # fmt: skip
 
+MODEL = "timing"
 BLOCK_SIZE = 16
 DEMO = ("demo/1",)  # what some workers have and some requests need
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
 POISON = 7  # a token for which every step raises; random prompts and outputs do not contain it
+UNDISTURBED_S = 20.0  # one that is missed only if hosts have faults
 PATIENT_S = 120.0  # a deadline that is missed only by a fleet without capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedPlan:
+    """Hosts of one device each, whose workers serve `models`. Memory is for `num_resident` workers
+    and the smallest caches of `num_hot` of them.
+    """
+
+    num_hosts: int
+    models: tuple[str, ...]
+    num_resident: int
+    num_hot: int
+    wake_s: float
+    start_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,7 @@ class FleetPlan:
     capable: tuple[str, ...] = ()  # workers that start with the features DEMO
     has_automatic_roles: bool = False  # schedulers change the roles of workers
     changing: tuple[str, ...] = ()  # workers that gain or lose them with each restart
+    hosted: HostedPlan | None = None
 
     def num_blocks_of(self, worker_id: str) -> int:
         """Blocks of each group of layers; any group may take those of another."""
@@ -100,6 +118,7 @@ class FleetPlan:
             "prefill": self.num_prefill,
             "decode": self.num_decode,
             "worker": self.num_both,
+            "host": 0 if self.hosted is None else self.hosted.num_hosts,
         }
         return {role: [f"{role}-{i}" for i in range(count)] for role, count in counts.items()}
 
@@ -117,6 +136,7 @@ class RequestPlan:
     stop_modulus: int  # token ids divisible by it are stop strings; 0: none
     leaves_after_s: float | None  # the client leaves
     needs: tuple[str, ...] = ()  # features
+    model: str = MODEL
 
     @property
     def num_context_tokens(self) -> int:

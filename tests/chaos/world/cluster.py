@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.local.plan import thread_environ
+from services.processes.environ import thread_environ
 from shared.subjects import CredentialRole, NatsUser, nats_server_config
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from tests.chaos.world.process import STEP_VARIABLE

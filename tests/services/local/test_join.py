@@ -13,7 +13,6 @@ import pytest
 
 from services.client.health_check import receives_heartbeat
 from services.gateway.tenancy.api_keys import ApiKeys
-from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
 from services.local.servers import find_server, free_port
@@ -26,6 +25,7 @@ from services.local.state import (
     save,
 )
 from services.local.supervisor import Supervisor
+from services.processes.child_processes import ProcessSpec
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.lifecycle.heartbeat import HealthMonitor

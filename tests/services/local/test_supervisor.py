@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.local.child_processes import ProcessSpec, ending, last_line
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
+from services.processes.child_processes import ProcessSpec, ending, last_line
 from shared.clock import MonotonicClock
 
 WAIT_S = 10.0
@@ -155,7 +155,7 @@ async def test_process_that_ignores_sigterm_is_killed(
 async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, pathlib, sys\n"
-        "from services.local.child_processes import ProcessSpec, start_child\n"
+        "from services.processes.child_processes import ProcessSpec, start_child\n"
         "async def main():\n"
         "    here = pathlib.Path(sys.argv[1])\n"
         "    argv = (sys.executable, '-c', 'import signal; signal.pause()')\n"

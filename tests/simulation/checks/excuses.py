@@ -36,8 +36,8 @@ from services.gateway.streams.streams import (
     RECOVERY_WINDOW_S,
     SUBMIT_WINDOW_S,
 )
-from services.scheduler.service import NO_WORKER_GRACE_S
 from services.scheduler.silent_workers import MAX_CLOSED_S
+from services.scheduler.unserved import NO_WORKER_GRACE_S
 from shared.errors import (
     DeadlineExceeded,
     HearthError,

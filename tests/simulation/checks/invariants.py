@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shared.engine.batching.sequence import Sequence
 from shared.tenancy.rate_limit import RateLimitCounter
 from tests.simulation.checks.excuses import unexplained
+from tests.simulation.checks.excuses_hosted import unexplained_hosted
 from tests.simulation.checks.expected import Expected, expected_of, expected_prompt_logprobs
 from tests.simulation.plan import POISON
 from tests.simulation.world.client import Client
@@ -60,14 +61,16 @@ def _may_last(sequence: Sequence, worker: SimulatedWorker) -> bool:
 def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
     found = [f"left over: {each}" for each in fleet.leaks()] + list(fleet.monitor.wrongs)
     kinds = {fault.kind for fault in fleet.plan.faults}
-    if events["peer_lost"] and kinds <= UNSUSPICIOUS:
+    is_hosted = fleet.plan.fleet.hosted is not None  # hosts stop workers
+    if events["peer_lost"] and kinds <= UNSUSPICIOUS and not is_hosted:
         found.append(f"{events['peer_lost']} times a peer was taken for lost")
     found += wrongs_of_accounts(fleet)
     num_changes = sum(max(0, len(client.variants) - 1) for client in fleet.clients)
     if events["numerics_changed"] != num_changes:
         found.append(f"{num_changes} changes of numerics, {events['numerics_changed']} reported")
     for client in fleet.clients:
-        reason = unexplained(client, fleet.plan, fleet.troubles_of(client))
+        explain = unexplained_hosted if is_hosted else unexplained
+        reason = explain(client, fleet.plan, fleet.troubles_of(client))
         if reason is not None:
             found.append(f"{client.plan.request_id}: {reason}")
         is_disturbed = POISON in client.plan.prompt or not kinds <= UNDISTURBING

@@ -57,7 +57,7 @@ def of_scheduler(service: SchedulerService) -> list[str]:
         lanes=[each for each in admission._lanes.values() if each.usage.num_requests],
         by_gateway=admission._of_gateway,
         usage=admission._usage_of_tenant,
-        parked=service._parked,
+        unserved=service._unserved,
         placing=service._placing,
         sending=service._sending,
         assignments=[

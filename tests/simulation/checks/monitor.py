@@ -15,6 +15,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.messages import RunPrefill, TokenEntry
 from tests.simulation.checks.expected import states_of
 from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.hosts import SimulatedHost
 from tests.simulation.world.members import AnyHost, SimulatedScheduler
 from tests.simulation.world.workers import SimulatedWorker
 
@@ -183,6 +184,8 @@ def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
         ]
     if isinstance(host, SimulatedGateway):
         return [("early entries", len(host.streams._early), MAX_EARLY_ENTRIES)]
+    if isinstance(host, SimulatedHost):
+        return [("bytes of memory", host.used_bytes, host.budget_bytes)]
     if not isinstance(host, SimulatedWorker):
         return []
     engine, found = host.engine, []

@@ -13,7 +13,7 @@ from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
 from tests.simulation.plan import BLOCK_SIZE, RequestPlan
 
-MODEL, REVISION = "timing", "r1"
+REVISION = "r1"
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Client:
             request_id=plan.request_id,
             tenant_id=tenant_id,
             gateway_id=gateway_id,
-            model=MODEL,
+            model=plan.model,
             revision=REVISION,
             cache_root=root,
             prompt_token_ids=pack_token_ids(plan.prompt),

@@ -12,6 +12,7 @@ from random import Random
 import msgspec
 
 from services.gateway.streams.actions import Report
+from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.errors import HearthError
 from shared.kv_wire.link import FrameHeader
 from shared.messages import ChangeRoles, Done, Role
@@ -23,10 +24,11 @@ from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.simulation.checks.excuses import TWIN_GONE_S, Trouble
 from tests.simulation.checks.leaks import of_index
 from tests.simulation.checks.monitor import Monitor, tasks_left
-from tests.simulation.plan import POISON, TENANTS, Fault, Plan
+from tests.simulation.plan import BLOCK_SIZE, MODEL, POISON, TENANTS, Fault, Plan
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.client import Client
 from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.hosts import SimulatedHost
 from tests.simulation.world.kv_link import HARMLESS, DataPlane, FrameFate
 from tests.simulation.world.members import (
     AnyHost,
@@ -37,7 +39,7 @@ from tests.simulation.world.members import (
 )
 from tests.simulation.world.ranks import STOPPED_S, SimulatedGroup
 from tests.simulation.world.store import MemoryStore
-from tests.simulation.world.workers import MODEL, SimulatedWorker
+from tests.simulation.world.workers import SimulatedWorker
 
 JOIN_S = 0.5
 RESTART_S = 0.5  # from the exit of a worker to its next start
@@ -112,6 +114,9 @@ class Fleet:
     def workers(self) -> list[SimulatedWorker]:
         return [host for host in self.hosts() if isinstance(host, SimulatedWorker)]
 
+    def model_hosts(self) -> list[SimulatedHost]:
+        return [host for host in self.hosts() if isinstance(host, SimulatedHost)]
+
     @property
     def is_replacing(self) -> bool:
         return bool(self._replacing)
@@ -146,6 +151,16 @@ class Fleet:
                     seed=seed,
                     max_queued_requests=fleet.max_queued_requests,
                     has_automatic_roles=fleet.has_automatic_roles,
+                )
+            case "host":
+                assert fleet.hosted is not None
+                return SimulatedHost(
+                    self.network,
+                    process_id,
+                    fleet.hosted,
+                    seed=seed,
+                    floor_bytes=fleet.num_blocks * BLOCK_SIZE * STATE_BYTES,
+                    start_worker=self._start_hosted,
                 )
             case "kv_index":
                 index = SimulatedIndex(self.network, self.store, process_id, seed=seed)
@@ -189,6 +204,33 @@ class Fleet:
 
         roles.change = changed  # type: ignore[method-assign]
 
+    def _hosted_worker(self, worker_id: str, model: str, num_blocks: int) -> SimulatedWorker:
+        fleet = self.plan.fleet
+        self._num_lives += 1
+        return SimulatedWorker(
+            self.network,
+            self.plane,
+            worker_id,
+            WORKER_ROLES["worker"],
+            num_blocks=num_blocks,
+            num_floor_blocks=fleet.num_blocks,
+            max_blocks=2 * fleet.num_blocks,
+            max_batch_tokens=fleet.max_batch_tokens,
+            max_sequences=fleet.max_sequences,
+            cost=fleet.cost,
+            copy_s=fleet.copy_s,
+            seed=self.plan.seed * _SEED_STEP + self._num_lives,
+            model=model,
+        )
+
+    async def _start_hosted(self, worker_id: str, model: str, kv_bytes: int) -> Member:
+        """Starts a worker for its host."""
+        worker = self._hosted_worker(worker_id, model, kv_bytes // (BLOCK_SIZE * STATE_BYTES))
+        self.monitor.watch(worker)
+        member = self.members[worker_id] = Member(self.network, worker)
+        await member.start()
+        return member
+
     def troubles_of(self, client: Client) -> list[Trouble]:
         """All that may explain a failure of this client's request."""
         lacking = chain(*self.incapable.values()) if client.plan.needs else ()
@@ -214,7 +256,8 @@ class Fleet:
         for host in self.hosts():
             process_id = host.process.process_id
             found += [f"{process_id}: {each}" for each in host.leaks()]
-            found += tasks_left(host)
+            if not isinstance(host, SimulatedHost):  # it starts, parks and resizes on its own
+                found += tasks_left(host)
         for index in self.indices():
             process_id = index.process.process_id
             found += [f"{process_id}: {each}" for each in of_index(index.service.index, workers)]
@@ -255,6 +298,8 @@ class Fleet:
                 await self._disturb(self._noises, fault)
             case "deaf":
                 await self._disturb(self._deaf, fault)
+            case "wake_hangs" | "dies_after_wake" | "model_removed":
+                await self._disturb_host(fault)
             case "link_noise":
                 self._link_noises.append(fault)
                 await asyncio.sleep(fault.duration_s)
@@ -271,6 +316,21 @@ class Fleet:
         subject, command = lifecycle("decode", fault.target), ChangeRoles(roles=fault.roles)
         with suppress(HearthError):
             await self._operator.request(subject, command, Done, timeout_s=CHANGE_TIMEOUT_S)
+
+    async def _disturb_host(self, fault: Fault) -> None:
+        """`target`: a host, or the model that is removed from all."""
+        if fault.kind == "model_removed":
+            for host in self.model_hosts():
+                host.remove_model(fault.target)
+            await asyncio.sleep(fault.duration_s)
+            for host in self.model_hosts():
+                host.add_model(fault.target)
+            return
+        host = self.members[fault.target].host
+        if isinstance(host, SimulatedHost):
+            host.fault = fault.kind
+            await asyncio.sleep(fault.duration_s)
+            host.fault = None
 
     async def _disturb(self, active: list[Fault], fault: Fault) -> None:
         active.append(fault)

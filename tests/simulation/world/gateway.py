@@ -16,8 +16,9 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
 from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.checks.leaks import not_empty
+from tests.simulation.plan import MODEL
 from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.client import MODEL, Client
+from tests.simulation.world.client import Client
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.store import MemoryStore, ProcessStore

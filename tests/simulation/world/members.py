@@ -13,6 +13,7 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.checks import leaks
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.hosts import SimulatedHost
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.store import MemoryStore, ProcessStore
@@ -112,11 +113,13 @@ def health_monitor_of(host: AnyHost) -> HealthMonitor:
             return host.health_monitor
         case SimulatedWorker():
             return host.worker.health_monitor
+        case SimulatedHost():
+            return host.health_monitor
         case _:
             return host.service.health_monitor
 
 
-AnyHost = SimulatedGateway | SimulatedScheduler | SimulatedIndex | SimulatedWorker
+AnyHost = SimulatedGateway | SimulatedScheduler | SimulatedIndex | SimulatedWorker | SimulatedHost
 
 
 class Member:

@@ -48,6 +48,7 @@ from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
 from tests.simulation.checks import leaks
+from tests.simulation.plan import BLOCK_SIZE, MODEL
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
@@ -55,7 +56,8 @@ from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.ranks import SimulatedGroup
 
-MODEL, REVISION, BLOCK_SIZE, EOS = "timing", "r1", 16, 2
+REVISION, EOS = "r1", 2
+__all__ = ["BLOCK_SIZE", "MODEL"]  # also of plans
 
 
 class CopyingRunner(TimingRunner):
@@ -125,10 +127,14 @@ class SimulatedWorker:
         grammars: WorkerGrammars | None = None,
         group: tuple[int, int] | None = None,
         announced: tuple[Role, ...] = (),
+        model: str = MODEL,
+        max_blocks: int | None = None,
+        num_floor_blocks: int | None = None,
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
         `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
         vocabulary of 32,000 tokens whose end is `EOS`. `group`: see `FleetPlan.groups`.
+        `max_blocks`: of a worker that a host resizes, parks and wakes.
         """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
@@ -144,6 +150,7 @@ class SimulatedWorker:
             cost=cost,
             mode=mode,
             variant=variant,
+            max_blocks=max_blocks,
         )
         self.executor: Executor = InProcessExecutor(self.runner)
         if group is not None:
@@ -159,12 +166,13 @@ class SimulatedWorker:
             max_sequences=max_sequences,
             reaches=reaches,
             zeroes_freed_blocks=zeroes_freed_blocks,
+            num_floor_blocks=num_floor_blocks,
         )
         self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
         self.dialer = SimulatedDialer(data_plane, self.process)
         receive_port = LocalReceivePort(self.receiver, self.runner)
         card = ModelCard(
-            name=MODEL,
+            name=model,
             revision=REVISION,
             kv_reaches=reaches,
             kv_format=self.runner.kv_layout.key,
@@ -194,7 +202,6 @@ class SimulatedWorker:
         self.decode: DecodeService | None = None
         if "decode" in roles:
             self.decode = DecodeService(self.worker, receive_port, grammars)
-
         self.parking = Parking(self.worker, self.handlers)
 
     @property

@@ -1,0 +1,193 @@
+"""The models of one device: which becomes hot next, what makes room for it, and how large the
+caches are. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.host.budget import ModelKey, Room, kv_sizes, retention, room_for, standby_starts
+from services.host.hosted_model import (
+    HAS_KV,
+    Action,
+    HostedState,
+    Park,
+    Resize,
+    Start,
+    Stop,
+    Wake,
+)
+
+RESIZE_SHARE = 0.125  # of a cache's size: smaller changes are not worth a message
+LEAST_RESIZE_S = 1.0  # between changes that follow the need
+LOST_PAUSE_S, MAX_LOST_PAUSE_S = 5.0, 40.0  # before a lost device is tried again
+
+
+@dataclass(slots=True)
+class DeviceModels:
+    name: str
+    budget_bytes: int
+    models: dict[ModelKey, HostedState] = field(default_factory=dict)
+    lost_until: float = 0.0
+    num_losses: int = 0  # in a row
+    resized_at: float = -1e9
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(each.used_bytes for each in self.models.values())
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """What would be left if all its models had a process."""
+        return self.budget_bytes - sum(each.memory.fixed_bytes for each in self.models.values())
+
+    def hot(self) -> set[ModelKey]:
+        """With a cache, or wanted with one. A model that parks gives its cache back."""
+        return {each.key for each in self.models.values() if each.is_hot_soon}
+
+    def room(self, model: HostedState) -> Room:
+        """`model` may also be of another device, and have no process."""
+        others = [each for each in self.models.values() if each.has_process or each.is_wake_wanted]
+        staying = [each.memory for each in others if each.state != "stopping"]
+        hot = self.hot()
+        idle = {each.key for each in others if each.state == "standby"} - hot
+        return room_for(model.memory, self.budget_bytes, staying, hot=hot, stoppable=idle)
+
+    def lose(self, now: float) -> None:
+        self.num_losses += 1
+        self.lost_until = now + min(MAX_LOST_PAUSE_S, LOST_PAUSE_S * self.num_losses)
+
+    def correct(self, now: float) -> Iterator[Action]:
+        """Frees memory if sizes that were measured meanwhile exceed the budget: processes in
+        standby end, and if they are not enough hot models park.
+        """
+        staying = [each for each in self.models.values() if each.has_process]
+        staying = [each for each in staying if each.state not in ("stopping", "parking")]
+        least = sum(each.least_bytes for each in staying)
+        for model in sorted(
+            staying, key=lambda each: (each.state == "hot", retention(each.memory))
+        ):
+            if least <= self.budget_bytes:
+                return
+            if model.state == "hot":
+                least -= model.memory.kv_floor_bytes
+                model.enter("parking", now)
+                yield Park(model.key)
+            elif model.state == "standby":
+                least -= model.memory.fixed_bytes
+                model.enter("stopping", now)
+                yield Stop(model.key)
+
+    # ── wakes ────────────────────────────────────────────────────────────────────────────────────
+
+    def becoming_hot(self) -> list[HostedState]:
+        return [each for each in self.models.values() if each.is_becoming_hot]
+
+    def wanted(self) -> list[HostedState]:
+        """The wakes that wait, the next one first."""
+        waiting = [
+            each
+            for each in self.models.values()
+            if each.is_wake_wanted and not each.is_becoming_hot
+        ]
+        return sorted(waiting, key=lambda each: (-each.memory.priority, each.wanted_at))
+
+    def advance_wakes(self, now: float) -> Iterator[Action]:
+        if self.becoming_hot() or now < self.lost_until:
+            return
+        for model in self.wanted():
+            if model.state in ("standby", "cold", "failed") and now >= model.retry_at:
+                yield from self._wake(model, now)
+                return
+
+    def _wake(self, model: HostedState, now: float) -> Iterator[Action]:
+        """Wakes it, or makes room for it first."""
+        room, memory = self.room(model), model.memory
+        if room.missing_bytes:  # a model did not park after all
+            model.is_wake_wanted = False
+            return
+        for key in room.stops:
+            self.models[key].enter("stopping", now)
+            yield Stop(key)
+        needed = memory.kv_floor_bytes + (0 if model.has_process else memory.fixed_bytes)
+        if self.budget_bytes - self.used_bytes < needed:
+            yield from self._shrink(model)
+            return
+        model.kv_bytes = model.resized_to = memory.kv_floor_bytes
+        if model.state == "standby":
+            model.enter("waking", now)
+            yield Wake(model.key, model.kv_bytes)
+        else:
+            model.enter("starting", now)
+            yield Start(model.key, self.name, model.kv_bytes)
+
+    def _shrink(self, target: HostedState) -> Iterator[Action]:
+        """Brings hot caches to what remains beside the target."""
+        sizes = self._sizes(target)
+        for model in self.models.values():
+            if model.state == "hot" and sizes[model.key] < model.resized_to:
+                model.resized_to = sizes[model.key]
+                yield Resize(model.key, model.resized_to)
+
+    # ── sizes of caches ──────────────────────────────────────────────────────────────────────────
+
+    def resize(self, now: float) -> Iterator[Action]:
+        """Follows the need while no model waits to become hot: first the caches that shrink."""
+        if self.becoming_hot() or self.wanted() or now - self.resized_at < LEAST_RESIZE_S:
+            return
+        starting = self.next_standby(now)
+        sizes = self._sizes(starting)
+        free = self.budget_bytes - self.used_bytes
+        is_short = starting is not None and free < starting.memory.fixed_bytes
+        hot = [each for each in self.models.values() if each.state == "hot"]
+        for model in hot:
+            size = sizes[model.key]
+            if size < model.resized_to and (is_short or _is_worth_moving(model, size)):
+                yield self._resized(model, size, now)
+        if starting is not None:
+            return
+        for model in hot:
+            size = min(sizes[model.key], model.kv_bytes + max(0, free))
+            if size > model.resized_to and _is_worth_moving(model, size):
+                free -= size - model.kv_bytes
+                model.kv_bytes = size
+                yield self._resized(model, size, now)
+
+    def _resized(self, model: HostedState, size: int, now: float) -> Resize:
+        self.resized_at = now
+        model.resized_to = size
+        return Resize(model.key, size)
+
+    def _sizes(self, coming: HostedState | None) -> dict[ModelKey, int]:
+        """`coming`: a model that gets a process, and a cache if its wake is wanted."""
+        resident = {each.key: each.memory for each in self.models.values() if each.has_process}
+        hot = {each.key for each in self.models.values() if each.state in HAS_KV}
+        if coming is not None:
+            resident[coming.key] = coming.memory
+            hot |= {coming.key} if coming.is_wake_wanted else set()
+        return kv_sizes(self.budget_bytes, resident.values(), hot)
+
+    # ── standby ──────────────────────────────────────────────────────────────────────────────────
+
+    def next_standby(self, now: float) -> HostedState | None:
+        """The cold model that is started next, of those that fit in standby beside all others."""
+        if now < self.lost_until:
+            return None
+        cold = [each.memory for each in self.models.values() if each.is_startable(now)]
+        resident = [each.memory for each in self.models.values() if each.has_process]
+        starts = standby_starts(cold, self.budget_bytes, resident, self.hot())
+        return self.models[starts[0]] if starts else None
+
+    def start_standby(self, now: float) -> Iterator[Action]:
+        model = self.next_standby(now)
+        free = self.budget_bytes - self.used_bytes
+        if model is not None and free >= model.memory.fixed_bytes:
+            model.enter("starting", now)
+            yield Start(model.key, self.name, None)
+
+
+def _is_worth_moving(model: HostedState, size: int) -> bool:
+    return abs(size - model.resized_to) > RESIZE_SHARE * max(1, model.resized_to)

@@ -1,0 +1,134 @@
+"""What a residency policy sees, and what it decides. Bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from shared.messages import ModelState
+
+ModelId = tuple[str, str]  # the name and the digest of its weights
+
+USUAL_GAPS = 3.0  # of 20 gaps between Poisson arrivals, 19 are shorter than so many mean gaps
+UNKNOWN_START_S = 10.0  # of a model that was never started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A model on one device. `num_running`: requests that its worker runs. `is_under_way`: on its
+    way to another state, or asked to take it; `ready_at`: when it is expected to be hot, if it is
+    on its way there. `is_refused`: its host will not wake it for now. `is_avoided`: a wake has not
+    ended in time.
+    """
+
+    model: ModelId
+    state: ModelState
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    kv_floor_bytes: int = 0
+    wake_s: float = 0.0
+    start_s: float = 0.0
+    hot_s: float = 0.0
+    num_running: int = 0
+    is_pinned: bool = False
+    priority: int = 0
+    is_under_way: bool = False
+    ready_at: float = inf
+    is_refused: bool = False
+    is_avoided: bool = False
+
+    @property
+    def is_hot(self) -> bool:
+        return self.state == "hot" and not self.is_under_way
+
+    @property
+    def is_cold(self) -> bool:
+        return self.state in ("cold", "failed")
+
+    @property
+    def can_be_woken(self) -> bool:
+        is_available = not (self.is_under_way or self.is_refused)
+        return is_available and self.state in ("standby", "cold")
+
+    @property
+    def ready_in_s(self) -> float:
+        """Expected time to hot, from its state now."""
+        return (self.start_s or UNKNOWN_START_S) if self.is_cold else self.wake_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device of a host. `is_waking`: one of its models is on its way to hot."""
+
+    host_id: str
+    name: str
+    budget_bytes: int
+    used_bytes: int
+    models: Mapping[ModelId, Resident] = field(default_factory=dict)
+    is_waking: bool = False
+
+    @property
+    def num_running(self) -> int:
+        return sum(each.num_running for each in self.models.values())
+
+    @property
+    def available_bytes(self) -> int:
+        """Unused, and what the host takes back from KV caches above their floors."""
+        above = sum(
+            max(0, each.kv_bytes - each.kv_floor_bytes)
+            for each in self.models.values()
+            if each.state == "hot"
+        )
+        return self.budget_bytes - self.used_bytes + above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Requests of one model. `rate`: arrivals per second, decayed. `deadline_at`: the earliest of
+    the queued requests. `hosts`: those that may serve them; None: all.
+    """
+
+    rate: float = 0.0
+    last_used_at: float = -inf
+    num_queued: int = 0
+    num_tokens: int = 0
+    oldest_at: float = inf
+    deadline_at: float = inf
+    hosts: frozenset[str] | None = None
+
+    def may_be_on(self, device: Device) -> bool:
+        return self.hosts is None or device.host_id in self.hosts
+
+    def expected_rate(self, now: float) -> float:
+        """The rate, unless the model has been unused for longer than that explains."""
+        idle_s = now - self.last_used_at
+        return min(self.rate, USUAL_GAPS / idle_s) if idle_s > 0 else self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    host_id: str
+    model: str
+    revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    host_id: str
+    model: str
+    revision: str
+
+
+Action = Wake | Park
+Demands = Mapping[ModelId, Demand]
+UNUSED = Demand()
+
+
+class Policy(Protocol):
+    def decide(self, devices: Sequence[Device], demands: Demands, now: float) -> list[Action]:
+        """What to send to the hosts now, in order: parks come before the wake that they make room
+        for. At most one wake for each device.
+        """
+        ...

@@ -1,0 +1,92 @@
+"""Requests that no ready worker serves. A worker may return or join, or a host may wake the model.
+
+    ┌──a worker serves it──▶ requeued
+waiting ──a host can serve it──▶ waits, until its deadline or until the wake is known to be late
+    └──nobody can, for NO_WORKER_GRACE_S──▶ failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.scheduler.backlog import ModelKey, QueuedRequest
+from services.scheduler.candidates import Candidates
+from services.scheduler.decode_starts import SILENT_GRACE_S
+from services.scheduler.residency.keeper import ResidencyKeeper
+
+NO_WORKER_GRACE_S = 2.0
+
+
+class UnservedRequests:
+    def __init__(
+        self,
+        candidates: Candidates,
+        residency: ResidencyKeeper,
+        *,
+        requeue: Callable[[QueuedRequest], None],
+        fail: Callable[[QueuedRequest, Exception], None],
+    ) -> None:
+        self._candidates, self._residency = candidates, residency
+        self._requeue, self._fail = requeue, fail
+        self._waiting: dict[QueuedRequest, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def waiting_for_hosts(self) -> list[QueuedRequest]:
+        return [each for each in self._waiting if each.waits_for_host and not each.is_removed]
+
+    def add(self, ticket: QueuedRequest, now: float, *, knows_all_workers: bool) -> None:
+        """Raises NoCapacity for a ticket that must not wait, or is too long for every worker."""
+        can_be_served = self._is_hosted(ticket)
+        if not ticket.is_queueable:
+            if can_be_served:
+                raise self._residency.rejection(ticket, now)
+            raise self._candidates.error(ticket, now)
+        is_too_long = knows_all_workers and self._candidates.is_too_long(ticket, now)
+        if is_too_long and not can_be_served:
+            raise self._candidates.error(ticket, now)
+        ticket.unservable_since, ticket.waits_for_host = now, can_be_served
+        self._waiting[ticket] = None
+
+    def retry(self, now: float, served: ModelKey | None = None) -> None:
+        """`served`: only the requests for this model."""
+        for ticket in list(self._waiting):
+            if served is None or ticket.lane.served == served:
+                self._retry(ticket, now)
+
+    def _retry(self, ticket: QueuedRequest, now: float) -> None:
+        assert ticket.unservable_since is not None
+        if ticket.is_removed:
+            del self._waiting[ticket]
+        elif self._candidates.has_any(ticket, now):
+            del self._waiting[ticket]
+            ticket.unservable_since, ticket.waits_for_host = None, False
+            self._requeue(ticket)
+        elif self._is_hosted(ticket):
+            ticket.unservable_since, ticket.waits_for_host = now, True
+            error = self._residency.error(ticket, now)
+            if error is not None:
+                self._end(ticket, error)
+        elif now >= _give_up_at(ticket, ticket.unservable_since):
+            self._end(ticket, self._candidates.error(ticket, now))
+        else:
+            ticket.waits_for_host = False
+
+    def _is_hosted(self, ticket: QueuedRequest) -> bool:
+        """Whether it waits for a host: a live worker that does not reply, or that the request does
+        not fit, is none that waking would replace.
+        """
+        has_worker = self._candidates.has_excluded(ticket)
+        return not has_worker and self._residency.can_serve(ticket)
+
+    def _end(self, ticket: QueuedRequest, error: Exception) -> None:
+        del self._waiting[ticket]
+        self._fail(ticket, error)
+
+
+def _give_up_at(ticket: QueuedRequest, unservable_since: float) -> float:
+    give_up_at = unservable_since + NO_WORKER_GRACE_S
+    if ticket.silent_since is None:
+        return give_up_at
+    return min(give_up_at, ticket.silent_since + SILENT_GRACE_S)
