@@ -46,7 +46,7 @@ def svg_of(rows: Sequence[Row], ttft_s: float) -> str:
 
 def _frame(x: _Axis, y: _Axis) -> Iterator[str]:
     bottom = HEIGHT - MARGIN
-    yield _text(WIDTH / 2 - 150, HEIGHT - 20, "p90 TTFT of 8,192-token prompts, s (log)")
+    yield _text(WIDTH / 2 - 150, HEIGHT - 20, "p90 TTFT of 8k prompts, s (log)")
     yield _text(10, 24, "p90 ITL of running streams, ms (log). Circles: both roles, by chunk size")
     yield _line(MARGIN, bottom, WIDTH - 20, bottom, "black")
     yield _line(MARGIN, 40, MARGIN, bottom, "black")
