@@ -3,18 +3,19 @@
     python -m benchmarks.roles.role_trace
 
 Real services in virtual time (`virtual_fleet.py`), four workers with both handlers. A worker is
-four H100 with Llama 3.1 70B in BF16 (TP 4), by the roofline with half of the peak FLOP/s and three
+four A100 with Llama 3.1 70B in BF16 (TP 4), by the roofline with half of the peak FLOP/s and three
 quarters of the peak bandwidth:
 
-    a token     2 x 70.6e9 FLOP / (4 x 989e12 x 0.5)             71 us
-    a step      141e9 B of weights / (4 x 3.35e12 B/s x 0.75)    14 ms
-    a context   327,680 B of KV / (4 x 3.35e12 x 0.75)           33 ns a token
+    a token     2 x 70.6e9 FLOP / (4 x 312e12 x 0.5)             226 us
+    a step      141e9 B of weights / (4 x 2.04e12 B/s x 0.75)    23 ms
+    a context   327,680 B of KV / (4 x 2.04e12 x 0.75)           54 ns a token
 
-Each worker has a KV cache of 49,152 tokens and steps of at most 2,048 tokens. 24 requests a second
-(Poisson) come all the time, no prompt twice: in the first half they read 1,536 tokens and write 32,
-in the second they read 256 and write 400. Goodput counts requests whose first token came within 2 s
-and whose mean ITL is at most 30 ms. Every fixed split, workers of both roles (which are no
-split: without a bar), and automatic roles that start as two and two.
+Each worker has a KV cache of 49,152 tokens and steps of at most 2,048 tokens. RATE requests a
+second (Poisson) come all the time, no prompt twice: in the first half they read 896 tokens and
+write 32, in the second they read 256 and write 400: the first asks for about 2.3 busy prefill
+workers, the second for three decode workers to keep the ITL. Goodput counts requests whose first
+token came within 2 s and whose mean ITL is at most 40 ms. Every fixed split, workers of both roles
+(which are no split: without a bar), and automatic roles that start as two and two.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Time
 from shared.engine.runners.timing_runner import StepCost
 from shared.messages import Role
 
-DEVICE = StepCost(base_s=14e-3, per_token_s=71e-6, per_context_token_s=33e-9)
+DEVICE = StepCost(base_s=23e-3, per_token_s=226e-6, per_context_token_s=54e-9)
+RATE = 11.0  # requests/s
 NUM_WORKERS = 4
-TTFT_S, ITL_S = 2.0, 0.030
+TTFT_S, ITL_S = 2.0, 0.040
 P, D, BOTH = ("prefill",), ("decode",), ("prefill", "decode")
-# requests/s, tokens in, tokens out
-PHASES = {"prefill-heavy": (24.0, 1536, 32), "decode-heavy": (24.0, 256, 400)}
+# tokens in, tokens out
+PHASES = {"prefill-heavy": (896, 32), "decode-heavy": (256, 400)}
 
 
 def arrivals(phase_s: float, seed: int) -> list[Arrival]:
     random, found, now = Random(seed), [], 0.0
-    for number, (kind, (rate, num_in, num_out)) in enumerate(PHASES.items(), start=1):
-        while (now := now + random.expovariate(rate)) < number * phase_s:
+    for number, (kind, (num_in, num_out)) in enumerate(PHASES.items(), start=1):
+        while (now := now + random.expovariate(RATE)) < number * phase_s:
             found.append(Arrival(now, num_in, num_out, kind))
         now = number * phase_s
     return found

@@ -14,7 +14,16 @@ from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
 from shared.kv_layout import Reach, Window
 from shared.lifecycle.worker_roles import BOTH
 from shared.messages import WorkerRole
-from tests.simulation.plan import BLOCK_SIZE, POISON, Fault, FaultKind, FleetPlan, HostedPlan, Plan
+from tests.simulation.plan import (
+    BLOCK_SIZE,
+    POISON,
+    UNDISTURBED_S,
+    Fault,
+    FaultKind,
+    FleetPlan,
+    HostedPlan,
+    Plan,
+)
 
 REACHES: tuple[tuple[Reach, ...], ...] = (
     (None, Window(40)),
@@ -102,7 +111,13 @@ def with_hosts(plan: Plan) -> Plan:
         **{"unlike": (), "capable": (), "changing": ()},
     )
     requests = tuple(
-        replace(each, needs=(), model=random.choice(models), prompt=_without_poison(each.prompt))
+        replace(
+            each,
+            needs=(),
+            model=random.choice(models),
+            prompt=_without_poison(each.prompt),
+            deadline_s=random.choice((each.deadline_s, UNDISTURBED_S)),
+        )
         for each in plan.requests
     )
     count = random.choice((0, 1, 1, 2, 4))

@@ -34,20 +34,15 @@ class WorkerWork:
     can_change: bool
     speed: Speed
     prompt_tokens_per_s: float
-    step_time_s: float  # mean of its steps; 0 while idle
+    step_time_s: float  # mean of its steps, without computing prompts; 0 while idle
     prefill_tokens_in_flight: int
     num_running: int
-    num_waiting: int
     num_used_blocks: int
     num_total_blocks: int
 
     def decode_load(self, target_itl_s: float) -> float:
-        """Of this worker, 1 if it has as many streams as its blocks or the target allow, more if
-        others wait in it.
-        """
+        """Of this worker, 1 if it has as many streams as its blocks or the target allow."""
         held = self.num_used_blocks / max(1, self.num_total_blocks)
-        if self.num_waiting:
-            held = max(held, 1.0 + self.num_waiting / max(1, self.num_running))
         if not self.num_running:
             return held
         span_s = max(target_itl_s - self.speed.step_s, MIN_SPAN_S)

@@ -22,7 +22,8 @@ from math import ceil, inf
 from services.scheduler.roles.demand import Demand, WorkerWork
 from shared.messages import WorkerRole
 
-HIGH_USAGE = 0.8  # below it no change is wanted
+MIN_USAGE = 0.6  # below it no change is wanted: streams accumulate for seconds after it is passed
+TARGET_USAGE = 0.8  # of the workers that an autoscaler is advised to have
 MIN_GAIN = 1.15  # the usage before a change over that after it
 HOLD_S = 1.0
 ROLES: tuple[WorkerRole, WorkerRole] = ("prefill", "decode")
@@ -94,7 +95,7 @@ class RolePolicy:
     def _best(self, workers: Sequence[WorkerWork], demand: Demand) -> RoleChange | None:
         split = split_of(workers)
         usage = split.usage(demand)
-        if usage < HIGH_USAGE:
+        if usage < MIN_USAGE:
             return None
         role = min(ROLES, key=lambda each: split.after(each).usage(demand))
         if usage < MIN_GAIN * split.after(role).usage(demand):
@@ -119,8 +120,8 @@ def split_of(workers: Sequence[WorkerWork]) -> Split:
 
 
 def wanted_workers(busy: float, min_workers: int) -> int:
-    """That are used by less than HIGH_USAGE each."""
-    return max(min_workers, ceil(busy / HIGH_USAGE))
+    """That are used by at most TARGET_USAGE each."""
+    return max(min_workers, ceil(busy / TARGET_USAGE))
 
 
 def _held_work(worker: WorkerWork) -> tuple[float, str]:

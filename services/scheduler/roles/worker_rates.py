@@ -80,6 +80,9 @@ class WorkerRates:
         num_steps = last.num_busy_steps - first.num_busy_steps
         num_prompt = last.num_computed_prompt_tokens - first.num_computed_prompt_tokens
         beat = measured.heartbeat
+        speed = self._speed_of(beat.process_id)
+        # prompts that a decode worker computes are work of prefill
+        decode_s = last.busy_s - first.busy_s - num_prompt * speed.token_s
         card = beat.model
         assert card is not None
         return WorkerWork(
@@ -87,12 +90,11 @@ class WorkerRates:
             roles=tuple(beat.roles),
             group=f"{beat.region} {card.kv_format} {card.numerics.kv_key}",
             can_change=bool(beat.possible_roles),
-            speed=self._speed_of(beat.process_id),
+            speed=speed,
             prompt_tokens_per_s=num_prompt / span_s if span_s > 0 else 0.0,
-            step_time_s=(last.busy_s - first.busy_s) / num_steps if num_steps > 0 else 0.0,
+            step_time_s=max(0.0, decode_s) / num_steps if num_steps > 0 else 0.0,
             prefill_tokens_in_flight=last.prefill_tokens_in_flight,
             num_running=last.num_running,
-            num_waiting=last.num_waiting,
             num_used_blocks=last.num_total_blocks - last.num_free_blocks,
             num_total_blocks=last.num_total_blocks,
         )

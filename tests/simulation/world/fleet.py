@@ -231,15 +231,6 @@ class Fleet:
         await member.start()
         return member
 
-    def _record_features(self, worker_id: str, features: tuple[str, ...]) -> None:
-        """A worker without the features is in trouble, for requests that need them."""
-        spans, now = self.incapable[worker_id], asyncio.get_running_loop().time()
-        is_open = bool(spans) and spans[-1].ended == inf
-        if features and is_open:
-            spans[-1].ended = now
-        elif not features and not is_open:
-            spans.append(Trouble(Fault(at_s=now, kind="kill", target=worker_id), now))
-
     def troubles_of(self, client: Client) -> list[Trouble]:
         """All that may explain a failure of this client's request."""
         lacking = chain(*self.incapable.values()) if client.plan.needs else ()

@@ -126,10 +126,10 @@ class SimulatedWorker:
         is_older: bool = False,
         grammars: WorkerGrammars | None = None,
         group: tuple[int, int] | None = None,
+        announced: tuple[Role, ...] = (),
         model: str = MODEL,
         max_blocks: int | None = None,
         num_floor_blocks: int | None = None,
-        announced: tuple[Role, ...] = (),
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
         `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
