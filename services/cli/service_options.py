@@ -80,6 +80,10 @@ HELP = {
     "role_change_min_s": "Seconds between two automatic changes of a model's workers.",
     "target_itl_s": "Seconds between two tokens that a decode worker shall not exceed: with longer "
     "steps it counts as full, when roles change and in the advice for an autoscaler.",
+    "residency": "demand: hosts keep the models hot whose use is expected soonest; lru: those used "
+    "last.",
+    "wake_ttft_s": "Seconds to the first token within which requests of a parked model gather, if "
+    "waking it parks another one in use.",
     "cluster_secret": "Secret of all gateways and the index, not of workers: it keys the names of "
     "cached KV blocks, so that no worker can guess those of a tenant. Give it as "
     "HEARTH_CLUSTER_SECRET.",
