@@ -1,6 +1,6 @@
 """The memory of parked workers of one host, and what a hot one gets of it.
 
-    python -m benchmarks.parked_workers [--model DIR] [--workers 8]
+    python -m benchmarks.residency.parked_workers [--model DIR] [--workers 8]
 
 Real worker processes of one model and a real nats-server; the commands are the messages of a host.
 Each worker fills its KV cache with prompts and is parked; then the first one is woken, and gets the
@@ -178,7 +178,8 @@ def main() -> int:
             write_random_llama(model_dir, LLAMA_125M, dtype="bfloat16")
             write_tokenizer(model_dir, LLAMA_125M["vocab_size"])
         rows, bars = asyncio.run(run(model_dir, given.workers, folder))
-    write_result(given.name, rows, bars, ["-m", "benchmarks.parked_workers", *sys.argv[1:]])
+    command = ["-m", "benchmarks.residency.parked_workers", *sys.argv[1:]]
+    write_result(given.name, rows, bars, command)
     return int(not all(bar.holds for bar in bars))
 
 
