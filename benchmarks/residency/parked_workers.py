@@ -155,13 +155,14 @@ async def run(model_dir: Path, num_workers: int, folder: Path) -> tuple[list[Row
             process = stack.enter_context(
                 worker_process(nats, model_dir, *options, process_id=name)
             )
-            client = await WorkerClient.connect(nats, name, instance=name)
+            beside = workers[0].client if workers else None
+            client = await WorkerClient.connect(nats, name, beside=beside)
             workers.append(Worker(process.pid, client))
             await client.until_state("ready")
         try:
             return await measure(workers)
         finally:
-            for worker in workers:
+            for worker in reversed(workers):
                 await worker.client.close()
 
 
