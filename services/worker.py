@@ -27,6 +27,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.runner import KvMemory, Runner
+from shared.engine.runners.freed_memory import use_one_arena
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
@@ -153,6 +154,8 @@ async def build_worker(
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
+    if config.may_be_parked:
+        use_one_arena()
     config = await asyncio.to_thread(on_device, config, roles)
     await (await connect(config, roles[0])).close()  # loading may take minutes
     async with listening_for_ranks(config, roles[0]) as hosts:

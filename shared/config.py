@@ -319,6 +319,11 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         hosts = (self.data_plane_host, self.data_plane_advertised_host or self.data_plane_host)
         return is_on_loopback(self.nats_url) and all(map(is_loopback, hosts))
 
+    @property
+    def may_be_parked(self) -> bool:
+        """Whether this worker shares its device's memory with others."""
+        return self.is_parked or (self.kv_floor_bytes or self.kv_ceiling_bytes) is not None
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from positive_problems(

@@ -38,6 +38,7 @@ from shared.messages import WorkerLoad
 log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
+STANDBY_TICK_S = 0.5  # without a KV cache there is no work to find
 ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter increases
 
 Listener = Callable[[list[StepProgress]], None]
@@ -121,7 +122,7 @@ class EngineLoop:
     def load(self) -> WorkerLoad:
         engine = self.engine
         longest = engine.batcher.needs.longest  # free blocks are free for tokens of all layers
-        budget_s = IDLE_TICK_S if self._is_idle else self.executor.step_budget_s
+        budget_s = self._tick_s if self._is_idle else self.executor.step_budget_s
         return WorkerLoad(
             step=self._step,
             step_budget_s=budget_s + self.executor.step_extension_s,
@@ -141,6 +142,10 @@ class EngineLoop:
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
         )
+
+    @property
+    def _tick_s(self) -> float:
+        return IDLE_TICK_S if self.engine.pool.num_blocks else STANDBY_TICK_S
 
     async def _run(self) -> None:
         while not self._is_stopping:
@@ -292,7 +297,7 @@ class EngineLoop:
 
     async def _tick(self) -> None:
         while True:
-            await self._clock.sleep(IDLE_TICK_S)
+            await self._clock.sleep(self._tick_s)
             self.wake()
 
     def _report(self, progress: list[StepProgress]) -> None:

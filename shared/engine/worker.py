@@ -6,6 +6,7 @@ Owns the health monitor, the engine loop and the outbox, and sends cache events 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -274,6 +275,7 @@ class EngineWorker:
         self.pins.clear()
         for release in self._releases:
             release()
+        gc.collect()
         await self.loop.kv.resize(0)
         self._post_kv_events()
 

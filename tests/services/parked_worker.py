@@ -107,6 +107,7 @@ class WorkerClient:
         self._tokens: dict[bytes, dict[int, int]] = {}
         self._ended: dict[bytes, Finish] = {}
         self._changed = asyncio.Event()
+        self._is_first = True
         self._background = Background()
 
     @classmethod
@@ -115,18 +116,23 @@ class WorkerClient:
         nats: NatsServer,
         worker_id: str = WORKER,
         *,
-        instance: str = "",
+        beside: WorkerClient | None = None,
         index: NatsBus | None = None,
     ) -> WorkerClient:
-        """`instance`: of scheduler and gateway. `index`: a connection for cache events."""
-        suffix = f".{instance}" if instance else ""
-        scheduler_id, gateway_id = f"scheduler-1{suffix}", f"{GATEWAY}{suffix}"
-        scheduler = await NatsBus.connect(nats.url(scheduler_id), process_id=scheduler_id)
-        gateway = await NatsBus.connect(nats.url(gateway_id), process_id=gateway_id)
+        """`beside`: a client, closed later, of the same scheduler and gateway. `index`: a
+        connection for cache events.
+        """
+        if beside is not None:
+            scheduler, gateway = beside._scheduler, beside._gateway
+        else:
+            scheduler = await NatsBus.connect(nats.url("scheduler-1"), process_id="scheduler-1")
+            gateway = await NatsBus.connect(nats.url(GATEWAY), process_id=GATEWAY)
         it = cls(worker_id, scheduler, gateway)
-        await it._monitor.start()
-        await it._monitor.transition_to("ready")
-        await gateway.subscribe(tokens(gateway_id), TokenBatch, it._on_tokens)
+        if beside is None:
+            await it._monitor.start()
+            await it._monitor.transition_to("ready")
+        it._is_first = beside is None
+        await gateway.subscribe(tokens(GATEWAY), TokenBatch, it._on_tokens)
         await scheduler.subscribe(HEARTBEATS, Heartbeat, it._on_heartbeat)
         if index is not None:
             await index.subscribe(KV_EVENTS, KvEvents, it._on_events)
@@ -134,6 +140,8 @@ class WorkerClient:
 
     async def close(self) -> None:
         await self._background.stop()
+        if not self._is_first:
+            return
         await self._monitor.stop()
         await self._gateway.close()
         await self._scheduler.close()

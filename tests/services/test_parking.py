@@ -189,7 +189,7 @@ async def test_size_that_cannot_serve_is_refused_in_one_line(
     assert (await worker.until_state("standby")).state == "standby"
 
 
-async def test_idle_cost_of_a_parked_worker_is_at_most_a_hundredth_of_a_core(
+async def test_parked_worker_leaves_its_core_to_others(
     worker: WorkerClient, process: subprocess.Popen[bytes]
 ) -> None:
     await worker.park()

@@ -21,7 +21,7 @@ from shared.engine.ranks.messages import (
 )
 from shared.engine.ranks.rank_executor import load_rank
 from shared.engine.ranks.remote_masks import RemoteMasks
-from shared.engine.runners.cpu_runner import return_freed_memory
+from shared.engine.runners.freed_memory import return_freed_memory
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
 from shared.log import configure_logging
 from shared.numerics import exchange_of

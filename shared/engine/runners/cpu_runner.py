@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -19,6 +18,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_kernels import RowKernels, compile_kernels, compile_plan
+from shared.engine.runners.freed_memory import retain_freed_memory, return_freed_memory
 from shared.engine.runners.model_loading import (
     LoadOptions,
     OpenedWeights,
@@ -42,8 +42,6 @@ from shared.engine.weights.weight_form import uses_compressed
 from shared.numerics import Activations, Mode
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-# malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at glibc's maximum
-_MALLOPT = {-1: 256 << 20, -3: 32 << 20}
 _CPU = torch.device("cpu")
 
 
@@ -72,7 +70,7 @@ class CpuRunner(ModelRunner):
             mode=mode,
             activations=activations,
             clock=clock,
-            init_step_thread=_retain_freed_memory,
+            init_step_thread=retain_freed_memory,
         )
         self._row_kernels: RowKernels | None = None
         products = list(_products(executor.model))
@@ -174,22 +172,3 @@ def _warm_up(executor: ModelExecutor) -> None:
 
 def _products(model: nn.Module) -> Iterator[ProductModule]:
     return (each for each in model.modules() if isinstance(each, ProductModule))
-
-
-def return_freed_memory() -> None:
-    """Returns what glibc retains of freed memory, see below, to the system."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
-def _retain_freed_memory() -> None:
-    """Makes glibc reuse memory that a step frees for the next step.
-
-    By default it returns buffers of some MiB to the kernel each time, and their page faults cost
-    more than the arithmetic on them. Without mallopt (other C libraries) this does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, num_bytes in _MALLOPT.items():
-            mallopt(parameter, num_bytes)

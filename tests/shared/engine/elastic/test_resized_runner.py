@@ -18,6 +18,7 @@ from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.kv_cache import allocate_kv_cache, release_blocks
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.weights.shared_weights import weights_cache_dir
 from shared.errors import ConfigError, InvalidRequest
 from shared.kv_layout import KvGroup, KvLayout, PagedKv
 from tests.services.parked_worker import memory_bytes
@@ -161,6 +162,18 @@ def test_untouched_cache_takes_no_memory() -> None:
 def test_ceiling_without_a_block_is_a_config_error(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="kv_ceiling_bytes 5 holds no block"):
         load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20, kv_ceiling_bytes=5)
+
+
+def test_workers_of_other_sizes_share_one_file_of_weights(tmp_path: Path) -> None:
+    write_llama(tmp_path, hidden_size=64, head_dim=16, seed=3)
+    before = set(weights_cache_dir().glob("*.packed"))
+    load(tmp_path, "cpu")
+    (packed,) = set(weights_cache_dir().glob("*.packed")) - before
+    built_at = packed.stat().st_ctime_ns
+    load(tmp_path, "cpu", max_context_tokens=100, is_parked=True)
+    load_runner(tmp_path, dtype="float32", kv_cache_bytes=1 << 20, num_threads=2)
+    assert set(weights_cache_dir().glob("*.packed")) - before == {packed}
+    assert packed.stat().st_ctime_ns == built_at
 
 
 def test_context_is_limited_by_the_option_and_the_ceiling(model_dir: Path) -> None:

@@ -1,6 +1,6 @@
 """The memory of parked workers of one host, and what a hot one gets of it.
 
-    python -m benchmarks.parked_workers [--model DIR] [--workers 8]
+    python -m benchmarks.residency.parked_workers [--model DIR] [--workers 8]
 
 Real worker processes of one model and a real nats-server; the commands are the messages of a host.
 Each worker fills its KV cache with prompts and is parked; then the first one is woken, and gets the
@@ -155,13 +155,14 @@ async def run(model_dir: Path, num_workers: int, folder: Path) -> tuple[list[Row
             process = stack.enter_context(
                 worker_process(nats, model_dir, *options, process_id=name)
             )
-            client = await WorkerClient.connect(nats, name, instance=name)
+            beside = workers[0].client if workers else None
+            client = await WorkerClient.connect(nats, name, beside=beside)
             workers.append(Worker(process.pid, client))
             await client.until_state("ready")
         try:
             return await measure(workers)
         finally:
-            for worker in workers:
+            for worker in reversed(workers):
                 await worker.client.close()
 
 
@@ -178,7 +179,8 @@ def main() -> int:
             write_random_llama(model_dir, LLAMA_125M, dtype="bfloat16")
             write_tokenizer(model_dir, LLAMA_125M["vocab_size"])
         rows, bars = asyncio.run(run(model_dir, given.workers, folder))
-    write_result(given.name, rows, bars, ["-m", "benchmarks.parked_workers", *sys.argv[1:]])
+    command = ["-m", "benchmarks.residency.parked_workers", *sys.argv[1:]]
+    write_result(given.name, rows, bars, command)
     return int(not all(bar.holds for bar in bars))
 
 
