@@ -83,7 +83,7 @@ class Cluster:
 
 
 @pytest_asyncio.fixture
-async def cluster(
+async def two_models(
     nats_server: NatsServer, redis_server: RedisServer, tmp_path: Path
 ) -> AsyncIterator[Cluster]:
     paths = {
@@ -110,10 +110,10 @@ async def cluster(
         yield found
 
 
-async def test_two_models_answer_at_one_address(cluster: Cluster) -> None:
+async def test_two_models_answer_at_one_address(two_models: Cluster) -> None:
     """Each in its own words, alone and beside the other."""
     names = ["english", "german"]
-    alone = {name: await cluster.text(name) for name in names}
+    alone = {name: await two_models.text(name) for name in names}
     assert alone["english"] != alone["german"]
-    beside = await asyncio.gather(*(cluster.text(name) for name in names * 4))
+    beside = await asyncio.gather(*(two_models.text(name) for name in names * 4))
     assert beside == [alone[name] for name in names * 4]
