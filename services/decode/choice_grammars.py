@@ -30,6 +30,7 @@ class ChoiceGrammars:
 
         self._grammars.on_ready(wake_from_thread)
         self._worker.count(self._grammars.counted)
+        self._worker.on_parked(self._grammars.release)
 
     def attach(self, request: Request, choices: dict[int, Sequence]) -> None:
         """Gives each choice its grammar, if the request has one. Returns at once: no token is

@@ -97,6 +97,7 @@ class EngineWorker:
         )
         self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
+        self._releases: list[Callable[[], None]] = []
         self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._event_number = 0
         self._has_kv_events = asyncio.Event()
@@ -262,11 +263,17 @@ class EngineWorker:
         self.loop.wake()
         return reply
 
+    def on_parked(self, release: Callable[[], None]) -> None:
+        """`release` frees memory that a worker without requests does not need."""
+        self._releases.append(release)
+
     async def drop_cache(self) -> None:
         """Releases all pins and gives the KV cache back; the index is informed. Raises ValueError
         while sequences are left.
         """
         self.pins.clear()
+        for release in self._releases:
+            release()
         await self.loop.kv.resize(0)
         self._post_kv_events()
 

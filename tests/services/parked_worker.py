@@ -43,7 +43,7 @@ from tests.servers import NatsServer
 M = TypeVar("M", bound=Message)
 
 WORKER, GATEWAY = "worker-1", "gateway-1"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0  # a first start compiles kernels
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -73,6 +73,24 @@ def memory_bytes(pid: int, field: str) -> int:
     raise LookupError(field)
 
 
+def mapped_pss_bytes(pid: int, suffix: str) -> int:
+    """PSS of the mapped files with this suffix."""
+    total, is_wanted = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_wanted = len(words) > 5 and words[5].endswith(suffix)
+        elif is_wanted and words[0] == "Pss:":
+            total += int(words[1]) * 1024
+    return total
+
+
+def cpu_s(pid: int) -> float:
+    """Of all threads, since the start; in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class WorkerClient:
     """The scheduler, gateway and index of one worker, as far as it needs them."""
 
@@ -93,15 +111,22 @@ class WorkerClient:
 
     @classmethod
     async def connect(
-        cls, nats: NatsServer, worker_id: str = WORKER, *, index: NatsBus | None = None
+        cls,
+        nats: NatsServer,
+        worker_id: str = WORKER,
+        *,
+        instance: str = "",
+        index: NatsBus | None = None,
     ) -> WorkerClient:
-        """`index`: a connection that may receive cache events."""
-        scheduler = await NatsBus.connect(nats.url("scheduler-1"), process_id="scheduler-1")
-        gateway = await NatsBus.connect(nats.url(GATEWAY), process_id=GATEWAY)
+        """`instance`: of scheduler and gateway. `index`: a connection for cache events."""
+        suffix = f".{instance}" if instance else ""
+        scheduler_id, gateway_id = f"scheduler-1{suffix}", f"{GATEWAY}{suffix}"
+        scheduler = await NatsBus.connect(nats.url(scheduler_id), process_id=scheduler_id)
+        gateway = await NatsBus.connect(nats.url(gateway_id), process_id=gateway_id)
         it = cls(worker_id, scheduler, gateway)
         await it._monitor.start()
         await it._monitor.transition_to("ready")
-        await gateway.subscribe(tokens(GATEWAY), TokenBatch, it._on_tokens)
+        await gateway.subscribe(tokens(gateway_id), TokenBatch, it._on_tokens)
         await scheduler.subscribe(HEARTBEATS, Heartbeat, it._on_heartbeat)
         if index is not None:
             await index.subscribe(KV_EVENTS, KvEvents, it._on_events)
@@ -147,7 +172,7 @@ class WorkerClient:
         request = Request(
             request_id="r",
             tenant_id="tenant-a",
-            gateway_id=GATEWAY,
+            gateway_id=self._gateway.process_id,
             model=heartbeat.model.name,
             revision=heartbeat.model.revision,
             cache_root=root,
@@ -157,7 +182,7 @@ class WorkerClient:
                 seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
             ),
             choices=(Choice(choice_index=0),),
-            deadline_s=60.0,
+            deadline_s=TIMEOUT_S,
             block_size=block_size,
         )
         placement_id = os.urandom(16)  # another client may have used this worker

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
-from tests.services.parked_worker import WorkerClient, memory_bytes, worker_process
+from tests.services.parked_worker import WorkerClient, cpu_s, memory_bytes, worker_process
 
 MIB = 1 << 20
 START, CEILING = 32 * MIB, 64 * MIB
@@ -205,11 +204,6 @@ async def test_idle_cost_of_a_parked_worker_is_at_most_a_hundredth_of_a_core(
 def _step(worker: WorkerClient) -> int:
     assert worker.heartbeat is not None and worker.heartbeat.load is not None
     return worker.heartbeat.load.step
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 async def test_worker_that_starts_parked_wakes_and_ends_parked(

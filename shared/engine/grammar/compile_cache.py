@@ -93,6 +93,9 @@ class CompileCache:
         self._max_grammars = max_grammars
         self._grammars: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
 
+    def clear(self) -> None:
+        self._grammars.clear()
+
     def get(self, tenant_id: str, spec: GrammarSpec) -> CompiledGrammar:
         """Starts to compile an unknown one."""
         key = (tenant_id, spec.digest)

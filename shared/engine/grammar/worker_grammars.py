@@ -22,6 +22,7 @@ class WorkerGrammars:
     def __init__(self, vocabulary: Vocabulary, lanes: Lanes) -> None:
         self.vocab_size = vocabulary.vocab_size
         self._lanes = lanes
+        self._vocabulary = vocabulary
         self._cache = CompileCache(vocabulary.compile, lanes)
         self._collected: list[MaskJob] = []  # of the step that is being applied
         self._on_ready: Callable[[], None] = lambda: None
@@ -67,6 +68,13 @@ class WorkerGrammars:
             num_failed_grammars=self._num_failed,
             num_abandoned_grammar_threads=self._lanes.num_abandoned_threads,
         )
+
+    def release(self) -> None:
+        """Frees compiled grammars and the vocabulary, while no choice has one: the next grammar
+        reads it again.
+        """
+        self._cache.clear()
+        self._vocabulary.release()
 
     def close(self) -> None:
         self._lanes.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from random import Random
 
 import jsonschema_rs
 import pytest
 
-from shared.errors import CheckpointError, GrammarTooComplex, InvalidRequest
+from shared.errors import CheckpointError, GrammarFailed, GrammarTooComplex, InvalidRequest
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
 from tests.shared.grammar.support import (
     EOS,
@@ -160,3 +162,16 @@ def test_vocabularies_that_grammars_cannot_use_are_refused() -> None:
         load_vocabulary(MODEL_DIR, vocab_size=2048, eos_token_ids=())
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_vocabulary(MODEL_DIR / "none", vocab_size=2048, eos_token_ids=(EOS,))
+
+
+def test_released_vocabulary_is_read_again_unless_its_file_has_changed(tmp_path: Path) -> None:
+    path = shutil.copy(MODEL_DIR / "tokenizer.json", tmp_path / "tokenizer.json")
+    own = load_vocabulary(tmp_path, vocab_size=2048, eos_token_ids=(EOS,))
+    expected = own.compile("regex", "[ab]+").fill()
+    own.release()
+    assert own._loaded is None
+    assert own.compile("regex", "[ab]+").fill() == expected
+    own.release()
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(GrammarFailed, match=r"tokenizer\.json has changed"):
+        own.compile("regex", "[ab]+")

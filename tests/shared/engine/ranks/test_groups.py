@@ -163,6 +163,16 @@ async def test_sampling_that_raises_fails_its_step_alone(group: GroupExecutor) -
     assert not group.has_ended
 
 
+async def test_parked_group_gives_blocks_back_and_serves_again(
+    single: ModelRunner, group: GroupExecutor
+) -> None:
+    assert group.max_blocks == group.num_blocks
+    await group.give_back(list(range(group.num_blocks)))
+    await group.resize_kv(0)
+    await group.resize_kv(group.num_blocks)
+    assert await progress_of(group, group) == await progress_of(InProcessExecutor(single), single)
+
+
 async def prefilled(executor: Executor, num_tokens: int) -> list[int]:
     """The blocks that hold the KV of a prompt."""
     engine = Engine(

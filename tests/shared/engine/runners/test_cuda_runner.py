@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -105,6 +106,39 @@ def test_device_without_room_raises_config_error(model_dir: Path) -> None:
 def test_missing_compiler_raises_config_error_before_loading() -> None:
     with pytest.raises(ConfigError, match="no C compiler"):
         load(Path("/there/is/no/model"), FakeDriver(), no_compiler)
+
+
+async def test_parked_runner_releases_its_cache_and_allocates_another_size(
+    model_dir: Path,
+) -> None:
+    driver = FakeDriver()
+    runner = load(model_dir, driver, kv_cache_bytes=1 << 19, kv_ceiling_bytes=1 << 20)
+    assert (runner.max_blocks, runner.is_elastic) == (2 * runner.num_blocks, False)
+    driver.calls.clear()
+    cache = weakref.ref(runner.executor.kv_cache.untyped_storage())
+    await runner.resize_kv(0)
+    assert runner.executor.kv_cache.shape[2] == 0
+    assert cache() is None, "something holds the cache"
+    assert driver.calls == ["synchronize", "empty_cache"]
+    await runner.resize_kv(runner.max_blocks)
+    assert runner.executor.kv_cache.shape[2] == runner.max_blocks
+    line = Blocks(runner.max_blocks).line(PROMPT)
+    await runner.run(step_of([(line, len(PROMPT))]))
+    await runner.close()
+
+
+async def test_runner_that_starts_parked_has_no_cache_until_it_gets_one(model_dir: Path) -> None:
+    runner = load(model_dir, FakeDriver(), kv_cache_bytes=1 << 19, is_parked=True)
+    assert runner.executor.kv_cache.shape[2] == 0
+    assert runner.num_blocks == (1 << 19) // runner.kv_layout.block_bytes
+    await runner.resize_kv(runner.num_blocks)
+    assert runner.executor.kv_cache.shape[2] == runner.num_blocks
+    await runner.close()
+
+
+def test_start_in_standby_needs_a_size_of_the_cache(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="starts parked needs kv_cache_bytes"):
+        load(model_dir, FakeDriver(), is_parked=True)
 
 
 async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path) -> None:
