@@ -258,7 +258,7 @@ BUGS = (
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 4),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 70),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
-    Bug("nothing is sent again", Streams, "_request_again", _nothing, 16),
+    Bug("nothing is sent again", Streams, "_request_again", _nothing, 4),
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
     Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 20),
