@@ -43,6 +43,38 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "ratio": "ratio",
         },
     ),
+    "role_switch": (
+        "Two workers swap prefill and decode under running streams, demo model",
+        {
+            "streams": "streams",
+            "tokens": "tokens",
+            "dropped": "dropped",
+            "altered": "altered",
+            "first token in the new roles s": "first_token_in_new_roles_s",
+        },
+    ),
+    "role_trace": (
+        "A trace that turns from prefill-heavy to decode-heavy, real services in virtual time",
+        {
+            "roles of four workers": "roles",
+            "goodput/s": "goodput/s",
+            "prefill-heavy": "prefill-heavy goodput/s",
+            "decode-heavy": "decode-heavy goodput/s",
+            "lost": "lost",
+            "changes": "changes",
+        },
+    ),
+    "colocation": (
+        "Running streams beside 8k prompts, two devices, real services in virtual time",
+        {
+            "workers": "workers",
+            "step time": "step time",
+            "chunk tokens": "chunk tokens",
+            "ITL p50 ms": "ITL p50 ms",
+            "ITL p90 ms": "ITL p90 ms",
+            "TTFT p90 s": "TTFT p90 s",
+        },
+    ),
     "moe": (
         "Decode with 16 experts, 2 a token, beside transformers' three ways, BF16, tokens/s",
         {

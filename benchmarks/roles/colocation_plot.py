@@ -27,16 +27,14 @@ class _Axis:
         return [each for each in steps if self.low <= each <= self.high]
 
 
-def svg_of(rows: Sequence[Row], ttft_s: float) -> str:
-    x = _Axis([*(row["TTFT p90 s"] for row in rows), ttft_s], MARGIN, WIDTH - 20)
+def svg_of(rows: Sequence[Row]) -> str:
+    x = _Axis([row["TTFT p90 s"] for row in rows], MARGIN, WIDTH - 20)
     y = _Axis([row["ITL p90 ms"] for row in rows], HEIGHT - MARGIN, 40)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *_frame(x, y),
-        _line(x.at(ttft_s), 40, x.at(ttft_s), HEIGHT - MARGIN, "#888", dash="4 4"),
-        _text(x.at(ttft_s) + 4, 52, f"limit of TTFT: {ttft_s:g} s", "#888"),
     ]
     for number, (cost, colour) in enumerate(COLOURS.items()):
         parts.append(_text(MARGIN + 8, 52 + 16 * number, f"step time by {cost}", colour))
@@ -63,6 +61,7 @@ def _series(rows: Sequence[Row], x: _Axis, y: _Axis, colour: str) -> Iterator[st
     yield f'<polyline points="{path}" fill="none" stroke="{colour}"/>'
     for left, top, row in points:
         if row["workers"] == "split":
+            yield _line(left, 40, left, HEIGHT - MARGIN, colour, dash="4 4")
             yield f'<rect x="{left - 5}" y="{top - 5}" width="10" height="10" fill="{colour}"/>'
             yield _text(left + 8, top + 14, "split", colour)
         else:

@@ -11,6 +11,7 @@ from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.lifecycle.worker_roles import roles_named
+from shared.log import configure_logging
 from shared.messages import ChangeRoles, Done, Heartbeat
 from shared.subjects import HEARTBEATS, lifecycle
 from shared.tls import TlsFiles
@@ -23,6 +24,7 @@ CHANGE_TIMEOUT_S = 5.0
 def run_role(nats_url: str | None, worker_id: str, name: str) -> None:
     """Prints the change. Raises ConfigError, the worker's refusal, or DependencyUnavailable."""
     command = ChangeRoles(roles=roles_named(name, "ROLE"))
+    configure_logging("role", level="error")  # not that the connection has been closed
     print(asyncio.run(_change(find_nats(nats_url, "operator"), worker_id, command)))
 
 
