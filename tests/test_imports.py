@@ -146,6 +146,9 @@ LAYERS = {
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
+    "services/scheduler/residency": (
+        "keeper policies | demand_policy lru_policy devices | room hosts orders arrival_rates | view"
+    ),
     "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"

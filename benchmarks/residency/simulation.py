@@ -24,8 +24,9 @@ from services.scheduler.residency.view import (
     Resident,
 )
 
-TICK_S = 0.1  # of the scheduler, while requests wait
-DEADLINE_S = 60.0
+TICK_S = 0.1  # of the scheduler, while requests of models that are not hot wait
+FULL_TICK_S = 0.5  # while requests wait only for room on hot ones
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class Simulation:
         queue.append(job)
         self._place(model, now)
         if queue:
-            self._decide(now)
+            self._tick_in(0.0 if not self._is_hot(model) else FULL_TICK_S, now)
 
     def _ended(self, job: Job, now: float) -> None:
         outcome = self._outcome
@@ -184,10 +185,20 @@ class Simulation:
 
     # ── residency ────────────────────────────────────────────────────────────────────────────────
 
+    def _is_hot(self, model: ModelId) -> bool:
+        return any(site.hosted[model].resident.state == "hot" for site in self._sites)
+
+    def _tick_in(self, delay_s: float, now: float) -> None:
+        self._tick_at = min(self._tick_at, now + delay_s)
+
     def _decide(self, now: float) -> None:
-        if not any(self._queues.values()):
+        waiting = [model for model, queue in self._queues.items() if queue]
+        if not waiting:
             return
-        self._tick_at = min(self._tick_at, now + TICK_S)
+        is_cold = any(not self._is_hot(model) for model in waiting)
+        self._tick_in(TICK_S if is_cold else FULL_TICK_S, now)
+        if isinstance(self._policy, FixedPolicy):
+            return
         devices = [site.view(now) for site in self._sites]
         self._outcome.num_decisions += 1
         by_host: dict[str, list[Action]] = {}

@@ -139,7 +139,8 @@ class Site:
     def order(self, actions: list[Action], now: float) -> None:
         self._orders += actions
         for action in actions:  # no request is placed from now on
-            self._set((action.model, action.revision), is_under_way=True)
+            ready_at = now + self.speed.start_s  # about
+            self._set((action.model, action.revision), is_under_way=True, ready_at=ready_at)
         self._continue_orders(now)
 
     def view(self, now: float) -> Device:

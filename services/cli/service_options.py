@@ -74,6 +74,10 @@ HELP = {
     "max_queued_tokens": "Maximum tokens of queued requests: prompts and max_tokens.",
     "local_prefill_tokens": "Uncached prompt tokens up to which decode always computes a prompt.",
     "max_local_prefill_tokens": "Above it, decode computes a prompt only if no prefill worker can.",
+    "residency": "demand: hosts keep the models hot whose use is expected soonest; lru: those used "
+    "last.",
+    "wake_ttft_s": "Seconds to the first token within which requests of a parked model gather, if "
+    "waking it parks another one in use.",
     "cluster_secret": "Secret of all gateways and the index, not of workers: it keys the names of "
     "cached KV blocks, so that no worker can guess those of a tenant. Give it as "
     "HEARTH_CLUSTER_SECRET.",

@@ -23,6 +23,7 @@ BLOCK_SIZE = 16
 DEMO = ("demo/1",)  # what some workers have and some requests need
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
 POISON = 7  # a token for which every step raises; random prompts and outputs do not contain it
+UNDISTURBED_S = 20.0  # one that is missed only if hosts have faults
 PATIENT_S = 120.0  # a deadline that is missed only by a fleet without capacity
 
 

@@ -46,6 +46,10 @@ from shared.lifecycle.health import Fleet
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.numerics import Numerics
 from shared.transport.round_trips import RoundTrips
+from tests.simulation.drawing import plan_of
+from tests.simulation.planted_hosted import HOSTED_BUGS
+from tests.simulation.simulation import Outcome, run_plan
+from tests.simulation.variants import VARIANTS
 
 MAX_SEEDS = 20_000  # within which a search must find a bug
 
@@ -57,6 +61,10 @@ class Bug:
     attribute: str
     make: Callable[[Any], Any]  # right code -> wrong code
     found_by: int = 0  # the first seed, from 0, that shows it in a second or less
+    variant: str = "drawn"
+
+    def outcome(self, seed: int) -> Outcome:
+        return run_plan(VARIANTS[self.variant](plan_of(seed)))
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -276,16 +284,16 @@ BUGS = (
     Bug("unlike numerics count as equal", Numerics, "__eq__", _always_equal, 552),
     Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten, 46),
     Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered, 37),
+    *(Bug(*each, variant="models") for each in HOSTED_BUGS),
 )
 
 
 def first_seed_of(number: int) -> int | None:
     """The first seed that shows `BUGS[number]`, or `None` if `MAX_SEEDS` seeds do not."""
-    from tests.simulation.simulation import simulate
-
     gc.freeze()
-    with BUGS[number].planted():
-        return next((seed for seed in range(MAX_SEEDS) if simulate(seed).wrongs), None)
+    bug = BUGS[number]
+    with bug.planted():
+        return next((seed for seed in range(MAX_SEEDS) if bug.outcome(seed).wrongs), None)
 
 
 def main(argv: list[str]) -> int:

@@ -18,7 +18,7 @@ from tests.simulation.planted import BUGS, Bug
 from tests.simulation.saved import Row, piece_of, rows_of
 from tests.simulation.simulation import run_plan, simulate
 from tests.simulation.tally import Tally
-from tests.simulation.variants import with_layer_groups, with_rank_groups
+from tests.simulation.variants import with_hosts, with_layer_groups, with_rank_groups
 
 ROOT = Path(__file__).parents[2]
 _SEEDS = """
@@ -80,9 +80,9 @@ def test_seed_that_failed_once_passes(seed: int) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bug_is_found(bug: Bug) -> None:
     """Uses its stored seed, which is stale once the code that draws from it has changed."""
-    assert simulate(bug.found_by).wrongs == []
+    assert bug.outcome(bug.found_by).wrongs == []
     with bug.planted():
-        is_found = bool(simulate(bug.found_by).wrongs)
+        is_found = bool(bug.outcome(bug.found_by).wrongs)
     assert is_found, f"seed {bug.found_by} is stale; this command finds a new one: {bug.search}"
 
 
@@ -110,3 +110,8 @@ def test_models_with_groups_of_layers_keep_all_promises(seed: int) -> None:
 def test_groups_of_ranks_are_members_like_others(seed: int) -> None:
     """With several steps in flight, and when ranks die or freeze."""
     assert run_plan(with_rank_groups(plan_of(seed))).wrongs == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_models_of_hosts_are_woken_and_parked(seed: int) -> None:
+    assert run_plan(with_hosts(plan_of(seed))).wrongs == []

@@ -12,7 +12,7 @@ from random import Random
 
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
 from shared.kv_layout import Reach, Window
-from tests.simulation.plan import POISON, Fault, FaultKind, HostedPlan, Plan
+from tests.simulation.plan import POISON, UNDISTURBED_S, Fault, FaultKind, HostedPlan, Plan
 
 REACHES: tuple[tuple[Reach, ...], ...] = (
     (None, Window(40)),
@@ -64,7 +64,13 @@ def with_hosts(plan: Plan) -> Plan:
         **{"unlike": (), "capable": (), "changing": ()},
     )
     requests = tuple(
-        replace(each, needs=(), model=random.choice(models), prompt=_without_poison(each.prompt))
+        replace(
+            each,
+            needs=(),
+            model=random.choice(models),
+            prompt=_without_poison(each.prompt),
+            deadline_s=random.choice((each.deadline_s, UNDISTURBED_S)),
+        )
         for each in plan.requests
     )
     count = random.choice((0, 1, 1, 2, 4))

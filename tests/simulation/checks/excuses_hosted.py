@@ -1,5 +1,6 @@
 """When a request for a model of hosts may fail. All hosts come back within seconds, so a patient
-request is served, however often they are lost. A request may fail with
+request is served, however often they are lost; so is one of UNDISTURBED_S without faults. A request
+may fail with
 
     client_gone          if its client left
     deadline_exceeded    at its deadline, if it is an impatient one
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from shared.errors import DeadlineExceeded, NoCapacity, Overloaded
 from tests.simulation.checks.excuses import LATE_S, Trouble
-from tests.simulation.plan import PATIENT_S, Plan
+from tests.simulation.plan import PATIENT_S, UNDISTURBED_S, Plan
 from tests.simulation.world.client import Client
 
 BACK_S = 4.0  # until the hosts list a model again that has come back
@@ -30,7 +31,8 @@ def unexplained_hosted(client: Client, plan: Plan, troubles: list[Trouble]) -> s
     was_removed = _was_removed(client, troubles)
     if isinstance(error, NoCapacity) and was_removed:
         return None
-    if client.plan.deadline_s >= PATIENT_S:
+    is_undisturbed = not plan.faults and client.plan.deadline_s >= UNDISTURBED_S
+    if client.plan.deadline_s >= PATIENT_S or is_undisturbed:
         return f"a host could have served it: {error}"
     deadline_at = client.opened_at + client.plan.deadline_s
     if isinstance(error, DeadlineExceeded):
