@@ -164,7 +164,7 @@ class PreparationPool:
 
     async def start(self) -> None:
         """Optional first call: starts one process, so that the first job does not wait for it."""
-        await self._started(self._seats[0])
+        await self._started(self._seats[0], self._setup)
         self._start_spares()
 
     async def run(self, tenant_id: str, setup: ProcessSetup, job: Job) -> Reply:
@@ -221,7 +221,7 @@ class PreparationPool:
         try:
             async with asyncio.timeout(limit_s(waiting.job) + self.hang_s):
                 self._setup = waiting.setup
-                process = await self._started(seat)
+                process = await self._started(seat, waiting.setup)
                 process.send_setup(waiting.setup)
                 process.send(frame(waiting.job))
                 self._start_spares()
@@ -256,14 +256,14 @@ class PreparationPool:
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────
 
-    async def _started(self, seat: _Seat) -> _PoolProcess:
+    async def _started(self, seat: _Seat, setup: ProcessSetup | None) -> _PoolProcess:
         while not _is_alive(seat.process) and self._spares:
             seat.process = self._spares.pop()
         if seat.process is None or not seat.process.is_alive:
-            seat.process = await self._spawn()
+            seat.process = await self._spawn(setup)
         return seat.process
 
-    async def _spawn(self) -> _PoolProcess:
+    async def _spawn(self, setup: ProcessSetup | None) -> _PoolProcess:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module),
             stdin=asyncio.subprocess.PIPE,
@@ -273,8 +273,8 @@ class PreparationPool:
         if self._niceness:
             lower_priority(process.pid, self._niceness)  # also while it starts
         spawned = _PoolProcess(process)
-        if self._setup is not None:
-            spawned.send_setup(self._setup)
+        if setup is not None:
+            spawned.send_setup(setup)
         return spawned
 
     def _start_spares(self) -> None:
@@ -288,7 +288,7 @@ class PreparationPool:
         try:
             await asyncio.sleep(delay_s)
             while self._num_alive() <= self._num_wanted():
-                self._spares.append(await self._spawn())
+                self._spares.append(await self._spawn(self._setup))
         except OSError as error:
             log.warning("preparation_process_not_started", error=str(error))
         finally:

@@ -282,6 +282,16 @@ async def test_errors_name_the_tool(directory: Path) -> None:
     await checks.close()
 
 
+async def test_verdicts_are_of_a_model(checks: PooledChecks) -> None:
+    """The same processes check the grammars of all models, each with its own vocabulary."""
+    grammar = request("regex", "of two models")
+    assert plan_of(await checks.check(grammar, "t"))
+    other = msgspec.structs.replace(checks.setup, eos_token_ids=(), key="other")
+    refused = await checks.check(grammar, "t", other)
+    assert isinstance(refused, Rejected) and "cannot be constrained" in refused.reason
+    assert plan_of(await checks.check(grammar, "u"))
+
+
 async def test_limit_of_a_process_names_the_field(checks: PooledChecks) -> None:
     """A process that was killed says nothing of its request."""
 

@@ -9,9 +9,12 @@ import pytest
 
 from services.gateway.text.model_files import ModelFiles
 from shared import subjects
+from shared.block_hash import PUBLIC_TENANT_ID
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad, Request
 from shared.packing import unpack_token_ids
+from shared.tenancy import pinned_prefix
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
+from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.transport.bus import NatsBus
 from tests.services.gateway.conftest import until
 from tests.services.gateway.models.conftest import (
@@ -159,6 +162,51 @@ async def test_dry_run_compares_prompts_of_one_model(fleet: Fleet) -> None:
     assert found["token_index"] == same.index(False)
     body["other"] = prompt("en", "hallo Fuchs")
     check_envelope(await fleet.post(path, body), 400, "invalid_request", "other.model")
+
+
+async def test_prefixes_are_of_a_model_and_hidden_with_it(fleet: Fleet) -> None:
+    system, counts = f"{GERMAN}. " * 6, {}
+    for model in ("en", "de"):
+        body = {"model": model, "system": system}
+        path, headers = f"/v1/prefixes/of-{model}", fleet.headers("acme")
+        stored = await fleet.http.put(path, json=body, headers=headers)
+        assert (stored.status_code, stored.json()["model"]) == (200, model), stored.text
+        counts[model] = stored.json()["num_tokens"]
+    assert counts["de"] < counts["en"]  # in the tokens of its own tokenizer
+    prefix = PinnedPrefix(
+        name="shown",
+        tenant_id=PUBLIC_TENANT_ID,
+        model="de",
+        messages=[{"role": "system", "content": system}],
+        created_at=0,
+    )
+    await pinned_prefix.save(fleet.store, prefix, 0.0)
+    listed = {
+        tenant: {each["name"] for each in (await fleet.get("/v1/prefixes", tenant)).json()["data"]}
+        for tenant in ("acme", "other")
+    }
+    assert listed == {"acme": {"of-en", "of-de", "shown"}, "other": set()}
+    assert (await fleet.get("/v1/prefixes/shown")).status_code == 200
+    hidden = await fleet.get("/v1/prefixes/shown", "other")
+    check_envelope(hidden, 404, "prefix_not_found", "name")
+    saved: PinnedPrefix | None = None
+    async with asyncio.timeout(5):
+        while saved is None or not saved.token_ids:  # by the poll of the gateway
+            await asyncio.sleep(0.05)
+            saved = await pinned_prefix.load(fleet.store, PUBLIC_TENANT_ID, "shown")
+    tokens = unpack_token_ids(saved.token_ids)
+    assert f"[system: {system.strip()}" in ModelFiles(fleet.dirs["de"]).tokenizer.decode(tokens)
+
+
+async def test_usage_is_counted_by_model(fleet: Fleet) -> None:
+    def requests() -> dict[str, int]:
+        pending = fleet.gateway._usage._pending.items()
+        return {model: count for (_, _, model, kind), count in pending if kind == "requests"}
+
+    await fleet.gateway._usage.flush()
+    for model in ("en", "de", "de"):
+        assert (await fleet.chat(model, max_tokens=2)).status_code == 200
+    await until(lambda: requests() == {"en": 1, "de": 2})
 
 
 async def test_stream_ends_on_its_revision_while_the_name_moves_and_leaves(fleet: Fleet) -> None:
