@@ -207,10 +207,9 @@ class LocalCluster:
         self._state.publish(self._description())
 
     async def _wait_for_models(self) -> None:
-        operator = next(each for each in self._credentials if each.role == "operator")
         await wait_until_served(
-            self._endpoints.nats_url_of(operator),
-            operator.process_id,
+            self._endpoints.nats_url_of(self._operator),
+            self._operator.process_id,
             self._options.models,
             self._clock,
             lambda name: self._report(name, "ready", ""),

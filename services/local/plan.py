@@ -219,7 +219,7 @@ def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
         ("worker", options.num_both),
     )
     if options.models:
-        workers = (("host", 1), ("worker", 1), ("operator", 1))
+        workers = (("host", 1), ("worker", 1))
     counts: tuple[tuple[CredentialRole, int], ...]
     counts = (("kv_index", 1), ("scheduler", 1), *workers, ("gateway", 1))
     return tuple(
