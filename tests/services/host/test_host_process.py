@@ -126,3 +126,21 @@ def test_second_host_on_one_state_folder_does_not_start(host: LiveHost, tmp_path
     other.start()
     assert other.process.wait(30) == 2
     assert f"state_dir {tmp_path}/state is used by another host" in other.log
+
+
+async def test_workers_of_a_frozen_host_go_on(op: Operator, host: LiveHost) -> None:
+    await op.state("demo-a", "standby", "hot")
+    await op.wake("demo-a")
+    hot = await op.state("demo-a", "hot")
+    assert hot.worker_id is not None
+    worker_id = hot.worker_id
+    os.kill(host.process.pid, signal.SIGSTOP)
+    try:
+        first = op.newest[worker_id].sequence_number
+        await op.until(lambda: op.newest[worker_id].sequence_number > first + 12)  # 3 s
+        assert op.newest[worker_id].state == "ready"
+        seen = op.newest["host-1"].sequence_number
+    finally:
+        os.kill(host.process.pid, signal.SIGCONT)
+    await op.until(lambda: op.newest["host-1"].sequence_number > seen + 8)
+    assert (await op.state("demo-a", "hot")).worker_id == worker_id
