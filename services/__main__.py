@@ -22,6 +22,7 @@ from services.cli.service_options import service_command
 from services.processes.environ import thread_environ
 from shared.config import (
     GatewayConfig,
+    HostConfig,
     KvIndexConfig,
     RankConfig,
     SchedulerConfig,
@@ -86,6 +87,15 @@ def _run_kv_index(config: KvIndexConfig) -> int:
 
     return run_service(
         config.process_id, lambda: build_kv_index(config), drain_timeout_s=config.drain_timeout_s
+    )
+
+
+def _run_host(config: HostConfig) -> int:
+    from services.host.service import build_host
+    from shared.lifecycle.process import run_service
+
+    return run_service(
+        config.process_id, lambda: build_host(config), drain_timeout_s=config.drain_timeout_s
     )
 
 
@@ -159,6 +169,11 @@ def _add_services() -> None:
         "worker",
         service_command(worker, "worker", _run_both),
         "Prefill and decode over one engine.",
+    )
+    add(
+        "host",
+        service_command(HostConfig, "host", _run_host),
+        "Starts, parks and wakes the workers of many models.",
     )
     add(
         "rank",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
 from itertools import pairwise
 from math import inf
@@ -30,6 +30,9 @@ DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
 DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_BUDGET_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(GiB|MiB|GB|MB|B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 _SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
 _PROCESS_ID = re.compile(rf"{_SUBJECT_TOKEN.pattern}(\.{_SUBJECT_TOKEN.pattern})?")
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
@@ -94,8 +97,13 @@ class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"model_dir {self.model_dir} is not a directory"
 
 
-class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
+class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
+    """`model_dir`: of its own model; None: it serves the models of the catalogue alone."""
+
     redis_url: str
+    model_dir: Path | None = None
+    model_name: str = ""
+    max_loaded_models: int = 16  # of the catalogue: tokenizers and templates, beside those in use
     redis_read_url: str = ""  # a near replica, for API keys; empty: none
     redis_ca: str = ""  # PEM files, for rediss:// URLs
     redis_cert: str = ""
@@ -121,6 +129,13 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
 
     @property
+    def served_name(self) -> str:
+        """Empty without a model of its own."""
+        if self.model_dir is None:
+            return ""
+        return self.model_name or self.model_dir.resolve().name
+
+    @property
     def http_tls(self) -> TlsFiles:
         return TlsFiles(cert=self.http_cert, key=self.http_key)
 
@@ -140,9 +155,13 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(
             self,
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
-            *("default_max_tokens", "write_timeout_s", "keep_alive_s"),
+            *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
             *("max_unsent_bytes", "max_tenant_unsent_bytes"),
         )
+        if self.model_dir is not None and not self.model_dir.is_dir():
+            yield f"model_dir {self.model_dir} is not a directory"
+        if self.model_name and self.model_dir is None:
+            yield f"model_name {self.model_name!r} needs a model_dir"
         if self.tool_format not in TOOL_FORMATS:
             yield f"tool_format {self.tool_format!r} is none of {', '.join(TOOL_FORMATS)}"
         if not 0 <= self.lame_duck_s < inf:
@@ -191,6 +210,59 @@ class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
         yield from url_problems("redis_url", self.redis_url, schemes=("redis", "rediss", "unix"))
         yield from redis_tls_of(self).problems("redis")
         yield from positive_problems(self, "max_prefixes_per_tenant", "prefix_ttl_s")
+
+
+class HostConfig(ProcessConfig, frozen=True, kw_only=True):
+    """The models of one machine. `worker_nats_url` carries the credential of all its workers."""
+
+    worker_nats_url: str
+    redis_url: str
+    redis_ca: str = ""  # PEM files, for rediss:// URLs
+    redis_cert: str = ""
+    redis_key: str = ""
+    # DEVICE=SIZE; empty: half of this machine's memory, or 0.9 of what is free on its CUDA devices
+    budget: tuple[str, ...] = ()
+    state_dir: str = ""  # cards, digests, times and logs; empty: a folder of this user's state
+    num_threads: int = 0  # of each worker; 0: all cores, which few workers use at once
+    data_plane_host: str = "127.0.0.1"  # of its workers
+    data_plane_advertised_host: str = ""
+    data_plane_security: str = "aead"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        try:
+            nats_servers(self.worker_nats_url)
+        except ConfigError as error:
+            yield f"worker_{error.message}"
+        yield from url_problems("redis_url", self.redis_url, schemes=("redis", "rediss", "unix"))
+        yield from redis_tls_of(self).problems("redis")
+        try:
+            device_budgets(self.budget)
+        except ConfigError as error:
+            yield error.message
+        if self.num_threads < 0:
+            yield f"num_threads {self.num_threads} is negative"
+
+
+def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
+    """Bytes by device, of texts such as `cpu=12GiB`; None, of `cpu` alone: the default of the
+    device. Raises ConfigError.
+    """
+    budgets: dict[str, int | None] = {}
+    for text in texts:
+        device, separator, size = text.partition("=")
+        if not _BUDGET_DEVICE.fullmatch(device):
+            raise ConfigError(f"budget {text!r} is not DEVICE=SIZE with the device cpu or cuda:N")
+        if device in budgets:
+            raise ConfigError(f"budget {text!r}: {device} has a budget already")
+        if not separator:
+            budgets[device] = None
+            continue
+        found = _SIZE.fullmatch(size.strip())
+        if found is None or float(found[1]) == 0:
+            raise ConfigError(f"budget {text!r} has no size such as 12GiB or 16000000000")
+        budgets[device] = int(float(found[1]) * _SIZE_UNITS[(found[2] or "").upper()])
+    return budgets
 
 
 def expert_split(text: str) -> ExpertSplit:
@@ -356,7 +428,7 @@ def is_device_name(name: str) -> bool:
     return _DEVICE.fullmatch(name) is not None
 
 
-def redis_tls_of(config: GatewayConfig | KvIndexConfig) -> TlsFiles:
+def redis_tls_of(config: GatewayConfig | KvIndexConfig | HostConfig) -> TlsFiles:
     return TlsFiles(ca=config.redis_ca, cert=config.redis_cert, key=config.redis_key)
 
 

@@ -200,3 +200,20 @@ def test_environment_variables_set_options() -> None:
     assert result.returncode == 2
     assert "dtype 'int3'" in result.stderr
     assert "word" not in result.stderr
+
+
+def test_gateway_may_have_no_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[GatewayConfig] = []
+    monkeypatch.setattr("services.cli.service_options._leave", lambda status: None)
+    app = typer.Typer()
+    app.command()(service_command(GatewayConfig, "gateway", lambda c: configs.append(c) or 0))
+    urls = ["--nats-url", "nats://gateway-1:x@h", "--redis-url", "redis://h"]
+    for more in ([], ["--model-dir", ""], ["--model-dir", str(DEMO_MODEL_DIR)]):
+        result = CliRunner().invoke(app, [*urls, *more], env=clean_environ())
+        assert result.exit_code == 0, result.output
+    demo, none, same = configs
+    assert (demo.model_dir, demo.served_name) == (DEMO_MODEL_DIR, DEMO_MODEL_NAME)
+    assert (none.model_dir, none.served_name) == (None, "")
+    assert (same.model_dir, same.served_name) == (demo.model_dir, demo.served_name)
+    result = CliRunner().invoke(app, [*urls, "--model-dir", "", "--model-name", "x"])
+    assert "model_name 'x' needs a model_dir" in str(result.exception)

@@ -58,7 +58,9 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
     ),
-    "services/host": rule("services.host services.local services.processes shared", BASE),
+    "services/host": rule(
+        "services.host services.local services.processes services.worker shared", BASE
+    ),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/rank": rule("services.rank shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
@@ -142,7 +144,7 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
-        " grammars | tools | streams tenancy output | text | catalog | metrics"
+        " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

@@ -41,7 +41,10 @@ HELP = {
     "(default: those of the system).",
     "redis_cert": "PEM file of this process's certificate, if Redis requires one.",
     "redis_key": "PEM file of its private key.",
-    "model_dir": "Checkpoint directory in Hugging Face layout, or a hub id such as org/name.",
+    "model_dir": "Checkpoint directory in Hugging Face layout, or a hub id such as org/name; for a "
+    "gateway also empty: it serves the models of the catalogue alone.",
+    "max_loaded_models": "Models of the catalogue whose tokenizers stay loaded, beside those that "
+    "requests use.",
     "model_name": "Model name for clients (default: the hub id, or the directory's name).",
     "http_host": "HTTP listen address.",
     "http_port": "HTTP listen port.",
@@ -87,6 +90,12 @@ HELP = {
     "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
     "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
+    "worker_nats_url": "NATS server with the credential that all workers of the host share.",
+    "budget": "DEVICE=SIZE: memory that the models on a device may use, such as cpu=12GiB or "
+    "cuda:0=70GiB; repeatable (default: half of this machine's memory, or on CUDA 0.9 of what is "
+    "free).",
+    "state_dir": "Folder for what is known of the models, and for the workers' logs (default: "
+    "$XDG_STATE_HOME/hearth/hosts/ID).",
     "tp": "Tensor parallelism: rank processes that share each layer; 1, 2, 4 or 8.",
     "pp": "Pipeline parallelism: stages of consecutive layers, with TP ranks each.",
     "remote_ranks": "How many of those ranks, the last ones, `hearth rank` runs on other hosts.",
@@ -123,6 +132,7 @@ HELP = {
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }
+_OPTION_TYPES: dict[str, Any] = {"process_id": str | None, "budget": list[str]}
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -157,10 +167,13 @@ def service_command(
             instance=options.pop("instance"),
         )
         if "model_dir" in options:
-            given, is_worker = options["model_dir"], issubclass(config_type, WITH_WEIGHTS)
+            is_worker = issubclass(config_type, WITH_WEIGHTS)
             needs_weights = is_worker and options.get("load_format") != "dummy"
-            options["model_name"] = model_name_for(given, options["model_name"])
-            options["model_dir"] = local_copy(given, needs_weights=needs_weights)
+            options |= _model(
+                str(options["model_dir"]), options["model_name"], needs_weights=needs_weights
+            )
+        if "budget" in options:
+            options["budget"] = tuple(options["budget"] or ())
         config = config_type(**options)
         check(config)
         _leave(run(config, *arguments))
@@ -172,6 +185,16 @@ def service_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def _model(given: str, name: str, *, needs_weights: bool) -> dict[str, Any]:
+    """`given`: a directory, a hub id, or empty for no model, which only a gateway may have."""
+    if not given:
+        return {"model_dir": None, "model_name": name}
+    return {
+        "model_dir": local_copy(Path(given), needs_weights=needs_weights),
+        "model_name": model_name_for(Path(given), name),
+    }
 
 
 def model_name_for(model_dir: Path, name: str) -> str:
@@ -198,7 +221,9 @@ def _leave(status: int) -> NoReturn:
 
 def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     name = field.name
-    option_type = str | None if name == "process_id" else field.type
+    option_type = _OPTION_TYPES.get(name, field.type)
+    if name == "model_dir" and not field.required:
+        option_type = str  # a Path would make the current directory of an empty text
     option = typer.Option(
         _flag(name, is_switch=field.type is bool),
         help=HELP.get(name, ""),

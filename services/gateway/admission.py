@@ -10,7 +10,8 @@ sees the end of a request and may replace its body.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
@@ -20,12 +21,14 @@ from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
+from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
 from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
+MODEL_OF = "model_of"  # reads the model from the scope, where bodies name none
 RAW = "raw"  # a body kind: the handler prepares large bodies itself
 IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes nothing
 
@@ -67,9 +70,8 @@ class Admission:
             state["reservation"], state["prompts"] = reservation, None
             body = self._budget.body(tenant.tenant_id)
             try:
-                kind = options.get(BODY_KIND)
-                if kind is not None:
-                    receive = await self._with_body(scope, receive, body, tenant, kind)
+                if BODY_KIND in options:
+                    receive = await self._with_body(scope, receive, body, reservation, options)
                 await app(scope, receive, send)
             finally:
                 # A connection holds the scope of its last request, which has the body.
@@ -88,13 +90,19 @@ class Admission:
         return tenant
 
     async def _with_body(
-        self, scope: Scope, receive: Receive, body: BodyBytes, tenant: TenantRecord, kind: str
+        self,
+        scope: Scope,
+        receive: Receive,
+        body: BodyBytes,
+        reservation: Reservation,
+        options: Mapping[str, Any],
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
-        data = await self._read(scope, receive, body)
+        data, kind = await self._read(scope, receive, body), options[BODY_KIND]
         if kind == RAW:
             return _replayed(data, receive, body)
-        read = await self._opener.read(tenant, kind, data)
+        model_of = partial(options[MODEL_OF], scope) if MODEL_OF in options else None
+        read = await self._opener.read(reservation, kind, data, model_of)
         scope["state"]["prompts"] = read.prompts
         return _replayed(read.data, receive, body)
 

@@ -19,12 +19,14 @@ from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
-from services.gateway.catalog import Catalog, Readiness
+from services.gateway.catalog import Readiness
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import error_of_http
 from services.gateway.http.response import error_headers
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_list import ModelEntry, ModelList, TenantModels
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
 from services.gateway.openai.chat import ChatCompletion
 from services.gateway.openai.completions import Completion
 from services.gateway.openai.embeddings import EmbeddingList
@@ -49,8 +51,6 @@ from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
-from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.text.model_files import ModelFiles
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
 from services.gateway.tokenization.routes import (
     DetokenizeBody,
@@ -169,8 +169,8 @@ def build_app(
     opener: Opener,
     prefix_store: PrefixStore,
     api_keys: ApiKeys,
-    catalog: Catalog,
-    files: ModelFiles,
+    models: ServedModels,
+    names: ModelNames,
     metrics: GatewayMetrics,
     readiness: Callable[[], Readiness],
     new_request_id: Callable[[], str],
@@ -180,14 +180,13 @@ def build_app(
     max_body_bytes: int,
     body_budget: BodyBudget,
     version: str,
-    aliases: ModelAliases,
     metrics_token: str = "",
     padding: Callable[[int], bytes] | None = None,
 ) -> Litestar:
     """`padding`: random bytes for the streams of Workers AI; None: they have none."""
     routes = Routes(
         api_keys=api_keys,
-        models=TenantModels(catalog, aliases, int(wall_clock())),
+        models=TenantModels(models, names, int(wall_clock())),
         metrics=metrics,
         readiness=readiness,
         new_request_id=new_request_id,
@@ -196,7 +195,7 @@ def build_app(
     )
     openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
     workers_ai = WorkersAIRoutes(
-        opener, catalog, aliases, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
+        opener, models, names, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
     )
     admission = Admission(
         submission,
@@ -206,13 +205,14 @@ def build_app(
         max_body_bytes=max_body_bytes,
         budget=body_budget,
     )
-    tokenization = Tokenization(submission, catalog, files.tokenizer, aliases)
+    tokenization = Tokenization(submission, models, names)
+    prefixes = PrefixRoutes(submission, prefix_store, models.default_name)
     known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
     return Litestar(
         [
             *_openai_handlers(openai, known),
             *_model_handlers(routes, known),
-            *_prefix_handlers(PrefixRoutes(submission, prefix_store, catalog, files), known),
+            *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
             *_state_handlers(routes),

@@ -8,7 +8,11 @@ from services.gateway.card_selection import CardSelection
 from shared.clock import Clock
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
-from shared.messages import Heartbeat, ModelCard, Role
+from shared.messages import Heartbeat, HostLoad, ModelCard, Role
+
+START_S = 5.0  # of a model that no host has started yet
+
+Revision = tuple[str, str]  # of a model: its name and its revision
 
 
 class ReadyWorkers(msgspec.Struct, frozen=True):
@@ -28,15 +32,21 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """A gateway has the tokenizer of one model, `name`, and ignores workers of other models.
+    """The cards of this gateway's own model, `name`, and of all other models by revision.
 
-    Without workers, requests of this model raise NoCapacity, not UnknownModel.
+    Its own model has one card, and requests of it raise NoCapacity without workers. The revision of
+    another model is chosen before, so its card is of that one: of live workers, else of a host that
+    can start one.
     """
 
     def __init__(self, fleet: Fleet, name: str, clock: Clock) -> None:
+        """`name`: empty if the gateway has no model of its own."""
         self._fleet = fleet
         self._clock = clock
-        self._cards = CardSelection()
+        self._cards = CardSelection()  # of its own model
+        self._others: dict[Revision, CardSelection] = {}
+        self._places: dict[str, CardSelection] = {}  # of each worker's card
+        self._hosts: dict[str, dict[Revision, ModelCard]] = {}
         self.name = name
 
     def observe(self, heartbeat: Heartbeat) -> None:
@@ -46,13 +56,22 @@ class Catalog:
             return
         takes_work = self._fleet.is_live(worker_id) and heartbeat.state == "ready"
         card = heartbeat.model if "decode" in heartbeat.roles and takes_work else None
-        if card is None or card.name != self.name:
-            self._cards.remove(worker_id, now)
-        else:
-            self._cards.put(worker_id, card, now)
+        place = None if card is None else self._place(card, now)
+        known = self._places.get(worker_id)
+        if known is not None and known is not place:
+            known.remove(worker_id, now)
+            del self._places[worker_id]
+        if card is not None and place is not None:
+            place.put(worker_id, card, now)
+            self._places[worker_id] = place
+        if heartbeat.host is not None:
+            self._hosts[worker_id] = _hosted(heartbeat.host) if takes_work else {}
 
-    def lost(self, worker_id: str) -> None:
-        self._cards.remove(worker_id, self._clock.now())
+    def lost(self, process_id: str) -> None:
+        self._hosts.pop(process_id, None)
+        place = self._places.pop(process_id, None)
+        if place is not None:
+            place.remove(process_id, self._clock.now())
 
     def cards(self) -> list[ModelCard]:
         """The card of `card`, if there is one."""
@@ -60,13 +79,37 @@ class Catalog:
         return [] if card is None else [card]
 
     def card(self, model: str) -> ModelCard:
-        """Raises UnknownModel, or NoCapacity if no worker of the model was live lately."""
+        """Of the own model. Raises UnknownModel, or NoCapacity if no worker was live lately."""
         if model != self.name:
             raise UnknownModel(f"the model {model!r} does not exist", param="model")
         card = self._cards.card(self._clock.now())
         if card is None:
             raise NoCapacity(f"no worker serves {model!r} now", retry_after_s=1.0)
         return card
+
+    def card_of(self, model: str, revision: str) -> ModelCard | None:
+        """Of another model. None if no live worker serves this revision and no host can."""
+        key = (model, revision)
+        selection = self._others.get(key)
+        card = None if selection is None else selection.card(self._clock.now())
+        if card is not None:
+            return card
+        return next((cards[key] for cards in self._hosts.values() if key in cards), None)
+
+    def start_s(self, model: str) -> float:
+        """Until a host may serve the model, at least 1 s; a guess if none says."""
+        hosts = (each.host for each in self._fleet.live("host") if each.host is not None)
+        found = (each.start_s for host in hosts for each in host.models if each.name == model)
+        return max(1.0, min(filter(None, found), default=START_S))
+
+    def _place(self, card: ModelCard, now: float) -> CardSelection:
+        if card.name == self.name:
+            return self._cards
+        key = (card.name, card.revision)
+        if key not in self._others:
+            self._others = {k: each for k, each in self._others.items() if each.card(now)}
+            self._others[key] = CardSelection()
+        return self._others[key]
 
     def readiness(self, *, is_connected: bool, is_draining: bool, redis: str) -> Readiness:
         """Ready means that a request would be served now; `reason` names what is missing."""
@@ -78,9 +121,11 @@ class Catalog:
             reason = "not connected to the bus"
         elif not schedulers:
             reason = "no live scheduler"
-        elif not self._decodes():
+        elif not self.name and not self._decodes() and not self._ids("host"):
+            reason = "no live worker and no host"
+        elif self.name and not self._decodes():
             reason = "no live decode worker"
-        elif not self._has_free_blocks():
+        elif self.name and not self._has_free_blocks():
             reason = "no decode worker has free blocks"
         return Readiness(
             ready=reason is None,
@@ -98,11 +143,19 @@ class Catalog:
         return sorted(heartbeat.process_id for heartbeat in self._fleet.live(role))
 
     def _decodes(self) -> list[Heartbeat]:
-        return [each for each in self._fleet.live("decode") if _serves(each, self.name)]
+        """Of its own model; of all, if it has none."""
+        live = self._fleet.live("decode")
+        return [each for each in live if not self.name or _serves(each, self.name)]
 
     def _has_free_blocks(self) -> bool:
         loads = (heartbeat.load for heartbeat in self._decodes())
         return any(load is not None and load.num_free_blocks > 0 for load in loads)
+
+
+def _hosted(host: HostLoad) -> dict[Revision, ModelCard]:
+    """The models that the host can serve now or soon."""
+    cards = (each.card for each in host.models if each.state != "failed")
+    return {(card.name, card.revision): card for card in cards if card is not None}
 
 
 def _serves(heartbeat: Heartbeat, model: str) -> bool:

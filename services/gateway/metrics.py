@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter as CountsByLabels
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 from math import inf
 
@@ -107,6 +108,30 @@ def _grammars(load: WorkerLoad) -> dict[str, int]:
     }
 
 
+class _ModelRequests(Collector):
+    """Of a model that left the catalogue nothing remains: the number of names is bounded."""
+
+    def __init__(self) -> None:
+        self._counts: CountsByLabels[tuple[str, str]] = CountsByLabels()
+
+    def inc(self, model: str, outcome: str) -> None:
+        self._counts[model, outcome] += 1
+
+    def retain(self, names: Collection[str]) -> None:
+        kept = {key: count for key, count in self._counts.items() if key[0] in names}
+        self._counts = CountsByLabels(kept)
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "hearth_gateway_model_requests",
+            "Ended requests that were submitted, by model and outcome.",
+            labels=["model", "outcome"],
+        )
+        for labels, count in self._counts.items():
+            requests.add_metric(labels, count)
+        yield requests
+
+
 class _Durations(Collector):
     """A histogram that each token updates: prometheus_client's histogram takes two locks per value,
     which a process with one counting thread does not need.
@@ -140,6 +165,8 @@ class GatewayMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self._model_requests = _ModelRequests()
+        self.registry.register(self._model_requests)
         tokens = Counter(
             "hearth_gateway_tokens",
             "Tokens of finished requests: prompt, cached (part of prompt), output.",
@@ -181,12 +208,23 @@ class GatewayMetrics:
         gauge = Gauge("hearth_gateway_open_streams", "Requests open now.", registry=self.registry)
         gauge.set_function(count)
 
+    def watch_loaded_models(self, count: Callable[[], int]) -> None:
+        text = "Models whose tokenizer and chat template are loaded."
+        Gauge("hearth_gateway_loaded_models", text, registry=self.registry).set_function(count)
+
     def watch_fleet(self, heartbeats: Callable[[], Iterable[Heartbeat]]) -> None:
         """Exports the counts of other processes, which have no metrics endpoint."""
         self.registry.register(_FleetCounts(heartbeats))
 
-    def count_request(self, outcome: str) -> None:
+    def count_request(self, outcome: str, model: str = "") -> None:
+        """`model`: of a request that was submitted."""
         self._requests.labels(outcome).inc()
+        if model:
+            self._model_requests.inc(model, outcome)
+
+    def retain_models(self, names: Collection[str]) -> None:
+        """Forgets the counts of other models."""
+        self._model_requests.retain(names)
 
     def count_tokens(self, *, prompt: int, cached: int, output: int) -> None:
         self._prompt_tokens.inc(prompt)

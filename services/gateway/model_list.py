@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from services.gateway.catalog import Catalog
-from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.permissions import check_model, may_use
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
 from shared.messages import ModelCard
 from shared.tenancy.tenant import TenantRecord
 
@@ -26,32 +25,32 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantModels:
-    """The gateway's model by its name, and by the aliases that a tenant sees. `created`: seconds
-    since 1970, of every model.
+    """The models by their names, and by the aliases that a tenant sees. `created`: seconds since
+    1970, of every model.
     """
 
-    def __init__(self, catalog: Catalog, aliases: ModelAliases, created: int) -> None:
-        self._catalog = catalog
-        self._aliases = aliases
+    def __init__(self, models: ServedModels, names: ModelNames, created: int) -> None:
+        self._models = models
+        self._names = names
         self._created = created
 
     async def all(self, tenant: TenantRecord) -> ModelList:
         """Raises DependencyUnavailable if the tenant's aliases have never been read."""
-        entries = []
-        for card in self._catalog.cards():
-            if may_use(tenant, card.name):
-                names = await self._aliases.names_of(tenant.tenant_id, card.name)
-                entries += [self._entry(name, card) for name in names]
-        return ModelList(data=entries)
+        return ModelList(
+            data=[
+                self._entry(name, card)
+                async for card, names in self._names.all(tenant)
+                for name in names
+            ]
+        )
 
     async def one(self, tenant: TenantRecord, name: str) -> ModelEntry:
         """Raises UnknownModel for a model that this gateway does not serve, ModelNotAllowed, or
         NoCapacity before any worker serves the model.
         """
-        model = await self._aliases.resolve(tenant.tenant_id, name) or name
-        if model == self._catalog.name:
-            check_model(tenant, model)
-        return self._entry(name, self._catalog.card(model))
+        model = await self._names.resolve(tenant.tenant_id, name)
+        self._models.check(tenant, model)
+        return self._entry(name, self._models.card(model))
 
     def _entry(self, name: str, card: ModelCard) -> ModelEntry:
         return ModelEntry(

@@ -11,6 +11,7 @@ import os
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from services.gateway.text.chat_template import ChatTemplate
@@ -30,8 +31,10 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    files = ModelFiles(Path(setup.model_dir))
-    resource.setrlimit(resource.RLIMIT_AS, (_num_mapped_bytes() + MAX_MEMORY_BYTES, most))
+    try:
+        files = ModelFiles(Path(setup.model_dir))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (_num_mapped_bytes() + MAX_MEMORY_BYTES, most))
 
     def prepare(job: BodyJob) -> PreparedBody:
         if job.kind in PREFIX_KINDS:
@@ -40,9 +43,13 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
             return answer(job, files.tokenizer, template)
         return prepare_body(job, ENDPOINTS[job.kind], files, template)
 
-    # A thread, since Linux has a niceness for each, and lets nobody lower it again.
-    bodies = ThreadPoolExecutor(max_workers=1, initializer=_lower_priority)
-    return lambda job: bodies.submit(prepare, job).result()
+    return lambda job: _body_thread().submit(prepare, job).result()
+
+
+@cache
+def _body_thread() -> ThreadPoolExecutor:
+    """Of all models; a thread, since Linux has a niceness for each, and lets nobody lower it."""
+    return ThreadPoolExecutor(max_workers=1, initializer=_lower_priority)
 
 
 def _lower_priority() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -19,12 +21,15 @@ from services.gateway.grammars.checks import (
     MAX_WAIT_S,
     GrammarChecks,
 )
-from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_list import TenantModels
+from services.gateway.models.loaded_texts import LoadedTexts
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
 from services.gateway.nats_api.api import NatsApi
 from services.gateway.nats_api.endpoints import MODELS
 from services.gateway.nats_api.listeners import Listeners
@@ -48,24 +53,23 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
-from services.gateway.text.template_renderer import Renderer
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.tokenization.tokenization import Tokenization
 from services.gateway.tools.family import Family
 from services.gateway.tools.family_choice import family_of
 from shared.background import Background
 from shared.block_hash import root_key
+from shared.catalogue.reader import CatalogueReader
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.randomness import Randomness, SystemRandomness
-from shared.store import RedisStore, Store
+from shared.store import RedisStore, Store, StoreUnavailable
 from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 from shared.transport.untyped_messages import UntypedMessages
@@ -84,7 +88,7 @@ class GatewayService:
         config: GatewayConfig,
         bus: Bus,
         store: Store,
-        files: ModelFiles,
+        files: ModelFiles | None,
         *,
         clock: Clock,
         randomness: Randomness,
@@ -95,9 +99,9 @@ class GatewayService:
         messages: UntypedMessages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`prefix_redis`: a Redis connection outside the request path (default: `store`);
-        `redis_replica`: a near one, for API keys; `messages`: those of the API over NATS (default:
-        there is none).
+        """`files`: of its own model; None: it has none. `prefix_redis`: a Redis connection outside
+        the request path (default: `store`); `redis_replica`: a near one, for API keys; `messages`:
+        those of the API over NATS (default: there is none).
         """
         self._config = config
         self._bus = bus
@@ -117,17 +121,25 @@ class GatewayService:
             gateway=self.metrics.load,
         )
         public = PublicPrefixes(root_key(config.cluster_secret))
-        self._pool = preparation_pool(config, files) if pool is None else pool
-        self._family = model_family(config, files)
-        self._checks = GrammarChecks(
-            grammar_pool(config, files) if check_pool is None else check_pool
-        )
+        setup = None if files is None else own_setup(config, files)
+        self._pool = preparation_pool(setup) if pool is None else pool
+        self._checks = GrammarChecks(grammar_pool(setup) if check_pool is None else check_pool)
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
-        self.model_aliases = ModelAliases(store, clock, native_name=config.served_name)
+        loader = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
+        self._texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
+        own = None
+        if files is not None and setup is not None:
+            own = loader.text(files, own_family(config, files), setup)
+        self._catalogue = CatalogueReader(self._prefix_redis, clock)
+        self.models = ServedModels(self.catalog, own, self._catalogue, self._texts, randomness)
+        self.model_aliases = ModelAliases(store, clock, is_native=self.models.has)
+        self.model_names = ModelNames(self.models, self.model_aliases)
+        self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
+        self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
@@ -149,14 +161,10 @@ class GatewayService:
         config = self._config
         return Submission(
             max_requests=config.max_requests,
-            preparation=Preparation(
-                config, self.files, self._randomness, public, family=self._family
-            ),
-            renderer=Renderer(self._pool, has_template=self.files.chat_template is not None),
-            grammars=RequestGrammars(self._checks),
+            preparation=Preparation(config, self._randomness, public),
             limits=self._limits,
             usage=self._usage,
-            catalog=self.catalog,
+            models=self.models,
             driver=self._driver,
             metrics=self.metrics,
             clock=self._clock,
@@ -168,16 +176,11 @@ class GatewayService:
     def _prefixes(
         self, public: PublicPrefixes, wall_clock: Callable[[], float]
     ) -> tuple[PrefixStore, PublicPrefixWatcher]:
-        reader = PrefixTokenizer(
-            self.submission.tokenize,
-            lambda: self._bus.max_payload_bytes,
-            self.files.tokenizer.longest_token_chars,
-        )
         store = PrefixStore(
             self._prefix_redis,
             health_monitor=self._health_monitor,
-            catalog=self.catalog,
-            reader=reader,
+            models=self.models,
+            reader_of=self._prefix_tokenizer,
             wall_clock=wall_clock,
             root_key=root_key(self._config.cluster_secret),
         )
@@ -185,21 +188,27 @@ class GatewayService:
             public,
             self._prefix_redis,
             self._clock,
-            catalog=self.catalog,
-            reader=reader,
+            models=self.models,
+            reader_of=self._prefix_tokenizer,
             wall_clock=wall_clock,
         )
         return store, watcher
+
+    def _prefix_tokenizer(self, model: ServedModel) -> PrefixTokenizer:
+        return PrefixTokenizer(
+            partial(self.submission.tokenize, model.text),
+            lambda: self._bus.max_payload_bytes,
+            model.text.files.tokenizer.longest_token_chars,
+        )
 
     def _app(self, opener: Opener, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
             submission=self.submission,
             opener=opener,
-            aliases=self.model_aliases,
+            models=self.models,
+            names=self.model_names,
             prefix_store=self.prefix_store,
             api_keys=self.api_keys,
-            catalog=self.catalog,
-            files=self.files,
             metrics=self.metrics,
             readiness=self.readiness,
             new_request_id=self.new_request_id,
@@ -214,16 +223,14 @@ class GatewayService:
         )
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
-        return Opener(self.submission, self.catalog, self.files, wall_clock, self.model_aliases)
+        return Opener(self.submission, self.model_names, self.models.default_name, wall_clock)
 
     def _api_over(
         self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]
     ) -> NatsApi:
-        tokenization = Tokenization(
-            self.submission, self.catalog, self.files.tokenizer, self.model_aliases
-        )
+        tokenization = Tokenization(self.submission, self.models, self.model_names)
         started_at = wall_clock()
-        tenant_models = TenantModels(self.catalog, self.model_aliases, int(started_at))
+        tenant_models = TenantModels(self.models, self.model_names, int(started_at))
 
         async def models(tenant: TenantRecord, _: bytes) -> bytes:
             return msgspec.json.encode(await tenant_models.all(tenant))
@@ -281,6 +288,9 @@ class GatewayService:
         self._limits.start()
         self._usage.start(self.submission.count_usage)
         await self._health_monitor.start()
+        with suppress(StoreUnavailable):  # it is read again and again
+            await self._catalogue.refresh()
+        self._background.start(self._catalogue.run())
         self._background.start(self._public_watcher.run())
         if self._certificate is not None:
             self._background.start(self._certificate.watch(self._clock))
@@ -319,6 +329,7 @@ class GatewayService:
         await self._health_monitor.stop()
         await self._pool.close()
         await self._checks.close()
+        self._texts.close()
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
@@ -357,9 +368,9 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     check(config)
     if not config.cluster_secret:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
-    files = ModelFiles(config.model_dir)
-    pool = preparation_pool(config, files)
-    check_pool = grammar_pool(config, files)
+    files = None if config.model_dir is None else ModelFiles(config.model_dir)
+    setup = None if files is None else own_setup(config, files)
+    pool, check_pool = preparation_pool(setup), grammar_pool(setup)
     await asyncio.gather(pool.start(), check_pool.start())
     clock = MonotonicClock()
     bus = await connect(config, "gateway")
@@ -385,36 +396,23 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     )
 
 
-def preparation_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
-    setup = ProcessSetup(template_source(config, files), str(config.model_dir))
+def preparation_pool(setup: ProcessSetup | None) -> PreparationPool:
     return PreparationPool(setup, module=PREPARATION_PROCESS)
 
 
-def grammar_pool(config: GatewayConfig, files: ModelFiles) -> PreparationPool:
-    setup = ProcessSetup(
-        None,
-        str(config.model_dir),
-        files.defaults.eos_token_ids,
-        msgspec.msgpack.encode(model_family(config, files)),
-        files.tokenizer.added_ids,
-    )
+def grammar_pool(setup: ProcessSetup | None) -> PreparationPool:
     return PreparationPool(
         setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, niceness=CHECK_NICENESS, grows=True
     )
 
 
-def model_family(config: GatewayConfig, files: ModelFiles) -> Family:
-    """How the model writes calls and reasoning, for its grammars, its parser and its call ids."""
+def own_family(config: GatewayConfig, files: ModelFiles) -> Family:
+    """Of the model whose files the gateway was given. Raises ConfigError."""
     return family_of(files, config.response_template, tool_format=config.tool_format)
 
 
-def template_source(config: GatewayConfig, files: ModelFiles) -> TemplateSource | None:
-    """The model's chat template, with the form of calls that it requires. None: it has none."""
-    if files.chat_template is None:
-        return None
-    source = files.chat_template.source
-    call_ids = model_family(config, files).call_ids
-    return msgspec.structs.replace(source, call_ids=call_ids, tool_format=config.tool_format)
+def own_setup(config: GatewayConfig, files: ModelFiles) -> ProcessSetup:
+    return process_setup(files, own_family(config, files), config.tool_format)
 
 
 def _installed_version() -> str:

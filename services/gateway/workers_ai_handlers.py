@@ -9,10 +9,10 @@ from typing import Any
 from litestar import HttpMethod, post, route
 from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.admission import BODY_KIND, IS_FREE
+from services.gateway.admission import BODY_KIND, IS_FREE, MODEL_OF
 from services.gateway.workers_ai.endpoint import NAME
 from services.gateway.workers_ai.paths import ROOTS
-from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
+from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account, run_model
 
 Handler = Callable[..., Any]
 
@@ -25,7 +25,9 @@ def workers_ai_handlers(routes: WorkersAIRoutes, known: dict[str, Any]) -> list[
         route, http_method=[HttpMethod.GET, HttpMethod.HEAD], opt={IS_FREE: True}, **options
     )
     # without a model the handler names what is missing
-    runs = posts(path=_paths("/run", "/run/{model:path}"), opt={BODY_KIND: NAME})
+    runs = posts(
+        path=_paths("/run", "/run/{model:path}"), opt={BODY_KIND: NAME, MODEL_OF: run_model}
+    )
     searches: dict[str, Handler] = {
         "/models/search": routes.models,
         "/models/schema": routes.schema,

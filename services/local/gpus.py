@@ -8,6 +8,10 @@ import sys
 
 _DRIVER = "libcuda.so.1"
 _QUESTION = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+_FREE = (
+    "import torch\nif torch.cuda.is_available():\n"
+    "    for each in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(each)[0])"
+)
 _TIMEOUT_S = 60.0
 
 
@@ -33,13 +37,28 @@ def _count_by_driver(name: str) -> int:
 
 def _count_by_torch() -> int:
     try:
+        return int(_answer(_QUESTION))
+    except ValueError:
+        return 0
+
+
+def _answer(question: str) -> str:
+    """What a child process prints; empty if it fails."""
+    try:
         child = subprocess.run(
-            [sys.executable, "-c", _QUESTION],
+            [sys.executable, "-c", question],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
             check=True,
         )
-        return int(child.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return 0
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return child.stdout
+
+
+def free_gpu_bytes(driver_name: str = _DRIVER) -> list[int]:
+    """The free memory of each device that torch shows; empty without one."""
+    if not _count_by_driver(driver_name):
+        return []
+    return [int(each) for each in _answer(_FREE).split()]

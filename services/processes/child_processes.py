@@ -56,7 +56,7 @@ async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             raise ConfigError(f"cannot start {spec.argv[0]}: {error.strerror}") from None
@@ -99,7 +99,9 @@ def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _die_with_parent(parent_pid: int) -> Callable[[], None]:
+def die_with_parent(parent_pid: int) -> Callable[[], None]:
+    """What a child calls between fork and exec, or after a fork alone."""
+
     def between_fork_and_exec() -> None:
         if _LIBC is not None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

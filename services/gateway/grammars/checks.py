@@ -1,6 +1,6 @@
 """The grammars of requests, planned and tried in processes of a pool; nothing of it runs here.
 
-unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by tenant and request
+unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by tenant, model and request
 
 A tenant's verdicts are its own: a fast answer would tell one that another uses the same grammar.
 """
@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from services.gateway.grammars.tenant_cache import Bounds, TenantCache
 from services.gateway.text.preparation_pool import PreparationPool
-from services.gateway.text.process_jobs import Checked, CheckJob, Rejected
+from services.gateway.text.process_jobs import Checked, CheckJob, ProcessSetup, Rejected
 
 CHECK_PROCESS = "services.gateway.grammars.check_process"
 CHECK_NICENESS = 5  # more than the gateway's, which streams to everybody
@@ -37,18 +37,18 @@ class GrammarChecks:
         self._running: dict[Place, asyncio.Task[Verdict]] = {}
         self._verdicts: TenantCache[Verdict] = TenantCache(bounds, of_tenant=of_tenant)
 
-    async def check(self, request: bytes, tenant_id: str) -> Verdict:
-        """`request`: an encoded `GrammarRequest`. Raises Overloaded if no process is free in time;
-        NoCapacity.
+    async def check(self, request: bytes, tenant_id: str, setup: ProcessSetup) -> Verdict:
+        """`request`: an encoded `GrammarRequest`; `setup`: of its model. Raises Overloaded if no
+        process is free in time; NoCapacity.
         """
-        key = blake2b(request, digest_size=16).digest()
+        key = blake2b(request, digest_size=16, key=setup.key.encode()).digest()
         known = self._verdicts.get(tenant_id, key)
         if known is not None:
             return known
         place = (tenant_id, key)
         running = self._running.get(place)
         if running is None:
-            running = asyncio.create_task(self._run(tenant_id, key, request))
+            running = asyncio.create_task(self._run(tenant_id, setup, key, request))
             self._running[place] = running
             running.add_done_callback(lambda task: self._ended(place, task))
         # A client that leaves does not end the check: that would end its process, too.
@@ -57,8 +57,10 @@ class GrammarChecks:
     async def close(self) -> None:
         await self._pool.close()  # fails what runs
 
-    async def _run(self, tenant_id: str, key: bytes, request: bytes) -> Verdict:
-        reply = await self._pool.run(tenant_id, CheckJob(request))
+    async def _run(
+        self, tenant_id: str, setup: ProcessSetup, key: bytes, request: bytes
+    ) -> Verdict:
+        reply = await self._pool.run(tenant_id, setup, CheckJob(request))
         assert isinstance(reply, Checked | Rejected), "the reply to a CheckJob"
         num_bytes = len(reply.plan) if isinstance(reply, Checked) else len(reply.reason)
         self._verdicts.put(tenant_id, key, reply, num_bytes)

@@ -9,7 +9,7 @@ import msgspec
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.grammar_request import CheckedPlan, encoded_request
-from services.gateway.text.process_jobs import Rejected
+from services.gateway.text.process_jobs import ProcessSetup, Rejected
 from services.gateway.tools.tool import ToolOptions
 from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
 
@@ -19,8 +19,11 @@ _decoder = msgspec.msgpack.Decoder(CheckedPlan)
 
 
 class RequestGrammars:
-    def __init__(self, checks: GrammarChecks) -> None:
+    """Of one model, `setup`, with checks that all models share."""
+
+    def __init__(self, checks: GrammarChecks, setup: ProcessSetup) -> None:
         self._checks = checks
+        self._setup = setup
 
     async def checked_plan(
         self,
@@ -40,7 +43,7 @@ class RequestGrammars:
         request = encoded_request(output, tools, continues_text=continues_text)
         try:
             async with asyncio.timeout(MAX_CHECK_S):
-                verdict = await self._checks.check(request, tenant_id)
+                verdict = await self._checks.check(request, tenant_id, self._setup)
         except TimeoutError:  # a grammar that took too long itself has been rejected before
             raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
         if isinstance(verdict, Rejected):

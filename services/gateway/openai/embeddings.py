@@ -16,14 +16,13 @@ from services.gateway.openai.usage import HearthInfo
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
-from shared.errors import InvalidRequest
 from shared.messages import Pooling
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`input`: a text, tokens, or a list of either. `pooling`, `normalize`: Hearth extensions."""
 
-    model: str | None = None  # the gateway's only model
+    model: str | None = None  # default: the gateway's own model
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -42,13 +41,8 @@ EMBEDDING_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
 
 
-def to_generation_requests(
-    body: EmbeddingRequest, default_model: str, hidden_size: int | None
-) -> list[GenerationRequest]:
-    """Returns one request per input. Raises InvalidRequest for unsupported values."""
-    if body.dimensions is not None and body.dimensions != hidden_size:
-        only = "left out" if hidden_size is None else f"{hidden_size} or left out"
-        raise InvalidRequest(f"dimensions: must be {only} for this model", param="dimensions")
+def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[GenerationRequest]:
+    """Returns one request per input."""
     prompts = to_prompts("input", body.input, add_special_tokens=body.add_special_tokens)
     return [
         GenerationRequest(
@@ -58,6 +52,7 @@ def to_generation_requests(
             max_tokens=1,
             cache_salt="" if body.cache_salt is None else body.cache_salt,
             priority=body.priority,
+            dimensions=body.dimensions,
             pooling="last" if body.pooling is None else body.pooling,
             shows_output=False,
         )

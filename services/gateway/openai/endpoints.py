@@ -25,7 +25,7 @@ def _without_prompts(body: Any, count: int, *, field: str) -> Any:
 CHAT = Endpoint(
     name="chat",
     fields=chat.CHAT_FIELDS,
-    generations=lambda body, model, _: [chat.to_generation_request(body, model)],
+    generations=lambda body, model: [chat.to_generation_request(body, model)],
     is_streamed=lambda body: bool(body.stream),
     encoder=ChatEncoder.of,
     without_prompts=lambda body, _: msgspec.structs.replace(body, messages=NO_MESSAGES),
@@ -33,7 +33,7 @@ CHAT = Endpoint(
 COMPLETIONS = Endpoint(
     name="completions",
     fields=completions.COMPLETION_FIELDS,
-    generations=lambda body, model, _: completions.to_generation_requests(body, model),
+    generations=completions.to_generation_requests,
     is_streamed=lambda body: bool(body.stream),
     encoder=CompletionEncoder.of,
     without_prompts=partial(_without_prompts, field="prompt"),

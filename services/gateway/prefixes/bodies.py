@@ -25,7 +25,7 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
     remains until it is deleted.
     """
 
-    model: str | None = None  # the gateway's only model
+    model: str | None = None  # default: the gateway's own model
     system: str | None = None
     messages: list[ChatMessage] | None = None
     tools: ToolFields | None = None

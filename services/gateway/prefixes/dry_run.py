@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import takewhile
 
 import msgspec
 
+from services.gateway.models.served_text import ServedModel
 from services.gateway.openai import chat, completions
 from services.gateway.prefixes.bodies import (
     NULL,
@@ -25,7 +26,8 @@ from shared.messages import ModelCard
 
 CONTEXT_TOKENS = 8  # returned as text before the divergence
 
-Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
+Prepare = Callable[[GenerationRequest, ServedModel], Awaitable[PreparedRequest]]
+Choose = Callable[[str], Awaitable[ServedModel]]
 
 
 class _Peek(msgspec.Struct, frozen=True):
@@ -53,25 +55,38 @@ async def dry_run(
     body: DryRunRequest,
     tenant_id: str,
     *,
+    choose: Choose,
     prepare: Prepare,
     prefix_store: PrefixStore,
-    tokenizer: PromptTokenizer,
-    card_of: Callable[[str], ModelCard],
     default_model: str,
 ) -> DryRunReport:
-    """Raises the HearthError that would reject the request itself."""
-    runs, prompts, sizes = [], [], []
-    for param, given in body.named:
-        generation = to_generation_request(given, param, default_model)
-        prepared = await prepare(generation)
-        card = card_of(generation.model)
-        runs.append(await _run(prepared, tenant_id, prefix_store, card))
+    """`choose`: once, since both prompts are compared in one model's tokens. Raises the HearthError
+    that would reject the request itself.
+    """
+    runs, prompts = [], []
+    generations = {p: to_generation_request(given, p, default_model) for p, given in body.named}
+    _check_same_model(generations)
+    model = await choose(next(iter(generations.values())).model)
+    for generation in generations.values():
+        prepared = await prepare(generation, model)
+        runs.append(await _run(prepared, tenant_id, prefix_store, model.card))
         prompts.append(prepared.prompt_token_ids)
-        sizes.append(card.block_size)
     if len(runs) == 1:
         return DryRunReport(request=runs[0])
-    divergence = _divergence(prompts[0], prompts[1], tokenizer, sizes[0])
+    tokenizer = model.text.files.tokenizer
+    divergence = _divergence(prompts[0], prompts[1], tokenizer, model.card.block_size)
     return DryRunReport(request=runs[0], other=runs[1], divergence=divergence)
+
+
+def _check_same_model(generations: Mapping[str, GenerationRequest]) -> None:
+    (_, first), *others = generations.items()
+    for param, other in others:
+        if other.model != first.model:
+            raise InvalidRequest(
+                f"{param}.model: {other.model!r} is not {first.model!r}: a dry run compares "
+                "prompts of one model",
+                param=f"{param}.model",
+            )
 
 
 async def _run(

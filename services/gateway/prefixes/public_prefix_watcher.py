@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import structlog
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.request.public_prefixes import PublicPrefixes
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
-from shared.errors import HearthError, InvalidRequest
+from shared.errors import HearthError, InvalidRequest, NoCapacity
 from shared.store import Store
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix, TooManyPrefixes
@@ -28,18 +29,18 @@ class PublicPrefixWatcher:
         store: Store,
         clock: Clock,
         *,
-        catalog: Catalog,
-        reader: PrefixTokenizer,
+        models: ServedModels,
+        reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
     ) -> None:
         self._public = public
         self._store = store
         self._clock = clock
-        self._catalog = catalog
-        self._reader = reader
+        self._models = models
+        self._reader_of = reader_of
         self._wall_clock = wall_clock
-        self._version: bytes | None = None
-        self._is_loaded = False
+        self._version: tuple[bytes | None, frozenset[str]] | None = None
+        self._is_complete = False
 
     async def run(self) -> None:
         """Runs forever. Retains the current prefixes while Redis is unavailable."""
@@ -51,27 +52,30 @@ class PublicPrefixWatcher:
             await self._clock.sleep(POLL_INTERVAL_S)
 
     async def _poll(self) -> None:
-        version = await self._store.get(pinned_prefix.VERSION_KEY)
-        if self._is_loaded and version == self._version:
+        version = (await self._store.get(pinned_prefix.VERSION_KEY), frozenset(self._models.names))
+        if self._is_complete and version == self._version:
             return
-        prefixes = []
+        prefixes, self._is_complete = [], True
         for name, entry in (await pinned_prefix.entries(self._store, PUBLIC_TENANT_ID)).items():
-            if entry.model == self._catalog.name:
+            if self._models.serves(entry.model):
                 prefix = await pinned_prefix.load(self._store, PUBLIC_TENANT_ID, name)
                 if prefix is not None:
                     prefixes.append(await self._read_public(prefix))
         self._public.replace(prefix for prefix in prefixes if prefix.token_ids)
-        self._version, self._is_loaded = version, True
+        self._version = version
 
     async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
         """The operator provides the text; the first gateway of the model adds the tokens."""
         if prefix.token_ids:
             return prefix
         try:
-            card = self._catalog.card(prefix.model)
-            read = await self._reader.read(prefix, card)
+            model = await self._models.main(prefix.model)
+            read = await self._reader_of(model).read(prefix, model.card)
             await pinned_prefix.save(self._store, read, self._wall_clock())
         except (InvalidRequest, TooManyPrefixes) as error:
             log.warning("public_prefix_refused", name=prefix.name, error=error.message)
+            return prefix
+        except NoCapacity:  # nothing can serve the model yet: the others do not wait for it
+            self._is_complete = False
             return prefix
         return read

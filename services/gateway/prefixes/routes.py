@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from litestar import Request, Response
 from litestar.params import Body
 
-from services.gateway.catalog import Catalog
 from services.gateway.prefixes.bodies import (
     DeletedPrefix,
     DryRunReport,
@@ -20,7 +19,6 @@ from services.gateway.prefixes.bodies import (
 from services.gateway.prefixes.dry_run import dry_run
 from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.submission import Submission
-from services.gateway.text.model_files import ModelFiles
 
 
 class PrefixRoutes:
@@ -28,13 +26,11 @@ class PrefixRoutes:
         self,
         submission: Submission,
         prefix_store: PrefixStore,
-        catalog: Catalog,
-        files: ModelFiles,
+        default_model: str,
     ) -> None:
         self._submission = submission
         self._prefix_store = prefix_store
-        self._catalog = catalog
-        self._files = files
+        self._default_model = default_model
 
     async def put(
         self, request: Request[Any, Any, Any], data: Annotated[PrefixRequest, Body()]
@@ -67,11 +63,10 @@ class PrefixRoutes:
         report = await dry_run(
             data,
             tenant.tenant_id,
+            choose=partial(self._submission.choose, request.state.reservation),
             prepare=partial(self._submission.prepare, tenant, request.state.request_id),
             prefix_store=self._prefix_store,
-            tokenizer=self._files.tokenizer,
-            card_of=self._catalog.card,
-            default_model=self._catalog.name,
+            default_model=self._default_model,
         )
         return _response(request, report)
 

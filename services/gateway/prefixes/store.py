@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
 from services.gateway.prefixes.bodies import (
     Prefix,
     PrefixEntry,
@@ -18,7 +19,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.errors import UnknownPrefix, ZeroRetentionRejected
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
-from services.gateway.tenancy.permissions import check_model, check_regions
+from services.gateway.tenancy.permissions import check_regions
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -46,8 +47,8 @@ class PrefixStore:
         store: Store,
         *,
         health_monitor: HealthMonitor,
-        catalog: Catalog,
-        reader: PrefixTokenizer,
+        models: ServedModels,
+        reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
         root_key: bytes = b"",
     ) -> None:
@@ -58,8 +59,8 @@ class PrefixStore:
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet
-        self._catalog = catalog
-        self._reader = reader
+        self._models = models
+        self._reader_of = reader_of
         self._wall_clock = wall_clock
 
     # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
@@ -89,8 +90,10 @@ class PrefixStore:
                 "starts with a letter or digit",
                 param="name",
             )
-        card = self._catalog.card(self._catalog.name if body.model is None else body.model)
-        check_model(tenant, card.name)
+        named = self._models.default_name if body.model is None else body.model
+        self._models.check(tenant, named)
+        model = await self._models.main(named)
+        card = model.card
         await self._check_room(tenant.tenant_id, name)
         now = int(self._wall_clock())
         prompt = prompt_of(body)
@@ -105,7 +108,8 @@ class PrefixStore:
             created_at=now,
             expires_at=None if body.ttl_s is None else now + body.ttl_s,
         )
-        prefix = await self._reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
+        reader = self._reader_of(model)
+        prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         await pinned_prefix.save(self._store, prefix, now)
         return await self._stored(prefix, card)
@@ -114,8 +118,8 @@ class PrefixStore:
         """The tenant's prefix, else a public one. Raises UnknownPrefix, StoreUnavailable."""
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
-            if prefix is not None:
-                return await self._stored(prefix, self._catalog.card(prefix.model))
+            if prefix is not None and not self._models.hides(tenant.tenant_id, prefix.model):
+                return await self._stored(prefix, self._models.card(prefix.model))
         raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
 
     async def delete(self, tenant: TenantRecord, name: str) -> None:
@@ -139,6 +143,7 @@ class PrefixStore:
                 )
                 for name, entry in entries.items()
                 if not entry.is_over(self._wall_clock())
+                and not self._models.hides(tenant.tenant_id, entry.model)
             ]
         return PrefixList(data=data)
 
@@ -179,7 +184,7 @@ class PrefixStore:
             for each in sorted(matches, key=lambda each: each.worker_id)
         ]
         warm = {each.worker_id for each in matches if each.num_blocks >= len(hashes)}
-        is_warm = bool(warm) and warm >= self._workers_of(prefix)
+        is_warm = bool(warm) and warm >= self._workers_of(prefix, card.revision)
         last_use = counts.get(b"last_use")
         return Prefix(
             name=prefix.name,
@@ -204,12 +209,13 @@ class PrefixStore:
             return {}
         return await self._store.hash_get(pinned_prefix.record_key(tenant_id, hashes[-1]))
 
-    def _workers_of(self, prefix: PinnedPrefix) -> set[str]:
+    def _workers_of(self, prefix: PinnedPrefix, revision: str) -> set[str]:
         return {
             each.process_id
             for role in ("prefill", "decode")
             for each in self._fleet.live(role)
-            if each.model is not None and each.model.name == prefix.model
+            if each.model is not None
+            and (each.model.name, each.model.revision) == (prefix.model, revision)
             if not prefix.allowed_regions or each.region in prefix.allowed_regions
         }
 

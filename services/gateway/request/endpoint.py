@@ -36,8 +36,8 @@ class Endpoint:
 
     name: str
     fields: SupportedFields
-    # body, default model, hidden size → one request per prompt; raises InvalidRequest
-    generations: Callable[[Any, str, int | None], Sequence[GenerationRequest]]
+    # body, default model → one request per prompt; raises InvalidRequest
+    generations: Callable[[Any, str], Sequence[GenerationRequest]]
     is_streamed: Callable[[Any], bool]
     encoder: Callable[[Any, ResponseContext], Encoder]
     without_prompts: Callable[[Any, int], Any]

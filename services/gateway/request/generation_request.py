@@ -41,6 +41,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     affinity_key: str = ""  # session key: prefer the worker of the session's last request
     pooling: Pooling | None = None
+    dimensions: int | None = None  # of an embedding; None: the hidden size
     has_echo: bool = False
     shows_output: bool = True  # False: sampled tokens are not returned
     priority: int | None = None  # None: the tenant's priority
@@ -84,6 +85,13 @@ def check_constrained(generation: GenerationRequest) -> None:
     ):
         if is_given:
             raise InvalidRequest(f"{param} and {demand} exclude each other", param=param)
+
+
+def check_dimensions(generation: GenerationRequest, hidden_size: int | None) -> None:
+    """Raises InvalidRequest."""
+    if generation.dimensions not in (None, hidden_size):
+        only = "left out" if hidden_size is None else f"{hidden_size} or left out"
+        raise InvalidRequest(f"dimensions: must be {only} for this model", param="dimensions")
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.named_model import named_model
+from services.gateway.models.served_text import ServedModel
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import SSE, Framing
 from services.gateway.request.endpoint import Endpoint, ResponseContext
@@ -20,12 +22,8 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
-from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.permissions import check_regions
-from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import TokenizedPrompt
 from shared.errors import HearthError
-from shared.tenancy.tenant import TenantRecord
 
 # Larger bodies are decoded, rendered and tokenized in another process. A thread would not do: the
 # decoder holds the interpreter's lock.
@@ -59,23 +57,30 @@ class Opener:
     def __init__(
         self,
         submission: Submission,
-        catalog: Catalog,
-        files: ModelFiles,
+        names: ModelNames,
+        default_model: str,
         wall_clock: Callable[[], float],
-        aliases: ModelAliases,
     ) -> None:
         self._submission = submission
-        self._catalog = catalog
-        self._files = files
+        self._names = names
+        self._default_model = default_model
         self._wall_clock = wall_clock
-        self._aliases = aliases
 
-    async def read(self, tenant: TenantRecord, kind: str, data: bytes) -> ReadBody:
-        """`kind`: the name of an endpoint. Raises the HearthError that rejects a large body."""
+    async def read(
+        self,
+        reservation: Reservation,
+        kind: str,
+        data: bytes,
+        model_of: Callable[[], str] | None = None,
+    ) -> ReadBody:
+        """`kind`: the name of an endpoint. `model_of`: reads the model where bodies name none.
+        Raises the HearthError that rejects a large body.
+        """
         if len(data) <= MAX_INLINE_BYTES:
             return ReadBody(data)
-        check_regions(tenant)
-        prepared = await self._submission.prepare_body(tenant, kind, data)
+        named = named_model(data, kind) if model_of is None else model_of()
+        chosen = await self._chosen(reservation, self._default_model if named is None else named)
+        prepared = await self._submission.prepare_body(reservation.tenant, chosen, kind, data)
         return ReadBody(prepared.body, prepared.prompts or None)
 
     async def open(
@@ -93,9 +98,8 @@ class Opener:
         """`model`: of a body that names none (default: the gateway's). `affinity_key` overrides the
         body's; `timeout_s` shortens the gateway's. Raises the HearthError that rejects the request.
         """
-        hidden_size = self._files.limits.hidden_size
-        default_model = self._catalog.name if model is None else model
-        generations = endpoint.generations(body, default_model, hidden_size)
+        default_model = self._default_model if model is None else model
+        generations = endpoint.generations(body, default_model)
         if prompts is not None:
             generations = with_prompts(generations, prompts)
         changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
@@ -104,13 +108,11 @@ class Opener:
         if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
         named = generations[0].model
-        resolved = await self._model(reservation.tenant.tenant_id, named)
-        if resolved != named:
-            generations = [msgspec.structs.replace(each, model=resolved) for each in generations]
-        merger = await self._submission.submit(reservation, generations)
+        chosen = await self._chosen(reservation, named)
+        merger = await self._submission.submit(reservation, generations, chosen)
         context = ResponseContext(
             merger,
-            self._files.tokenizer.token_bytes,
+            chosen.text.files.tokenizer.token_bytes,
             request_id=reservation.request_id,
             model=named,
             created=int(self._wall_clock()),
@@ -124,7 +126,6 @@ class Opener:
             cancel=partial(self._submission.cancel, merger.outputs),
         )
 
-    async def _model(self, tenant_id: str, name: str) -> str:
-        """The gateway's model for an alias of it. Another name is rejected when it is prepared."""
-        own = self._catalog.name
-        return own if await self._aliases.resolve(tenant_id, name) == own else name
+    async def _chosen(self, reservation: Reservation, name: str) -> ServedModel:
+        resolved = await self._names.resolve(reservation.tenant.tenant_id, name)
+        return await self._submission.choose(reservation, resolved)

@@ -12,6 +12,7 @@ from services.gateway.grammars.thinking import (
     spec_of,
     thinking_at_end,
 )
+from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.generation_request import (
     GenerationRequest,
     RequestContext,
@@ -23,18 +24,16 @@ from services.gateway.request.generation_request import (
 from services.gateway.request.prompt import ChatPrompt, Echo, PackedPrompt, echo_of, tokenize
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.model_files import GenerationDefaults
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.tools.families import PLAIN
-from services.gateway.tools.family import Family
 from services.gateway.tools.parsing.output_assembler import OutputAssembler
-from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
-from shared.messages import ModelCard, Request
+from shared.messages import Request
 from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
@@ -44,6 +43,7 @@ CONTEXT_TOKENS = 8  # last prompt tokens that the detokenizer needs to continue 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
+    model: ServedModel
     generation: GenerationRequest
     request: Request
     prompt_token_ids: list[int]
@@ -79,25 +79,17 @@ class Preparation:
     """Pure except for the seed. May run on a thread: tokenizing lets other threads run."""
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        files: ModelFiles,
-        randomness: Randomness,
-        public: PublicPrefixes | None = None,
-        family: Family = PLAIN,
+        self, config: GatewayConfig, randomness: Randomness, public: PublicPrefixes | None = None
     ) -> None:
-        self._family = family
-        self._parsing = ResponseParsing(family, files.tokenizer.added_ids)
         self._public = public
         self._config = config
         self._root_key = root_key(config.cluster_secret)
-        self._files = files
         self._randomness = randomness
 
     def prepare(
         self,
         generation: GenerationRequest,
-        card: ModelCard,
+        model: ServedModel,
         *,
         tenant: TenantRecord,
         request_id: str,
@@ -105,8 +97,9 @@ class Preparation:
         checked: CheckedPlan | None = None,
     ) -> PreparedRequest:
         """Raises the InvalidRequest that rejects the request."""
-        prompt = tokenize(generation.prompt, self._files, card)
-        default = self._default_max_tokens(generation, tenant)
+        card, text = model.card, model.text
+        prompt = tokenize(generation.prompt, text.files, card)
+        default = self._default_max_tokens(generation, tenant, text.files.defaults)
         max_tokens = max_output_tokens(generation, len(prompt), card, default)
         origin = RequestContext(
             request_id=request_id,
@@ -122,90 +115,91 @@ class Preparation:
             num_prompt_logprobs=generation.num_prompt_logprobs,
             default_seed=seed,
             card=card,
-            files=self._files,
-            grammar=None if checked is None else self._grammar(generation, checked, prompt),
+            files=text.files,
+            grammar=None if checked is None else _grammar(generation, checked, prompt, text),
         )
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
-        echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
+        echo = echo_of(generation.prompt, text.files) if generation.has_echo else None
         stop = StopAutomaton(generation.sampling.stop_strings)
         warnings = () if checked is None else checked.warnings
-        prepared = PreparedRequest(generation, request, prompt, echo, stop, warnings)
+        prepared = PreparedRequest(model, generation, request, prompt, echo, stop, warnings)
         check_logprobs((prepared,))
         return prepared
-
-    def check_min_tokens(
-        self, generation: GenerationRequest, tenant: TenantRecord, card: ModelCard
-    ) -> None:
-        """Rejects what cannot fit by its characters alone. Raises PromptTooLong, ExceedsLimit."""
-        check_min_tokens(
-            generation.prompt,
-            self._files.tokenizer.longest_token_chars,
-            max_context_tokens=card.max_context_tokens,
-            max_input_tokens=tenant.input_tokens_per_min,
-        )
-
-    def encode(self, parts: Sequence[str]) -> list[int]:
-        """Tokenizes the parts of a rendered conversation."""
-        return self._files.tokenizer.encode(parts)
-
-    def assembler(
-        self, prepared: PreparedRequest, choice_index: int = 0
-    ) -> TextAssembler | OutputAssembler:
-        """One that splits calls and reasoning off, where the response can have them."""
-        context = prepared.prompt_token_ids if prepared.generation.continues_text else []
-        tokenizer = self._files.tokenizer
-        detokenizer = Detokenizer(
-            tokenizer.tokenizer, context[-CONTEXT_TOKENS:], complete_texts=tokenizer.complete_texts
-        )
-        min_tokens = prepared.request.sampling.min_tokens
-        generation = prepared.generation
-        if generation.continues_text or not self._parsing.applies(generation.tools):
-            return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
-        prompt, tail = generation.prompt, self._tail(prepared.prompt_token_ids)
-        thinking = thinking_at_end(tail, self._family)
-        parser = self._parsing.parser(
-            generation.tools,
-            choice_index,
-            request_id=prepared.request.request_id,
-            prompt_tail=tail,
-            num_earlier_calls=prompt.num_calls
-            if isinstance(prompt, ChatPrompt | PackedPrompt)
-            else 0,
-            is_constrained=generation.constrains_text,
-            opens_reasoning=not generation.constrains_text
-            or opens_reasoning(thinking, self._family, tokenizer.added_token_id),
-        )
-        return OutputAssembler(
-            detokenizer,
-            parser,
-            self._parsing.markers,
-            prepared.stop,
-            choice_index,
-            min_tokens=min_tokens,
-            shows_reasoning=generation.reasoning.is_shown,
-        )
-
-    def _grammar(
-        self, generation: GenerationRequest, checked: CheckedPlan, prompt: Sequence[int]
-    ) -> GrammarSpec:
-        family = PLAIN if generation.continues_text else self._family
-        thinking = thinking_at_end(self._tail(prompt), family)
-        return spec_of(checked.plan, thinking, family, self._files.tokenizer.added_token_id)
-
-    def _tail(self, prompt: Sequence[int]) -> str:
-        return self._files.tokenizer.decode(prompt[-TAIL_TOKENS:])
 
     def _timeout_s(self, generation: GenerationRequest) -> float:
         longest = self._config.request_timeout_s
         return longest if generation.timeout_s is None else min(generation.timeout_s, longest)
 
-    def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
+    def _default_max_tokens(
+        self, generation: GenerationRequest, tenant: TenantRecord, defaults: GenerationDefaults
+    ) -> int:
         """Capped at the tenant's limit, so that the default alone never rejects a request."""
         default = generation.default_max_tokens
         if default is None:
-            of_model = self._files.defaults.max_new_tokens
+            of_model = defaults.max_new_tokens
             default = self._config.default_max_tokens if of_model is None else of_model
         if tenant.output_tokens_per_min is None:
             return default
         return max(1, min(default, tenant.output_tokens_per_min // generation.num_choices))
+
+
+def check_min_tokens_of(
+    generation: GenerationRequest, tenant: TenantRecord, model: ServedModel
+) -> None:
+    """Rejects what cannot fit by its characters alone. Raises PromptTooLong, ExceedsLimit."""
+    check_min_tokens(
+        generation.prompt,
+        model.text.files.tokenizer.longest_token_chars,
+        max_context_tokens=model.card.max_context_tokens,
+        max_input_tokens=tenant.input_tokens_per_min,
+    )
+
+
+def assembler_of(
+    prepared: PreparedRequest, choice_index: int = 0
+) -> TextAssembler | OutputAssembler:
+    """One that splits calls and reasoning off, where the response can have them."""
+    context = prepared.prompt_token_ids if prepared.generation.continues_text else []
+    text = prepared.model.text
+    tokenizer = text.files.tokenizer
+    detokenizer = Detokenizer(
+        tokenizer.tokenizer, context[-CONTEXT_TOKENS:], complete_texts=tokenizer.complete_texts
+    )
+    min_tokens = prepared.request.sampling.min_tokens
+    generation = prepared.generation
+    if generation.continues_text or not text.parsing.applies(generation.tools):
+        return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+    prompt, tail = generation.prompt, _tail(prepared.prompt_token_ids, text)
+    thinking = thinking_at_end(tail, text.family)
+    parser = text.parsing.parser(
+        generation.tools,
+        choice_index,
+        request_id=prepared.request.request_id,
+        prompt_tail=tail,
+        num_earlier_calls=prompt.num_calls if isinstance(prompt, ChatPrompt | PackedPrompt) else 0,
+        is_constrained=generation.constrains_text,
+        opens_reasoning=not generation.constrains_text
+        or opens_reasoning(thinking, text.family, tokenizer.added_token_id),
+    )
+    return OutputAssembler(
+        detokenizer,
+        parser,
+        text.parsing.markers,
+        prepared.stop,
+        choice_index,
+        min_tokens=min_tokens,
+        shows_reasoning=generation.reasoning.is_shown,
+    )
+
+
+def _grammar(
+    generation: GenerationRequest, checked: CheckedPlan, prompt: Sequence[int], text: ServedText
+) -> GrammarSpec:
+    family = PLAIN if generation.continues_text else text.family
+    thinking = thinking_at_end(_tail(prompt, text), family)
+    return spec_of(checked.plan, thinking, family, text.files.tokenizer.added_token_id)
+
+
+def _tail(prompt: Sequence[int], text: ServedText) -> str:
+    return text.files.tokenizer.decode(prompt[-TAIL_TOKENS:])

@@ -1,4 +1,4 @@
-"""The public prefixes of this gateway's model, and the block hashes of prompts that start with one.
+"""The public prefixes of the models, and the block hashes of prompts that start with one.
 
 The full blocks of a public prefix have hashes that all tenants share; the first block after them
 mixes the tenant in (`shared/block_hash.py`). Prompts that start otherwise or with only a part of a
@@ -15,7 +15,7 @@ from shared.messages import ModelCard
 from shared.packing import TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
 
-_Key = tuple[str, int]  # revision and block size
+_Key = tuple[str, str, int]  # model, revision and block size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PublicPrefixes:
 
     def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
         """Longest first, then by name."""
-        chains, key = self._chains, (card.revision, card.block_size)
+        chains, key = self._chains, (card.name, card.revision, card.block_size)
         if key not in chains:
             found = []
             for prefix in sorted(self._prefixes, key=lambda each: each.name):

@@ -182,6 +182,7 @@ class RequestOutput:
     ) -> None:
         sampling = prepared.request.sampling
         self.request_id = prepared.request.request_id
+        self._model = prepared.request.model
         self.num_prompt_tokens = len(prepared.prompt_token_ids)
         self.echo = prepared.echo
         self.warnings = prepared.warnings
@@ -294,9 +295,9 @@ class RequestOutput:
     def on_end(self, end: StreamEnd) -> None:
         self.end = end
         if end.error is None:
-            self._metrics.count_request(self._texts[0].finish_reason or "stop")
+            self._metrics.count_request(self._texts[0].finish_reason or "stop", self._model)
         else:
-            self._metrics.count_request(end.error.code)
+            self._metrics.count_request(end.error.code, self._model)
         self._metrics.count_tokens(
             prompt=self.num_prompt_tokens,
             cached=self.num_cached_tokens or 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from services.gateway.models.served_text import ServedModel
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.tenancy.request_cost import LimitLease
 from shared.tenancy.tenant import TenantRecord, UsageKind
@@ -37,8 +38,11 @@ class Reservation:
         on_end: Callable[[Reservation], None],
         on_close: Callable[[LimitLease, Sequence[RequestOutput]], None],
     ) -> None:
-        """`lease`: replaced when the tokens are charged."""
+        """`lease`: replaced when the tokens are charged. `model`: once it is chosen, the same for
+        all prompts of the response.
+        """
         self.request_id = request_id
+        self.model: ServedModel | None = None
         self.lease = lease
         self._on_end = on_end
         self._on_close = on_close

@@ -17,17 +17,24 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.catalog import Catalog
 from services.gateway.grammars.grammar_request import CheckedPlan
-from services.gateway.grammars.request_grammars import RequestGrammars
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.generation_request import (
     GenerationRequest,
     check_constrained,
+    check_dimensions,
     scoped_affinity_key,
 )
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
+from services.gateway.request.preparation import (
+    Preparation,
+    PreparedRequest,
+    assembler_of,
+    check_logprobs,
+    check_min_tokens_of,
+)
 from services.gateway.request.preparation_slots import PreparationSlots
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
@@ -35,11 +42,11 @@ from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.limits import Limits
-from services.gateway.tenancy.permissions import check_model, check_regions
+from services.gateway.tenancy.permissions import check_regions
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
-from services.gateway.text.template_renderer import NO_VARIABLES, Messages, Renderer
+from services.gateway.text.template_renderer import NO_VARIABLES, Messages
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
@@ -59,11 +66,9 @@ class Submission:
         *,
         max_requests: int,
         preparation: Preparation,
-        renderer: Renderer,
-        grammars: RequestGrammars,
         limits: Limits,
         usage: UsageCounter,
-        catalog: Catalog,
+        models: ServedModels,
         driver: StreamDriver,
         metrics: GatewayMetrics,
         clock: Clock,
@@ -73,11 +78,9 @@ class Submission:
     ) -> None:
         self._max_requests = max_requests
         self._preparation = preparation
-        self._renderer = renderer
-        self._grammars = grammars
         self._limits = limits
         self._usage = usage
-        self._catalog = catalog
+        self._models = models
         self._driver = driver
         self._metrics = metrics
         self._clock = clock
@@ -101,7 +104,10 @@ class Submission:
         return reservation
 
     async def submit(
-        self, reservation: Reservation, generations: Sequence[GenerationRequest]
+        self,
+        reservation: Reservation,
+        generations: Sequence[GenerationRequest],
+        model: ServedModel,
     ) -> OutputMerger:
         """Admits all requests or none: no worker receives part of a list with a bad prompt.
 
@@ -114,7 +120,7 @@ class Submission:
                 await asyncio.sleep(0)
             request_id = reservation.request_id
             own_id = f"{request_id}-{index}" if index else request_id
-            prepared.append(await self.prepare(reservation.tenant, own_id, generation))
+            prepared.append(await self.prepare(reservation.tenant, own_id, generation, model))
         check_logprobs(prepared)
         await self.charge(reservation, prepared)
         outputs: list[RequestOutput] = []
@@ -135,23 +141,41 @@ class Submission:
             on_close=reservation.close,
         )
 
+    async def choose(self, reservation: Reservation, name: str) -> ServedModel:
+        """The model of all prompts of the response. Raises UnknownModel, ModelNotAllowed,
+        NoRegionAllowed, and NoCapacity if it cannot be served now.
+        """
+        if reservation.model is None:
+            self._check_admission()
+            self._models.check(reservation.tenant, name)
+            check_regions(reservation.tenant)
+            self._num_preparing += 1  # it may wait for files that are read
+            try:
+                reservation.model = await self._models.choose(name)
+            finally:
+                self._num_preparing -= 1
+        return reservation.model
+
     async def prepare(
-        self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
+        self,
+        tenant: TenantRecord,
+        request_id: str,
+        generation: GenerationRequest,
+        model: ServedModel,
     ) -> PreparedRequest:
         """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
         self._check_admission()
-        if generation.model == self._catalog.name:
-            check_model(tenant, generation.model)
-        check_regions(tenant)
-        card = self._catalog.card(generation.model)
-        self._preparation.check_min_tokens(generation, tenant, card)
+        check_dimensions(generation, model.text.files.limits.hidden_size)
+        check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
         async with self._preparing(tenant.tenant_id):
-            generation, checked = await self._rendered_and_checked(generation, tenant.tenant_id)
+            generation, checked = await self._rendered_and_checked(
+                generation, tenant.tenant_id, model.text
+            )
             prepare = partial(
                 self._preparation.prepare,
                 generation,
-                card,
+                model,
                 tenant=tenant,
                 request_id=request_id,
                 max_payload_bytes=self._max_payload_bytes(),
@@ -161,15 +185,17 @@ class Submission:
                 return await asyncio.to_thread(prepare)
             return prepare()
 
-    async def prepare_body(self, tenant: TenantRecord, kind: str, body: bytes) -> PreparedBody:
+    async def prepare_body(
+        self, tenant: TenantRecord, model: ServedModel, kind: str, body: bytes
+    ) -> PreparedBody:
         """Decodes, renders and tokenizes a large body in a preparation process."""
         self._check_admission()
-        card = self._catalog.card(self._catalog.name)
+        card = model.card
         job = BodyJob(
             kind, body, card.max_context_tokens, tenant.input_tokens_per_min, card.vocab_size
         )
         async with self._preparing(tenant.tenant_id):
-            return await self._renderer.prepare_body(job, tenant_id=tenant.tenant_id)
+            return await model.text.renderer.prepare_body(job, tenant_id=tenant.tenant_id)
 
     async def charge(self, reservation: Reservation, prepared: Sequence[PreparedRequest]) -> None:
         """Charges the tokens of all prompts of one response. Raises the error that rejects it."""
@@ -193,8 +219,7 @@ class Submission:
         """Sends the request to a scheduler. Raises the HearthError that rejects the request."""
         self._check_admission()
         assemblers = [
-            self._preparation.assembler(prepared, each.choice_index)
-            for each in prepared.request.choices
+            assembler_of(prepared, each.choice_index) for each in prepared.request.choices
         ]
         output = RequestOutput(
             prepared, assemblers, self._metrics, self._clock, on_end=reservation.ended
@@ -220,6 +245,7 @@ class Submission:
 
     async def tokenize(
         self,
+        text: ServedText,
         tenant_id: str,
         messages: Messages,
         tools: Messages,
@@ -229,14 +255,14 @@ class Submission:
     ) -> list[int]:
         """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
         async with self._preparing(tenant_id):
-            parts = await self._renderer.render(
+            parts = await text.renderer.render(
                 messages,
                 tools,
                 tenant_id=tenant_id,
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
             )
-            return await asyncio.to_thread(self._preparation.encode, parts)
+            return await asyncio.to_thread(text.files.tokenizer.encode, parts)
 
     def count_usage(self) -> None:
         """Counts what running responses have delivered since the last count."""
@@ -249,21 +275,22 @@ class Submission:
         self._count_usage(reservation)
 
     def _count_usage(self, reservation: Reservation) -> None:
-        tenant_id = reservation.tenant.tenant_id
-        self._usage.count(tenant_id, self._catalog.name, reservation.take_usage())
+        if reservation.model is not None:  # else nothing was generated
+            tenant_id, model = reservation.tenant.tenant_id, reservation.model.card.name
+            self._usage.count(tenant_id, model, reservation.take_usage())
 
     def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
         """Settles limits after the last byte of a response has left."""
         self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
 
     async def _rendered_and_checked(
-        self, generation: GenerationRequest, tenant_id: str
+        self, generation: GenerationRequest, tenant_id: str, text: ServedText
     ) -> tuple[GenerationRequest, CheckedPlan | None]:
         """Checks the grammar while the conversation is rendered."""
         if generation.output is None and generation.tools is None:
-            return await self._rendered(generation, tenant_id), None
+            return await self._rendered(generation, tenant_id, text), None
         check = asyncio.create_task(
-            self._grammars.checked_plan(
+            text.grammars.checked_plan(
                 generation.output,
                 generation.tools,
                 tenant_id,
@@ -271,16 +298,18 @@ class Submission:
             )
         )
         try:
-            return await self._rendered(generation, tenant_id), await check
+            return await self._rendered(generation, tenant_id, text), await check
         finally:
             check.cancel()
             await asyncio.gather(check, return_exceptions=True)  # its error was raised, or another
 
-    async def _rendered(self, generation: GenerationRequest, tenant_id: str) -> GenerationRequest:
+    async def _rendered(
+        self, generation: GenerationRequest, tenant_id: str, text: ServedText
+    ) -> GenerationRequest:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        parts = await self._renderer.render(
+        parts = await text.renderer.render(
             prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
         )
         self._check_draining()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,26 +74,31 @@ class _TenantAliases:
 
 
 class ModelAliases:
-    """`native_name`: the model that this gateway serves. Permission to use a model is not checked
-    here: the caller checks the name that `resolve` returns.
+    """`is_native(tenant, name)`: whether a tenant sees a model of this name. Permission to use a
+    model is not checked here: the caller checks the name that `resolve` returns.
     """
 
     def __init__(
-        self, store: Store, clock: Clock, *, native_name: str, max_tenants: int = MAX_TENANTS
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        is_native: Callable[[str, str], bool],
+        max_tenants: int = MAX_TENANTS,
     ) -> None:
         self._store = store
         self._clock = clock
-        self._native_name = native_name
+        self._is_native = is_native
         self._max_tenants = max_tenants
         self._known: OrderedDict[str, _TenantAliases] = OrderedDict()
         self._shared = _EMPTY
         self._lookups: dict[str, asyncio.Task[_TenantAliases]] = {}
 
     async def resolve(self, tenant_id: str, name: str) -> str | None:
-        """Returns the native name itself without a look-up, the model of an alias that the tenant
+        """Returns a native name itself without a look-up, the model of an alias that the tenant
         sees, and None for another name. Raises DependencyUnavailable if it cannot be checked.
         """
-        if name == self._native_name:
+        if self._is_native(tenant_id, name):
             return name
         if not is_model_id(name):
             return None
@@ -113,8 +118,11 @@ class ModelAliases:
         """
         aliases = await self._aliases(tenant_id, None)
         models = {**aliases.shared.models, **aliases.own.models}
-        models.pop(self._native_name, None)
-        return {alias: model for alias, model in sorted(models.items()) if model is not None}
+        return {
+            alias: model
+            for alias, model in sorted(models.items())
+            if model is not None and not self._is_native(tenant_id, alias)
+        }
 
     async def names_of(self, tenant_id: str, model: str) -> list[str]:
         """The model's own name, then its aliases that the tenant sees. Raises as `of_tenant`."""

@@ -68,7 +68,7 @@ class ModelFiles:
     """
 
     def __init__(self, model_dir: Path) -> None:
-        self.name = model_dir.name
+        self.model_dir = model_dir
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         source = _template_source(model_dir, config)
         self.tokenizer = PromptTokenizer(_tokenizer_file(model_dir), source or "")

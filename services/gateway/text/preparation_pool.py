@@ -1,4 +1,5 @@
-"""Processes that render, decode, tokenize and check grammars for all tenants, in fair turns.
+"""Processes that render, decode, tokenize and check grammars for all models, in fair turns of the
+tenants.
 
     waiting ──a process is free──▶ running ──reply, or its process ended──▶ settled
        └──`max_wait_s`: Overloaded
@@ -23,15 +24,18 @@ import structlog
 import services
 from services.gateway.text.fair_turns import FairTurns
 from services.gateway.text.process_jobs import (
+    MAX_SETUPS,
     SIZE,
     Finished,
     Job,
     ProcessSetup,
     Reply,
+    SelectModel,
     frame,
     limit_s,
     over_limit,
 )
+from services.gateway.text.recently_used import RecentlyUsed
 from shared.background import Background
 from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.lifecycle.child_process import lower_priority, send_signal
@@ -58,22 +62,71 @@ def default_num_processes() -> int:
 @dataclass(eq=False, slots=True)
 class _Waiting:
     tenant_id: str
+    setup: ProcessSetup
     job: Job
     reply: asyncio.Future[Reply]
+
+
+class _PoolProcess:
+    """A process, and the models whose setups it has."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._setups: RecentlyUsed[str, str] = RecentlyUsed(MAX_SETUPS)
+        self._selected: str | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.returncode is None
+
+    def has_loaded(self, setup: ProcessSetup) -> bool:
+        return setup.key in self._setups
+
+    def send_setup(self, setup: ProcessSetup) -> None:
+        """Jobs that are sent from now on are of this model."""
+        if self._selected == setup.key:
+            return
+        self._selected = setup.key
+        if self._setups.get(setup.key) is not None:
+            self.send(frame(SelectModel(setup.key)))
+        else:
+            self._setups.put(setup.key, setup.key)
+            self.send(frame(setup))
+
+    def send(self, frames: bytes) -> None:
+        """Does not drain: the other process may not read until its reply is read."""
+        assert self.process.stdin is not None, "its input is a pipe"
+        self.process.stdin.write(frames)
+
+    async def finished(self) -> Finished:
+        assert self.process.stdout is not None, "its output is a pipe"
+        (size,) = SIZE.unpack(await self.process.stdout.readexactly(SIZE.size))
+        return _decoder.decode(await self.process.stdout.readexactly(size))
+
+    def kill(self) -> None:
+        send_signal(self.process, signal.SIGKILL)
+
+    async def killed(self) -> None:
+        self.kill()
+        await self.process.wait()
 
 
 @dataclass(eq=False, slots=True)
 class _Seat:
     """One place in the pool. `process`: None until its first job, and after a process ended."""
 
-    process: Process | None = None
+    process: _PoolProcess | None = None
     running: _Waiting | None = None
 
 
 class PreparationPool:
     def __init__(
         self,
-        setup: ProcessSetup,
+        setup: ProcessSetup | None,
         *,
         num_processes: int | None = None,
         module: str = TEMPLATE_PROCESS,
@@ -83,9 +136,11 @@ class PreparationPool:
         niceness: int = 0,
         grows: bool = False,
     ) -> None:
-        """`num_processes`: without the spare. `module`: what each process runs. `niceness`: of
-        each process, beyond this one's. `grows`: whether it has no more processes than were busy
-        at once: one of a large vocabulary takes 0.5 s of CPU to start, and 100 MB.
+        """`setup`: of the model that a process loads as it starts, until another has had jobs;
+        None: there is none yet. `num_processes`: without the spare. `module`: what each process
+        runs. `niceness`: of each process, beyond this one's. `grows`: whether it has no more
+        processes than were busy at once: one of a large vocabulary takes 0.5 s of CPU to start, and
+        100 MB.
         """
         count = default_num_processes() if num_processes is None else num_processes
         self.max_wait_s = max_wait_s
@@ -93,12 +148,12 @@ class PreparationPool:
         self._spare_delay_s = spare_delay_s
         self._niceness = niceness
         self._grows = grows
-        self._setup = frame(setup)
+        self._setup = setup  # of the last job
         self._module = module
         self._seats = [_Seat() for _ in range(count)]
         self._turns: FairTurns[_Waiting] = FairTurns(max_running=max(1, count // 2))
-        self._spares: list[Process] = []
-        self._dying: list[Process] = []  # killed, and not yet seen to have ended
+        self._spares: list[_PoolProcess] = []
+        self._dying: list[_PoolProcess] = []  # killed, and not yet seen to have ended
         self._background = Background()
         self._is_filling = self._is_closed = False
 
@@ -109,15 +164,17 @@ class PreparationPool:
 
     async def start(self) -> None:
         """Optional first call: starts one process, so that the first job does not wait for it."""
-        await self._started(self._seats[0])
+        await self._started(self._seats[0], self._setup)
         self._start_spares()
 
-    async def run(self, tenant_id: str, job: Job) -> Reply:
-        """Raises Overloaded if the job does not start within `max_wait_s`; NoCapacity."""
+    async def run(self, tenant_id: str, setup: ProcessSetup, job: Job) -> Reply:
+        """`setup`: of the job's model. Raises Overloaded if the job does not start within
+        `max_wait_s`; NoCapacity.
+        """
         if self._is_closed:
             raise _stopped()
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(tenant_id, job, loop.create_future())
+        waiting = _Waiting(tenant_id, setup, job, loop.create_future())
         self._turns.add(tenant_id, waiting)
         self._start_jobs()
         patience = loop.call_later(self.max_wait_s, self._give_up, waiting)
@@ -140,31 +197,35 @@ class PreparationPool:
         for seat in self._seats:
             await self._end(seat)
         for process in (*self._spares, *self._dying):
-            await _killed(process)
+            await process.killed()
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
     def _start_jobs(self) -> None:
-        while (seat := self._free_seat()) is not None:
+        while any(each.running is None for each in self._seats):
             turn = self._turns.next()
             if turn is None:
                 return
-            _, seat.running = turn
-            self._background.start(self._run(seat, seat.running))
+            _, waiting = turn
+            seat = self._free_seat(waiting.setup)
+            seat.running = waiting
+            self._background.start(self._run(seat, waiting))
 
-    def _free_seat(self) -> _Seat | None:
-        """A seat whose process runs already, if one is free."""
+    def _free_seat(self, setup: ProcessSetup) -> _Seat:
+        """A seat whose process has this model, else one whose process runs, else any free one."""
         free = [each for each in self._seats if each.running is None]
-        return min(free, key=lambda each: not _is_alive(each.process), default=None)
+        return min(free, key=lambda each: _order(each.process, setup))
 
     async def _run(self, seat: _Seat, waiting: _Waiting) -> None:
         cpu_s, has_lost = limit_s(waiting.job), True
         try:
             async with asyncio.timeout(limit_s(waiting.job) + self.hang_s):
-                process = await self._started(seat)
-                _send(process, frame(waiting.job))
+                self._setup = waiting.setup
+                process = await self._started(seat, waiting.setup)
+                process.send_setup(waiting.setup)
+                process.send(frame(waiting.job))
                 self._start_spares()
-                finished = await _finished(process)
+                finished = await process.finished()
             cpu_s, has_lost = finished.cpu_s, False
             _settle(waiting, finished.reply)
         except (ConnectionError, EOFError):
@@ -185,7 +246,7 @@ class PreparationPool:
         for seat in self._seats:
             if seat.running is waiting and seat.process is not None:
                 process, seat.process = seat.process, None  # the next job takes another
-                send_signal(process, signal.SIGKILL)
+                process.kill()
                 self._dying = [*filter(_is_alive, self._dying), process]
 
     def _give_up(self, waiting: _Waiting) -> None:
@@ -195,14 +256,14 @@ class PreparationPool:
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────
 
-    async def _started(self, seat: _Seat) -> Process:
+    async def _started(self, seat: _Seat, setup: ProcessSetup | None) -> _PoolProcess:
         while not _is_alive(seat.process) and self._spares:
             seat.process = self._spares.pop()
-        if seat.process is None or not _is_alive(seat.process):
-            seat.process = await self._spawn()
+        if seat.process is None or not seat.process.is_alive:
+            seat.process = await self._spawn(setup)
         return seat.process
 
-    async def _spawn(self) -> Process:
+    async def _spawn(self, setup: ProcessSetup | None) -> _PoolProcess:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module),
             stdin=asyncio.subprocess.PIPE,
@@ -211,8 +272,10 @@ class PreparationPool:
         )
         if self._niceness:
             lower_priority(process.pid, self._niceness)  # also while it starts
-        _send(process, self._setup)
-        return process
+        spawned = _PoolProcess(process)
+        if setup is not None:
+            spawned.send_setup(setup)
+        return spawned
 
     def _start_spares(self) -> None:
         """Starts the missing processes in the background: at first after a while, then at once."""
@@ -225,7 +288,7 @@ class PreparationPool:
         try:
             await asyncio.sleep(delay_s)
             while self._num_alive() <= self._num_wanted():
-                self._spares.append(await self._spawn())
+                self._spares.append(await self._spawn(self._setup))
         except OSError as error:
             log.warning("preparation_process_not_started", error=str(error))
         finally:
@@ -246,18 +309,20 @@ class PreparationPool:
     async def _end(self, seat: _Seat) -> Process | None:
         """Kills the seat's process. Returns it; its exit status is then known."""
         process, seat.process = seat.process, None
-        if process is not None:
-            await _killed(process)
-        return process
+        if process is None:
+            return None
+        await process.killed()
+        return process.process
 
 
-def _is_alive(process: Process | None) -> bool:
-    return process is not None and process.returncode is None
+def _is_alive(process: _PoolProcess | None) -> bool:
+    return process is not None and process.is_alive
 
 
-async def _killed(process: Process) -> None:
-    send_signal(process, signal.SIGKILL)
-    await process.wait()
+def _order(process: _PoolProcess | None, setup: ProcessSetup) -> int:
+    if process is None or not process.is_alive:
+        return 2
+    return 0 if process.has_loaded(setup) else 1
 
 
 def _stopped() -> NoCapacity:
@@ -280,15 +345,3 @@ def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
 def _fail(waiting: _Waiting, error: HearthError) -> None:
     if not waiting.reply.done():
         waiting.reply.set_exception(error)
-
-
-def _send(process: Process, frames: bytes) -> None:
-    """Does not drain: the other process may not read until its reply is read."""
-    assert process.stdin is not None, "its input is a pipe"
-    process.stdin.write(frames)
-
-
-async def _finished(process: Process) -> Finished:
-    assert process.stdout is not None, "its output is a pipe"
-    (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
-    return _decoder.decode(await process.stdout.readexactly(size))

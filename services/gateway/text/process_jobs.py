@@ -1,7 +1,11 @@
 """Messages between the gateway and a preparation process: frames of msgpack with their size.
 
-ProcessSetup ────────────▶            once
+ProcessSetup ────────────▶            jobs are of this model from now on
+SelectModel ─────────────▶            or again of this one, whose setup it has
 Job ─────────────────────▶            ◀──── Finished
+
+Both sides retain the setups of the MAX_SETUPS models that were used last, in the same order, so the
+gateway knows which ones a process has.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from shared.errors import GrammarTooComplex
 LIMIT_S = 2.0  # CPU time of a template, so that a busy or frozen machine does not matter
 CHECK_LIMIT_S = 1.0  # of a grammar
 LIMIT_S_PER_MIB = 1.0  # added for a body, whose decoding and tokenizing are linear in its size
+MAX_SETUPS = 32  # of a process; those of tokenizers and vocabularies are fewer
 SIZE = struct.Struct("!I")
 MIB = 1 << 20
 RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"
@@ -25,10 +30,11 @@ BODY_TIMEOUT = "the body took too much CPU time to decode, render and tokenize"
 CHECK_TIMEOUT = "the grammar takes too much time or memory"
 
 
-class ProcessSetup(msgspec.Struct, frozen=True, array_like=True):
-    """`template`: None for a model without one. `model_dir`: where the tokenizer is.
+class ProcessSetup(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A model. `template`: None for a model without one. `model_dir`: where the tokenizer is.
     For grammars: `eos_token_ids`, the model's; `family`: an encoded `Family`, empty for none;
-    `added_ids`: of the tokenizer's added tokens, by text.
+    `added_ids`: of the tokenizer's added tokens, by text. `key`: differs between models, and
+    between two loads of one model's files.
     """
 
     template: TemplateSource | None
@@ -36,6 +42,11 @@ class ProcessSetup(msgspec.Struct, frozen=True, array_like=True):
     eos_token_ids: tuple[int, ...] = ()
     family: bytes = b""
     added_ids: Mapping[str, int] = msgspec.field(default_factory=dict)
+    key: str = ""
+
+
+class SelectModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    key: str
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -108,8 +119,14 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     code: str = "invalid_request"
 
 
+class Unavailable(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process cannot read the model's files."""
+
+    reason: str
+
+
 Job = RenderJob | BodyJob | CheckJob
-Reply = Rendered | PreparedBody | Checked | Rejected
+Reply = Rendered | PreparedBody | Checked | Rejected | Unavailable
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +161,6 @@ def over_limit(job: Job) -> Rejected:
             return Rejected(RENDER_TIMEOUT)
 
 
-def frame(message: ProcessSetup | Job | Finished) -> bytes:
+def frame(message: ProcessSetup | SelectModel | Job | Finished) -> bytes:
     data = _encode(message)
     return SIZE.pack(len(data)) + data

@@ -17,6 +17,7 @@ import msgspec
 
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.process_jobs import (
+    MAX_SETUPS,
     SIZE,
     BodyJob,
     CheckJob,
@@ -27,43 +28,92 @@ from services.gateway.text.process_jobs import (
     Rendered,
     RenderJob,
     Reply,
+    SelectModel,
+    Unavailable,
     frame,
     limit_s,
 )
-from shared.errors import HearthError
+from services.gateway.text.recently_used import RecentlyUsed
+from shared.errors import ConfigError, HearthError
 
 MAX_MEMORY_BYTES = 1 << 30
+MAX_TOKENIZERS = 4  # of models whose large bodies came last; 100 MB and more for a large vocabulary
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 
 BodyHandler = Callable[[BodyJob], Reply]
-# Called with the setup and the template when the first body arrives.
+# Called with the setup and the template when the first body of a model arrives.
 MakeBodyHandler = Callable[[ProcessSetup, ChatTemplate | None], BodyHandler]
+Message = ProcessSetup | SelectModel | Job
 
-_decoder: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class _Model:
+    def __init__(self, setup: ProcessSetup) -> None:
+        self.setup = setup
+        self.template = None if setup.template is None else setup.template.compiled()
+
+
+class _Models:
+    """The models of this process: their templates, and the tokenizers of a few."""
+
+    def __init__(self, make_body_handler: MakeBodyHandler | None) -> None:
+        self._make = make_body_handler
+        self._models: RecentlyUsed[str, _Model] = RecentlyUsed(MAX_SETUPS)
+        self._handlers: RecentlyUsed[str, BodyHandler] = RecentlyUsed(MAX_TOKENIZERS)
+        self._selected: _Model | None = None
+
+    def add(self, setup: ProcessSetup) -> None:
+        self._selected = _Model(setup)
+        self._models.put(setup.key, self._selected)
+
+    def select(self, key: str) -> None:
+        self._selected = self._models.get(key)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        return None if self._selected is None else self._selected.template
+
+    def body_handler(self) -> BodyHandler | None:
+        """Of the selected model. Raises ConfigError for files that cannot be read any more."""
+        if self._make is None or self._selected is None:
+            return None
+        setup = self._selected.setup
+        handler = self._handlers.get(setup.key)
+        if handler is None:
+            handler = self._make(setup, self._selected.template)
+            self._handlers.put(setup.key, handler)
+        return handler
 
 
 def main(make_body_handler: MakeBodyHandler | None = None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
-    data = read_frame()
-    if data is None:
-        return
-    setup = msgspec.msgpack.decode(data, type=ProcessSetup)
-    template = None if setup.template is None else setup.template.compiled()
-    handle_body: BodyHandler | None = None
+    models = _Models(make_body_handler)
     while (data := read_frame()) is not None:
-        job = decoded(data)
-        if isinstance(job, BodyJob) and handle_body is None and make_body_handler is not None:
-            handle_body = make_body_handler(setup, template)
-        signal.setitimer(signal.ITIMER_PROF, limit_s(job))
-        reply = encoded_reply(template, job, handle_body)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        write_frame(reply)
+        match decoded(data):
+            case ProcessSetup() as setup:
+                models.add(setup)
+            case SelectModel(key):
+                models.select(key)
+            case job:
+                write_frame(_answered(models, job))
 
 
-def decoded(data: bytes) -> Job | Rejected:
-    """Returns the job, or its rejection if this process cannot decode it."""
+def _answered(models: _Models, job: Job | Rejected) -> bytes:
+    try:
+        handle_body = models.body_handler() if isinstance(job, BodyJob) else None
+    except ConfigError as error:
+        return frame(Finished(Unavailable(error.message), 0.0))
+    signal.setitimer(signal.ITIMER_PROF, limit_s(job))
+    reply = encoded_reply(models.template, job, handle_body)
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return reply
+
+
+def decoded(data: bytes) -> Message | Rejected:
+    """Returns the message, or the rejection of a job that this process cannot decode."""
     try:
         return _decoder.decode(data)
     except Exception as error:  # of a client's data, such as RecursionError

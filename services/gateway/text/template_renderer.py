@@ -10,22 +10,24 @@ from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import (
     BodyJob,
     PreparedBody,
+    ProcessSetup,
     Rejected,
     Rendered,
     RenderJob,
+    Unavailable,
 )
-from shared.errors import HearthError, InvalidRequest
+from shared.errors import HearthError, InvalidRequest, NoCapacity
 
 Messages = Sequence[Mapping[str, Any]]
 NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Renderer:
-    """`has_template`: whether the model has a chat template."""
+    """Of one model, `setup`, in a pool that all models share."""
 
-    def __init__(self, pool: PreparationPool, *, has_template: bool) -> None:
+    def __init__(self, pool: PreparationPool, setup: ProcessSetup) -> None:
         self._pool = pool
-        self._has_template = has_template
+        self._setup = setup
 
     async def render(
         self,
@@ -39,10 +41,10 @@ class Renderer:
         """As ChatTemplate.render. Raises InvalidRequest, also for too much time or memory;
         Overloaded if the tenant's turn does not come; NoCapacity.
         """
-        if not self._has_template:
+        if self._setup.template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         job = RenderJob(messages, tools, add_generation_prompt, variables)
-        reply = await self._pool.run(tenant_id, job)
+        reply = await self._pool.run(tenant_id, self._setup, job)
         if isinstance(reply, Rejected):
             raise _error_of(reply)
         assert isinstance(reply, Rendered), "the reply to a RenderJob"
@@ -50,11 +52,13 @@ class Renderer:
 
     async def prepare_body(self, job: BodyJob, *, tenant_id: str) -> PreparedBody:
         """Raises the error that rejects the body, as `render`, and PayloadTooLarge or another
-        subclass of InvalidRequest.
+        subclass of InvalidRequest; NoCapacity also for files that cannot be read any more.
         """
-        reply = await self._pool.run(tenant_id, job)
+        reply = await self._pool.run(tenant_id, self._setup, job)
         if isinstance(reply, Rejected):
             raise _error_of(reply)
+        if isinstance(reply, Unavailable):
+            raise NoCapacity(reply.reason, retry_after_s=1.0)
         assert isinstance(reply, PreparedBody), "the reply to a BodyJob"
         return reply
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import msgspec
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.named_model import named_model
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.submission import Submission
-from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.permissions import check_model
-from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization.bodies import (
     DETOKENIZE_FIELDS,
     TOKENIZE_FIELDS,
@@ -24,21 +24,11 @@ from services.gateway.tokenization.bodies import (
 )
 from services.gateway.tokenization.conversion import detokenize, tokenize
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
-from shared.errors import InvalidRequest, PayloadTooLarge
-from shared.messages import ModelCard
+from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
 MAX_BODY_BYTES = 1 << 20
 MAX_INLINE_BYTES = 8 << 10  # some 2 ms of decoding, converting and encoding on the event loop
-
-
-class _Model(msgspec.Struct, frozen=True):
-    """Reads the model of a body, and skips the rest in some 0.5 ms for a MiB."""
-
-    model: str | None = None
-
-
-_model_decoder = msgspec.json.Decoder(_Model)
 
 
 class Tokenization:
@@ -47,28 +37,21 @@ class Tokenization:
     DependencyUnavailable for a model's name that cannot be checked.
     """
 
-    def __init__(
-        self,
-        submission: Submission,
-        catalog: Catalog,
-        tokenizer: PromptTokenizer,
-        aliases: ModelAliases,
-    ) -> None:
+    def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
         self._submission = submission
-        self._catalog = catalog
-        self._tokenizer = tokenizer
-        self._aliases = aliases
+        self._models = models
+        self._names = names
 
     async def tokenize(self, tenant: TenantRecord, data: bytes) -> bytes:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, TOKENIZE, data)
         body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
-        card = await self._card(tenant, body.model)
+        model = await self._model(tenant, body.model)
         response = tokenize(
             body,
-            self._tokenizer,
-            max_model_len=card.max_context_tokens,
-            chat_token_ids=await self._chat_tokens(tenant, body),
+            model.text.files.tokenizer,
+            max_model_len=model.card.max_context_tokens,
+            chat_token_ids=await self._chat_tokens(tenant, model.text, body),
         )
         return msgspec.json.encode(response)
 
@@ -76,16 +59,20 @@ class Tokenization:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, DETOKENIZE, data)
         body = DETOKENIZE_FIELDS.decode(data)
-        card = await self._card(tenant, body.model)
-        response = detokenize(body, self._tokenizer, vocab_size=card.vocab_size)
+        model = await self._model(tenant, body.model)
+        tokenizer = model.text.files.tokenizer
+        response = detokenize(body, tokenizer, vocab_size=model.card.vocab_size)
         return msgspec.json.encode(response)
 
-    async def _chat_tokens(self, tenant: TenantRecord, body: TokenizeRequest) -> list[int] | None:
+    async def _chat_tokens(
+        self, tenant: TenantRecord, text: ServedText, body: TokenizeRequest
+    ) -> list[int] | None:
         if body.messages is None:
             return None
         check_tokenize(body)
         prompt = prompt_of(body)
         return await self._submission.tokenize(
+            text,
             tenant.tenant_id,
             prompt.messages,
             prompt.tools,
@@ -96,25 +83,11 @@ class Tokenization:
     async def _answer_large(self, tenant: TenantRecord, kind: str, data: bytes) -> bytes:
         if len(data) > MAX_BODY_BYTES:
             raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        model = _model_of(data)
-        if model is not None:
-            await self._card(tenant, model.model)
-        prepared = await self._submission.prepare_body(tenant, kind, data)
-        if model is None:  # not reached: the process rejects what cannot be read here
-            raise InvalidRequest("the body is not valid JSON")
-        return prepared.body
+        model = await self._model(tenant, named_model(data, kind))
+        return (await self._submission.prepare_body(tenant, model, kind, data)).body
 
-    async def _card(self, tenant: TenantRecord, model: str | None) -> ModelCard:
-        own = self._catalog.name
-        if model is not None and await self._aliases.resolve(tenant.tenant_id, model) != own:
-            return self._catalog.card(model)  # raises UnknownModel
-        check_model(tenant, own)
-        return self._catalog.card(own)
-
-
-def _model_of(data: bytes) -> _Model | None:
-    """None for a body that is not valid: the process finds the field at fault."""
-    try:
-        return _model_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    async def _model(self, tenant: TenantRecord, name: str | None) -> ServedModel:
+        named = self._models.default_name if name is None else name
+        resolved = await self._names.resolve(tenant.tenant_id, named)
+        self._models.check(tenant, resolved)
+        return await self._models.main(resolved)

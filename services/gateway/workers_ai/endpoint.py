@@ -28,7 +28,7 @@ def run_endpoint(random_bytes: Callable[[int], bytes] | None = None) -> Endpoint
     return Endpoint(
         name=NAME,
         fields=RUN_FIELDS,
-        generations=lambda body, model, _: to_generation_requests(body, model),
+        generations=to_generation_requests,
         is_streamed=lambda body: body.is_streamed,
         encoder=partial(_encoder, text_events),
         without_prompts=without_prompts,

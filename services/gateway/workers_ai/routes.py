@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from litestar import Request, Response
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
-from services.gateway.catalog import Catalog
 from services.gateway.http.response import GenerationResponse
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
 from services.gateway.request.opener import Opener
-from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.permissions import check_model, may_use
 from services.gateway.workers_ai.catalog_search import (
     ModelRow,
     SearchQuery,
@@ -30,11 +29,16 @@ from services.gateway.workers_ai.model_id import parse_model_id
 from services.gateway.workers_ai.model_schema import model_schema
 from services.gateway.workers_ai.paths import model_part
 from shared.clock import Clock
-from shared.errors import InvalidRequest, UnknownModel
+from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
 AFFINITY_HEADER = "x-session-affinity"
 Search = Callable[[list[ModelRow], SearchQuery], Success]
+
+
+def run_model(scope: Mapping[str, Any]) -> str:
+    """The model that the path of a run names. Raises MalformedModelId."""
+    return parse_model_id(model_part(scope["raw_path"]))
 
 
 async def check_account(
@@ -54,16 +58,16 @@ class WorkersAIRoutes:
     def __init__(
         self,
         opener: Opener,
-        catalog: Catalog,
-        aliases: ModelAliases,
+        models: ServedModels,
+        names: ModelNames,
         *,
         clock: Clock,
         keep_alive_s: float,
         random_bytes: Callable[[int], bytes] | None,
     ) -> None:
         self._opener = opener
-        self._catalog = catalog
-        self._aliases = aliases
+        self._models = models
+        self._names = names
         self._clock = clock
         self._keep_alive_s = keep_alive_s
         self._endpoint = run_endpoint(random_bytes)
@@ -72,7 +76,7 @@ class WorkersAIRoutes:
         """Runs the model that the path names; with `stream`, server-sent events. The body is JSON,
         whatever its content type says: Cloudflare's examples send none.
         """
-        model = parse_model_id(model_part(request.scope["raw_path"]))
+        model = run_model(request.scope)
         data = await request.body()
         if not data:
             raise MissingBody("the request has no body: send a JSON object")
@@ -87,7 +91,7 @@ class WorkersAIRoutes:
         return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[Success]:
-        """Finds models by name, task and author: the gateway's, by its name and its aliases."""
+        """Finds models by name, task and author, by their names and their aliases."""
         return await self._searched(request, search_models)
 
     async def tasks(self, request: Request[Any, Any, Any]) -> Response[Success]:
@@ -113,25 +117,17 @@ class WorkersAIRoutes:
         """Raises UnknownModel, ModelNotAllowed, or DependencyUnavailable if an alias cannot be
         checked.
         """
-        model = await self._aliases.resolve(tenant.tenant_id, name)
-        if model != self._catalog.name:
-            raise UnknownModel(f"the model {name!r} does not exist", param="model")
-        check_model(tenant, model)
+        self._models.check(tenant, await self._names.resolve(tenant.tenant_id, name))
 
     async def _searched(self, request: Request[Any, Any, Any], search: Search) -> Response[Success]:
         query = search_query(request.query_params)
         return self._response(request, search(await self._rows(request.state.tenant), query))
 
     async def _rows(self, tenant: TenantRecord) -> list[ModelRow]:
-        """The gateway's model by all its names; none if the tenant may not use it, or no worker
-        served it lately.
-        """
-        rows = []
-        for card in self._catalog.cards():
-            if may_use(tenant, card.name):
-                names = await self._aliases.names_of(tenant.tenant_id, card.name)
-                rows += model_rows(card, names)
-        return rows
+        """The models that the tenant may use and that can be served, by all their names."""
+        return [
+            row async for card, names in self._names.all(tenant) for row in model_rows(card, names)
+        ]
 
     def _response(self, request: Request[Any, Any, Any], body: Success) -> Response[Success]:
         return Response(body, headers={"x-request-id": request.state.request_id})

@@ -27,6 +27,13 @@ _PARTS = {
 _EXPERTS = {f"mlp.experts.0.{part}": f"mlp.experts.0.{part}" for part in ("gate_proj", "down_proj")}
 
 
+def import_kernels() -> None:
+    """Imports numba and the kernels, for workers that are forked from this process. Neither
+    compiles nor loads machine code, and starts no thread.
+    """
+    cpu_host()
+
+
 def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: bool) -> CompilePlan:
     """The properties that a model's machine code depends on."""
     widths = (

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.models.served_text import ServedText, TextLoader, process_setup
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.tools.families import PLAIN
+from services.gateway.tools.family import Family
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = 2
@@ -23,7 +31,9 @@ CHAT_TEMPLATE = """
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?"] * 4
 
 
-def write_model_dir(path: Path) -> Path:
+def write_model_dir(
+    path: Path, *, corpus: Sequence[str] = CORPUS, chat_template: str = CHAT_TEMPLATE
+) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,9 +44,9 @@ def write_model_dir(path: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.save(str(path / "tokenizer.json"))
-    _write(path / "tokenizer_config.json", chat_template=CHAT_TEMPLATE, eos_token="<|im_end|>")
+    _write(path / "tokenizer_config.json", chat_template=chat_template, eos_token="<|im_end|>")
     _write(path / "generation_config.json", eos_token_id=[EOS_TOKEN_ID, 0], temperature=0.7)
     _write(path / "config.json", max_position_embeddings=512, hidden_size=4)
     return path
@@ -44,3 +54,10 @@ def write_model_dir(path: Path) -> Path:
 
 def _write(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(fields))
+
+
+def served_text(files: ModelFiles, family: Family = PLAIN) -> ServedText:
+    """Of a model whose processes never start."""
+    setup = process_setup(files, family, "template")
+    pool = PreparationPool(setup)
+    return TextLoader(pool, GrammarChecks(pool), tool_format="template").text(files, family, setup)

@@ -120,6 +120,7 @@ class Run:
 class PeerDecode:
     bus: Bus
     answer: list[int]
+    card: ModelCard = field(default_factory=lambda: CARD)
     answers: dict[int, list[int]] = field(default_factory=dict)  # by choice; default: `answer`
     hold_at: int | None = None  # stops producing at this position until released
     num_free_blocks: int = 100
@@ -150,7 +151,7 @@ class PeerDecode:
             SystemRandomness(),
             roles=("decode",),
             load=self._load,
-            model=CARD,
+            model=self.card,
         )
 
     def forget(self) -> None:
@@ -327,8 +328,13 @@ class PeerScheduler:
         return Queued(scheduler_id=self.bus.process_id, num_ahead=0)
 
     def _candidates(self, message: SubmitRequest) -> list[PeerDecode]:
-        excluded = message.excluded_workers
-        return [worker for worker in self.workers if worker.worker_id not in excluded]
+        excluded, request = message.excluded_workers, message.request
+        return [
+            worker
+            for worker in self.workers
+            if worker.worker_id not in excluded
+            and (worker.card.name, worker.card.revision) == (request.model, request.revision)
+        ]
 
     async def _serve_queue(self) -> None:
         while True:

@@ -47,6 +47,7 @@ def in_standby(*names: str, budget: int = BUDGET) -> HostStates:
         (start,) = states.next_actions(0.0)
         assert isinstance(start, Start) and start.kv_bytes is None
         states.standby(start.key, 0.0)
+        states.put(memory(start.key.name), 0.0, is_known=True)
     assert states.next_actions(0.0) == []
     return states
 
@@ -124,7 +125,7 @@ def test_wake_is_dropped_if_the_other_one_does_not_park_after_all() -> None:
 
 def test_cold_wake_stops_a_standby_model_first() -> None:
     states = in_standby("a", "b", budget=45)
-    states.put(memory("c", is_standby_wanted=True), 1.0)
+    states.put(memory("c", is_standby_wanted=True), 1.0, is_known=True)
     assert states.wake(key("c"), 1.0).ready_in_s == 10.0
     with pytest.raises(NoCapacity):  # d would not fit beside c
         states.put(memory("d"), 1.0)
@@ -153,6 +154,15 @@ def test_wake_that_never_ends_is_given_up_and_tried_again() -> None:
     states.ended(key("a"), "SIGKILL", 31.3)
     assert states.next_actions(31.3) == []  # a pause
     assert states.next_actions(31.6) == [Start(key("a"), "cpu", 20)]
+
+
+def test_wake_of_a_model_that_was_never_started_ends_in_standby_first() -> None:
+    states = host("a")
+    states.wake(key("a"), 0.0)
+    assert states.next_actions(0.0) == [Start(key("a"), "cpu", None)]
+    assert states.next_actions(1.0) == []
+    states.standby(key("a"), 2.0)
+    assert states.next_actions(2.0) == [Wake(key("a"), 20)]
 
 
 def test_first_start_may_take_long() -> None:
@@ -233,6 +243,24 @@ def test_cold_model_wakes_on_the_device_with_room() -> None:
     states.wake(first, 0.0)
     states.wake(last, 0.0)
     assert {each.device for each in states.models() if each.is_wake_wanted} == {"cuda:0", "cuda:1"}
+
+
+def test_cache_that_is_not_elastic_gets_its_size_with_the_wake() -> None:
+    states = HostStates({"cuda:0": BUDGET})
+    for name in ("a", "b"):
+        states.put(memory(name), 0.0, is_known=True)
+        (start,) = states.next_actions(0.0)
+        states.standby(start.key, 0.0)
+    states.wake(key("a"), 1.0)
+    assert states.next_actions(1.0) == [Wake(key("a"), 20 + 60 // 2)]
+    states.hot(key("a"), 1.0)
+    assert states.next_actions(9.0) == []
+    states.wake(key("b"), 9.0)
+    assert states.next_actions(9.0) == [Wake(key("b"), 20 + 10 // 2)]
+    states.hot(key("b"), 9.0)
+    states.put(memory("c"), 9.0)
+    with pytest.raises(NoCapacity):
+        states.wake(key("c"), 9.0)
 
 
 # ── random workers ───────────────────────────────────────────────────────────────────────────────

@@ -76,9 +76,16 @@ class PooledChecks(GrammarChecks):
         bounds: Bounds = MAX_VERDICTS,
         of_tenant: Bounds = MAX_TENANT_VERDICTS,
     ) -> None:
-        setup = setup_of(directory, family)
-        self.pool = PreparationPool(setup, num_processes=2, module=CHECK_PROCESS, max_wait_s=60.0)
+        self.setup = setup_of(directory, family)
+        self.pool = PreparationPool(
+            self.setup, num_processes=2, module=CHECK_PROCESS, max_wait_s=60.0
+        )
         super().__init__(self.pool, bounds=bounds, of_tenant=of_tenant)
+
+    async def check(
+        self, request: bytes, tenant_id: str, setup: ProcessSetup | None = None
+    ) -> Checked | Rejected:
+        return await super().check(request, tenant_id, self.setup if setup is None else setup)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -241,7 +248,7 @@ async def test_no_schema_is_read_in_the_gateway(
     ran = []
     run = checks.pool.run
     monkeypatch.setattr(checks.pool, "run", lambda *args: ran.append(args) or run(*args))
-    grammars = RequestGrammars(checks)
+    grammars = RequestGrammars(checks, checks.setup)
     tools = ToolOptions(tools=(tree_tool(0), tree_tool(1)), choice="required")
     output = OutputConstraint(kind="json_schema", source=json.dumps(TREE))
     for given in ((None, tools), (output, None), (None, tools), (output, None)):
@@ -258,7 +265,7 @@ async def test_no_schema_is_read_in_the_gateway(
 
 async def test_errors_name_the_tool(directory: Path) -> None:
     checks = PooledChecks(directory, FAMILIES["hermes"])
-    grammars = RequestGrammars(checks)
+    grammars = RequestGrammars(checks, checks.setup)
     odd = Tool(name="odd", param="tools[1]", parameters={"type": "text"})
     for offered in ((odd,), (tree_tool(0), odd, tree_tool(2))):
         options = ToolOptions(tools=offered, choice="required")
@@ -275,16 +282,26 @@ async def test_errors_name_the_tool(directory: Path) -> None:
     await checks.close()
 
 
+async def test_verdicts_are_of_a_model(checks: PooledChecks) -> None:
+    """The same processes check the grammars of all models, each with its own vocabulary."""
+    grammar = request("regex", "of two models")
+    assert plan_of(await checks.check(grammar, "t"))
+    other = msgspec.structs.replace(checks.setup, eos_token_ids=(), key="other")
+    refused = await checks.check(grammar, "t", other)
+    assert isinstance(refused, Rejected) and "cannot be constrained" in refused.reason
+    assert plan_of(await checks.check(grammar, "u"))
+
+
 async def test_limit_of_a_process_names_the_field(checks: PooledChecks) -> None:
     """A process that was killed says nothing of its request."""
 
-    async def killed(_: str, job: CheckJob) -> Reply:
+    async def killed(_: str, setup: ProcessSetup, job: CheckJob) -> Reply:
         return over_limit(job)
 
     pool = cast(PreparationPool, SimpleNamespace(run=killed))
     output = OutputConstraint(kind="regex", source="a", param="guided_regex")
     with pytest.raises(GrammarTooComplex, match=r"^guided_regex: ") as raised:
-        await RequestGrammars(GrammarChecks(pool)).checked_plan(output, None, "t")
+        await RequestGrammars(GrammarChecks(pool), checks.setup).checked_plan(output, None, "t")
     assert raised.value.param == "guided_regex"
 
 
@@ -354,10 +371,10 @@ async def test_wait_is_bounded(directory: Path) -> None:
     setup = setup_of(directory)
     pool = PreparationPool(setup, num_processes=1, module=CHECK_PROCESS, max_wait_s=0.05)
     checks = GrammarChecks(pool)
-    slow = asyncio.create_task(checks.check(request("regex", SLOW), "t"))
+    slow = asyncio.create_task(checks.check(request("regex", SLOW), "t", setup))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await checks.check(request("regex", "a"), "t")
+        await checks.check(request("regex", "a"), "t", setup)
     slow.cancel()
     await checks.close()
 
@@ -379,7 +396,7 @@ async def test_processes_start_when_others_are_busy(directory: Path, grows: bool
     await pool.start()
     await alive(2 if grows else 4)
     job = CheckJob(request("regex", "a+"))
-    for reply in await asyncio.gather(*(pool.run(each, job) for each in "abc")):
+    for reply in await asyncio.gather(*(pool.run(each, setup, job) for each in "abc")):
         assert plan_of(reply)
     assert len(pool.process_ids) == 3
     await alive(4)

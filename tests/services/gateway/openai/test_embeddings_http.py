@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.openai.embeddings import EmbeddingRequest, to_generation_requests
 from services.gateway.output.embedding_vector import normalized
+from services.gateway.request.generation_request import check_dimensions
 from shared.errors import InvalidRequest
 from shared.messages import Finish, Served
 from shared.packing import unpack_token_ids
@@ -95,8 +96,9 @@ async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -
 
 def test_error_without_a_known_hidden_size() -> None:
     body = EmbeddingRequest(input="x", dimensions=4)
+    (generation,) = to_generation_requests(body, "tiny")
     with pytest.raises(InvalidRequest, match="dimensions: must be left out for this model"):
-        to_generation_requests(body, "tiny", None)
+        check_dimensions(generation, None)
 
 
 @pytest.mark.own_cluster

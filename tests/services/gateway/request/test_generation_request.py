@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
+from services.gateway.models.served_text import ServedModel
 from services.gateway.request.generation_request import GenerationRequest, max_output_tokens
 from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
 from services.gateway.request.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
@@ -20,7 +21,7 @@ from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import SamplingParams
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
-from tests.services.gateway.model_dir import write_model_dir
+from tests.services.gateway.model_dir import served_text, write_model_dir
 from tests.services.gateway.peer import CARD
 
 
@@ -74,9 +75,9 @@ def test_request_needs_what_its_generation_needs(
     generation = GenerationRequest(
         model="tiny", prompt=TextPrompt("a", "prompt"), sampling=SamplingFields(), needs=needs
     )
-    prepared = Preparation(gateway_config, model_files, SystemRandomness()).prepare(
+    prepared = Preparation(gateway_config, SystemRandomness()).prepare(
         generation,
-        CARD,
+        ServedModel(CARD, served_text(model_files)),
         tenant=TenantRecord(tenant_id="t"),
         request_id="r",
         max_payload_bytes=2**20,
@@ -100,14 +101,14 @@ def test_max_tokens(
         model_dir=model_dir,
         default_max_tokens=33,
     )
-    prepared = Preparation(config, ModelFiles(model_dir), SystemRandomness()).prepare(
+    prepared = Preparation(config, SystemRandomness()).prepare(
         GenerationRequest(
             model="tiny",
             prompt=TextPrompt("a", "prompt"),
             sampling=SamplingFields(),
             max_tokens=given,
         ),
-        CARD,
+        ServedModel(CARD, served_text(ModelFiles(model_dir))),
         tenant=TenantRecord(tenant_id="t"),
         request_id="r",
         max_payload_bytes=2**20,
@@ -211,9 +212,11 @@ def test_logprobs_beyond_64_mib_are_rejected(
             num_choices=128,
             logprobs_param=param,
         )
-        return Preparation(gateway_config, model_files, SystemRandomness()).prepare(
+        return Preparation(gateway_config, SystemRandomness()).prepare(
             generation,
-            msgspec.structs.replace(CARD, max_context_tokens=8192),
+            ServedModel(
+                msgspec.structs.replace(CARD, max_context_tokens=8192), served_text(model_files)
+            ),
             tenant=TenantRecord(tenant_id="t"),
             request_id="r",
             max_payload_bytes=2**23,

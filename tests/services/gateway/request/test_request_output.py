@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.models.served_text import ServedModel
 from services.gateway.output.events import Finished
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.preparation import Preparation
+from services.gateway.request.preparation import Preparation, assembler_of
 from services.gateway.request.prompt import TokenPrompt
 from services.gateway.request.request_output import MAX_DELTA_TOKENS, MAX_TEXTS, RequestOutput
 from services.gateway.request.sampling import SamplingFields
@@ -19,13 +20,14 @@ from shared.config import GatewayConfig
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
+from tests.services.gateway.model_dir import served_text
 from tests.services.gateway.peer import CARD
 
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
 
 
 def delivery_of(config: GatewayConfig, files: ModelFiles, **options: Any) -> RequestOutput:
-    preparation = Preparation(config, files, SystemRandomness())
+    preparation = Preparation(config, SystemRandomness())
     generation = GenerationRequest(
         model=CARD.name,
         prompt=TokenPrompt([5], "prompt"),
@@ -34,12 +36,12 @@ def delivery_of(config: GatewayConfig, files: ModelFiles, **options: Any) -> Req
     )
     prepared = preparation.prepare(
         generation,
-        CARD,
+        ServedModel(CARD, served_text(files)),
         tenant=TenantRecord(tenant_id="t"),
         request_id="r",
         max_payload_bytes=1 << 20,
     )
-    assembler = preparation.assembler(prepared)
+    assembler = assembler_of(prepared)
     return RequestOutput(prepared, [assembler], GatewayMetrics(), MonotonicClock())
 
 

@@ -75,7 +75,7 @@ async def store(redis_server: RedisServer, clock: ManualClock) -> AsyncIterator[
 
 @pytest.fixture
 def aliases(store: CountingStore, clock: ManualClock) -> ModelAliases:
-    return ModelAliases(store, clock, native_name="native")
+    return ModelAliases(store, clock, is_native=lambda _, name: name == "native")
 
 
 async def test_own_alias_takes_precedence_and_others_are_invisible(
@@ -147,7 +147,7 @@ async def test_unknown_names_cost_one_lookup_and_no_memory(
 async def test_number_of_cached_tenants_is_limited(
     admin: ModelAliasAdmin, store: CountingStore, clock: ManualClock
 ) -> None:
-    aliases = ModelAliases(store, clock, native_name="native", max_tenants=2)
+    aliases = ModelAliases(store, clock, is_native=lambda _, name: name == "native", max_tenants=2)
     await admin.put("a", "native")
     for tenant_id in ("t1", "t2", "t1", "t3", "t1"):
         assert await aliases.resolve(tenant_id, "a") == "native"
@@ -201,7 +201,7 @@ async def test_known_aliases_work_without_redis(clock: ManualClock) -> None:
     await store_api_key(admin_store, "k", "acme")
     await ModelAliasAdmin(admin_store, lambda: 1.0).put("a", "native")
     store = RedisStore(server.url, clock)
-    aliases = ModelAliases(store, clock, native_name="native")
+    aliases = ModelAliases(store, clock, is_native=lambda _, name: name == "native")
     assert await aliases.resolve("acme", "a") == "native"
     server.stop()
     clock.time += 60

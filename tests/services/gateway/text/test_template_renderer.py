@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.preparation_pool import PreparationPool
-from services.gateway.text.process_jobs import LIMIT_S, ProcessSetup
+from services.gateway.text.preparation_pool import PreparationPool, _PoolProcess
+from services.gateway.text.process_jobs import LIMIT_S, MAX_SETUPS, ProcessSetup, frame
 from services.gateway.text.template_renderer import Renderer
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
@@ -34,14 +34,15 @@ class PooledRenderer(Renderer):
     """A renderer with its own pool of processes, whose seats a test may look at."""
 
     def __init__(self, template: ChatTemplate, num_processes: int) -> None:
+        setup = ProcessSetup(template.source)
         self.pool = PreparationPool(
-            ProcessSetup(template.source),
+            setup,
             num_processes=num_processes,
             max_wait_s=60.0,  # long, so that a paused machine does not count as a hang
             hang_s=600.0,
             spare_delay_s=NEVER_S,
         )
-        super().__init__(self.pool, has_template=True)
+        super().__init__(self.pool, setup)
 
 
 Make = Callable[..., Awaitable[PooledRenderer]]
@@ -208,8 +209,7 @@ async def test_spare_takes_the_place_of_a_killed_process(make: Make) -> None:
     spare = renderer.pool._spares[0]
     process = renderer.pool._seats[0].process
     assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
+    await process.killed()
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     assert renderer.pool.process_ids == [spare.pid]
     async with asyncio.timeout(10):
@@ -217,4 +217,46 @@ async def test_spare_takes_the_place_of_a_killed_process(make: Make) -> None:
             await asyncio.sleep(0.01)
     processes = [spare, *renderer.pool._spares]
     await renderer.pool.close()
-    assert all(each.returncode is not None for each in processes)
+    assert not any(each.is_alive for each in processes)
+
+
+async def test_processes_hold_several_models_and_the_least_recent_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process renders for more models than it retains, each job with its model's template."""
+    templates = [
+        ChatTemplate(f"{number}{{{{ messages[0].content }}}}", special_tokens=(), variables={})
+        for number in range(MAX_SETUPS + 3)
+    ]
+    setups = [ProcessSetup(each.source, key=f"k{i}") for i, each in enumerate(templates)]
+    pool = PreparationPool(None, num_processes=1, spare_delay_s=NEVER_S, max_wait_s=60.0)
+    sent: list[type] = []
+    send = _PoolProcess.send
+    frames = {frame(each): ProcessSetup for each in setups}
+    monkeypatch.setattr(
+        _PoolProcess,
+        "send",
+        lambda self, data: sent.append(frames.get(data, bytes)) or send(self, data),
+    )
+    order = [*range(len(setups)), len(setups) - 1, 3, 0, 3, 0]
+    for number in order:
+        parts = await Renderer(pool, setups[number]).render([{"role": "user", "content": "x"}])
+        assert parts == [f"{number}x"]
+    assert len(pool.process_ids) == 1
+    assert sent.count(ProcessSetup) == len(setups) + 1  # 0 left, 3 did not
+    await pool.close()
+
+
+async def test_job_goes_to_a_process_that_has_its_model() -> None:
+    template = ChatTemplate(TEMPLATE, special_tokens=(), variables={})
+    setups = [ProcessSetup(template.source, key=key) for key in "ab"]
+    pool = PreparationPool(None, num_processes=2, spare_delay_s=NEVER_S, max_wait_s=60.0)
+    renderers = [Renderer(pool, each) for each in setups]
+    both = zip("ab", renderers, strict=True)
+    await asyncio.gather(*(each.render(MESSAGES, tenant_id=tenant) for tenant, each in both))
+    assert len(pool.process_ids) == 2
+    for renderer in (*renderers, *reversed(renderers)):
+        await renderer.render(MESSAGES)
+    held = [[each.process.has_loaded(setup) for setup in setups] for each in pool._seats]  # type: ignore[union-attr]
+    assert sorted(held) == [[False, True], [True, False]]
+    await pool.close()

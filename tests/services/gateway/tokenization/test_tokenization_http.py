@@ -144,11 +144,9 @@ async def test_large_body_takes_no_time_of_the_event_loop(
     assert (await cluster.http.post("/tokenize", json={"messages": messages})).status_code == 200
 
 
-async def test_body_above_a_mib_is_rejected(cluster: Cluster, model_files: ModelFiles) -> None:
+async def test_body_above_a_mib_is_rejected(cluster: Cluster) -> None:
     gateway = cluster.gateway
-    converter = Tokenization(
-        gateway.submission, gateway.catalog, model_files.tokenizer, gateway.model_aliases
-    )
+    converter = Tokenization(gateway.submission, gateway.models, gateway.model_names)
     tenant = TenantRecord(tenant_id="acme")
     body = json.dumps({"prompt": ""}).encode()
     exact = body + b" " * (MAX_BODY_BYTES - len(body))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.service import template_source
+from services.gateway.service import own_setup
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.tools.families import HERMES, KIMI, MISTRAL_ARGS
@@ -119,5 +119,5 @@ def test_call_ids_of_the_prompt_are_of_the_chosen_family(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     config = msgspec.structs.replace(gateway_config, response_template="kimi")
-    source = template_source(config, model_files)
+    source = own_setup(config, model_files).template
     assert source is not None and source.call_ids == "kimi"

@@ -13,10 +13,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.models.served_text import ServedModel
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.request.conversation import ReasoningOptions
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.preparation import Preparation
+from services.gateway.request.preparation import Preparation, assembler_of
 from services.gateway.request.prompt import PackedPrompt
 from services.gateway.request.request_output import MAX_DELTA_TOKENS, RequestOutput
 from services.gateway.request.sampling import SamplingFields
@@ -30,6 +31,7 @@ from shared.messages import Finish, Served, TokenLogprobs
 from shared.packing import pack_token_ids
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
+from tests.services.gateway.model_dir import served_text
 from tests.services.gateway.peer import CARD
 from tests.services.gateway.tools.test_response_parser import Parsed
 
@@ -59,7 +61,7 @@ class Response:
 
     def __init__(self, config: GatewayConfig, files: ModelFiles, **options: Any) -> None:
         stop, family = options.pop("stop", None), options.pop("family", FAMILY)
-        preparation = Preparation(config, files, SystemRandomness(), family=family)
+        preparation = Preparation(config, SystemRandomness())
         tail = files.tokenizer.tokenizer.encode(options.pop("tail", "a"), add_special_tokens=False)
         generation = GenerationRequest(
             model=CARD.name,
@@ -69,12 +71,12 @@ class Response:
         )
         prepared = preparation.prepare(
             generation,
-            CARD,
+            ServedModel(CARD, served_text(files, family)),
             tenant=TenantRecord(tenant_id="t"),
             request_id="r",
             max_payload_bytes=1 << 20,
         )
-        assemblers = [preparation.assembler(prepared)]
+        assemblers = [assembler_of(prepared)]
         self.files = files
         self.output = RequestOutput(prepared, assemblers, GatewayMetrics(), MonotonicClock())
         self.has_logprobs = generation.num_logprobs is not None

@@ -1,0 +1,117 @@
+"""The texts of the catalogue's models that are loaded: those that were used last, and those in use.
+
+    unknown ──first request──▶ loading, on a thread ──▶ loaded ──others used since──▶ unknown
+                                   └──▶ failed: refused for RETRY_S, then loaded again
+
+Concurrent requests share one load. A text stays alive as long as a request holds it, and is found
+again until then: none is loaded twice because it was pushed out while it was in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import structlog
+
+from services.gateway.models.served_text import ServedText
+from services.gateway.text.recently_used import RecentlyUsed
+from shared.clock import Clock
+from shared.errors import NoCapacity
+from shared.transport.wire_errors import one_line
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 5.0  # after a failure
+MAX_WAIT_S = 30.0  # of a request, for a load
+NUM_THREADS = 2  # a source that hangs, such as one on a lost network drive, delays no other
+
+
+class Source(NamedTuple):
+    """`digest`: of the weights, since a directory may have other contents as another revision."""
+
+    place: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    reason: str
+    until: float
+
+
+class LoadedTexts:
+    def __init__(self, load: Callable[[str], ServedText], clock: Clock, *, max_loaded: int) -> None:
+        """`load`: reads the files of a source, on a thread. `max_loaded`: beside those in use."""
+        self._load = load
+        self._clock = clock
+        self._recent: RecentlyUsed[Source, ServedText] = RecentlyUsed(max_loaded)
+        self._alive: WeakValueDictionary[Source, ServedText] = WeakValueDictionary()
+        self._loading: dict[Source, asyncio.Task[ServedText]] = {}
+        self._failures: dict[Source, _Failure] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="model-text")
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    async def get(self, source: Source) -> ServedText:
+        """Raises NoCapacity, which names the source, if its files cannot be read."""
+        text = self._alive.get(source)
+        if text is None:
+            text = await self._loaded(source)
+        self._recent.put(source, text)
+        return text
+
+    def close(self) -> None:
+        for task in self._loading.values():
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _loaded(self, source: Source) -> ServedText:
+        self._check_pause(source)
+        task = self._loading.get(source)
+        if task is None:
+            task = self._loading[source] = asyncio.create_task(self._read(source))
+            task.add_done_callback(lambda ended: self._ended(source, ended))
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                return await asyncio.shield(task)  # other requests wait for it, too
+        except TimeoutError:
+            reason = f"the files of {source.place!r} are still being read"
+            raise NoCapacity(reason, retry_after_s=RETRY_S) from None
+
+    async def _read(self, source: Source) -> ServedText:
+        loop, began_at = asyncio.get_running_loop(), self._clock.now()
+        try:
+            text = await loop.run_in_executor(self._threads, self._load, source.place)
+        except Exception as error:  # the edge to files that are not ours
+            self._fail(source, one_line(error))
+            self._check_pause(source)
+            raise
+        self._alive[source] = text
+        log.info("model_text_loaded", source=source.place, seconds=self._clock.now() - began_at)
+        return text
+
+    def _ended(self, source: Source, task: asyncio.Task[ServedText]) -> None:
+        del self._loading[source]
+        if not task.cancelled():
+            task.exception()  # also if every client has left
+
+    def _fail(self, source: Source, reason: str) -> None:
+        now = self._clock.now()
+        self._failures = {key: each for key, each in self._failures.items() if each.until > now}
+        self._failures[source] = _Failure(reason, now + RETRY_S)
+        log.warning("model_text_unreadable", source=source.place, reason=reason)
+
+    def _check_pause(self, source: Source) -> None:
+        failure = self._failures.get(source)
+        left_s = 0.0 if failure is None else failure.until - self._clock.now()
+        if failure is not None and left_s > 0:
+            raise NoCapacity(
+                f"the files of {source.place!r} cannot be read at the gateway: {failure.reason}",
+                retry_after_s=left_s,
+            )

@@ -1,0 +1,30 @@
+"""The names under which a tenant may name the served models: their own, and its aliases."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from services.gateway.models.served_models import ServedModels
+from services.gateway.tenancy.model_aliases import ModelAliases
+from shared.messages import ModelCard
+from shared.tenancy.tenant import TenantRecord
+
+
+class ModelNames:
+    def __init__(self, models: ServedModels, aliases: ModelAliases) -> None:
+        self._models = models
+        self._aliases = aliases
+
+    async def resolve(self, tenant_id: str, name: str) -> str:
+        """The name of the served model that `name` means; `name` itself if it means none. Raises
+        DependencyUnavailable if it cannot be checked.
+        """
+        model = await self._aliases.resolve(tenant_id, name)
+        return name if model is None or not self._models.has(tenant_id, model) else model
+
+    async def all(self, tenant: TenantRecord) -> AsyncIterator[tuple[ModelCard, list[str]]]:
+        """The models that the tenant may use, each with its name and then its aliases. Raises
+        DependencyUnavailable if the tenant's aliases have never been read.
+        """
+        for card in self._models.cards(tenant):
+            yield card, await self._aliases.names_of(tenant.tenant_id, card.name)

@@ -1,0 +1,164 @@
+"""The models that this gateway serves: its own, whose files it was given, and the catalogue's.
+
+A name of its own goes before one of the catalogue. A model of the catalogue that a tenant may not
+see is for this tenant as one that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from services.gateway.catalog import Catalog
+from services.gateway.models.loaded_texts import LoadedTexts, Source
+from services.gateway.models.served_text import ServedModel, ServedText
+from services.gateway.tenancy.permissions import check_model, may_use
+from shared.catalogue.reader import CatalogueReader
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.catalogue.revisions import choose_revision
+from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
+from shared.messages import ModelCard
+from shared.randomness import Randomness
+from shared.tenancy.tenant import TenantRecord
+
+
+class ServedModels:
+    def __init__(
+        self,
+        catalog: Catalog,
+        own: ServedText | None,
+        catalogue: CatalogueReader,
+        texts: LoadedTexts,
+        randomness: Randomness,
+    ) -> None:
+        """`own`: of the model `catalog.name`; None: the gateway has none of its own."""
+        self._catalog = catalog
+        self._own = own
+        self._catalogue = catalogue
+        self._texts = texts
+        self._randomness = randomness
+
+    @property
+    def default_name(self) -> str:
+        """The model of a request that names none; empty: it has to."""
+        return self._catalog.name
+
+    @property
+    def names(self) -> set[str]:
+        return {*self._catalogue.models, *filter(None, [self.default_name])}
+
+    def has(self, tenant_id: str, name: str) -> bool:
+        """Whether `name` is a model that the tenant sees."""
+        if name == self.default_name:
+            return True
+        model = self._catalogue.models.get(name)
+        return model is not None and (model.tenants is None or tenant_id in model.tenants)
+
+    def serves(self, name: str) -> bool:
+        return name in self.names
+
+    def hides(self, tenant_id: str, name: str) -> bool:
+        """Whether `name` is a model that the tenant may not see."""
+        return self.serves(name) and not self.has(tenant_id, name)
+
+    def check(self, tenant: TenantRecord, name: str) -> None:
+        """Raises UnknownModel, ModelNotAllowed; DependencyUnavailable if Redis has not been read;
+        InvalidRequest for no name.
+        """
+        if not name:
+            reason = "the request names no model, and this gateway has no default"
+            raise InvalidRequest(f"model: {reason}", param="model")
+        if not self.has(tenant.tenant_id, name):
+            if not self._catalogue.is_read:
+                raise DependencyUnavailable("the catalogue is not read yet", retry_after_s=1.0)
+            raise _unknown(name)
+        check_model(tenant, name)
+
+    async def choose(self, name: str) -> ServedModel:
+        """A revision for a new request, drawn by weight from those that can be served now. Raises
+        UnknownModel, and NoCapacity if none can.
+        """
+        if self._own is not None and name == self.default_name:
+            return ServedModel(self._catalog.card(name), self._own)
+        model = self._with_cards(self._model(name))
+        while True:
+            revision = choose_revision(model, self._draw() if len(model.revisions) > 1 else 0.0)
+            assert revision is not None, "it has a card, so it has a digest"
+            try:
+                return await self._served(model, revision)
+            except NoCapacity:
+                others = tuple(each for each in model.revisions if each != revision)
+                if not any(each.weight > 0 for each in others):
+                    raise
+                model = msgspec.structs.replace(model, revisions=others)
+
+    async def main(self, name: str) -> ServedModel:
+        """The revision that most requests get. Raises as `choose`."""
+        if self._own is not None and name == self.default_name:
+            return ServedModel(self._catalog.card(name), self._own)
+        model = self._with_cards(self._model(name))
+        return await self._served(model, _heaviest(model))
+
+    def card(self, name: str) -> ModelCard:
+        """Of the same revision as `main`. Raises as `choose`."""
+        if name == self.default_name:
+            return self._catalog.card(name)
+        model = self._with_cards(self._model(name))
+        return self._card(model, _heaviest(model))
+
+    def cards(self, tenant: TenantRecord) -> list[ModelCard]:
+        """Of the models that the tenant may use, if they can be served; its own first."""
+        found = [*self._catalog.cards(), *self._catalogue_cards(tenant.tenant_id)]
+        return [card for card in found if may_use(tenant, card.name)]
+
+    def _catalogue_cards(self, tenant_id: str) -> Iterator[ModelCard]:
+        for name in self._catalogue.models:
+            if name != self.default_name and self.has(tenant_id, name):
+                try:
+                    yield self.card(name)
+                except NoCapacity:
+                    continue
+
+    def _model(self, name: str) -> CatalogueModel:
+        model = self._catalogue.models.get(name)
+        if model is None:
+            raise _unknown(name)
+        return model
+
+    def _with_cards(self, model: CatalogueModel) -> CatalogueModel:
+        """The model with the revisions that can be served now."""
+        loaded = [each for each in model.revisions if each.digest and each.weight > 0]
+        served = tuple(each for each in loaded if self._catalog.card_of(model.name, each.digest))
+        if served:
+            return msgspec.structs.replace(model, revisions=served)
+        reason = f"no host has loaded the model {model.name!r} yet"
+        if loaded:
+            reason = f"no worker and no host has the model {model.name!r} now"
+        raise NoCapacity(reason, retry_after_s=self._catalog.start_s(model.name))
+
+    async def _served(self, model: CatalogueModel, revision: CatalogueRevision) -> ServedModel:
+        text = await self._texts.get(Source(revision.source, revision.digest))
+        return ServedModel(self._card(model, revision), text)
+
+    def _card(self, model: CatalogueModel, revision: CatalogueRevision) -> ModelCard:
+        card = self._catalog.card_of(model.name, revision.digest)
+        if card is None:
+            raise NoCapacity(f"the model {model.name!r} has just left", retry_after_s=1.0)
+        most = model.max_context_tokens
+        if most is None or most >= card.max_context_tokens:
+            return card
+        return msgspec.structs.replace(card, max_context_tokens=most)
+
+    def _draw(self) -> float:
+        """Uniform in [0, 1)."""
+        return (int.from_bytes(self._randomness.bytes(8), "little") >> 11) / (1 << 53)
+
+
+def _heaviest(model: CatalogueModel) -> CatalogueRevision:
+    """The first of several."""
+    return max(model.revisions, key=lambda each: each.weight)
+
+
+def _unknown(name: str) -> UnknownModel:
+    return UnknownModel(f"the model {name!r} does not exist", param="model")

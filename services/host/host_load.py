@@ -1,0 +1,58 @@
+"""What a host reports of its devices and models. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_model import HostedState
+from services.host.model_states import HostStates
+from shared.messages import DeviceMemory, HostedModel, HostLoad
+
+
+def host_load(states: HostStates, revisions: Iterable[HostedRevision], now: float) -> HostLoad:
+    return HostLoad(
+        devices=tuple(
+            DeviceMemory(
+                device=each.name, budget_bytes=each.budget_bytes, used_bytes=each.used_bytes
+            )
+            for each in states.devices.values()
+        ),
+        models=tuple(_hosted_model(states, each, now) for each in revisions),
+    )
+
+
+def _hosted_model(states: HostStates, hosted: HostedRevision, now: float) -> HostedModel:
+    state = states.find(hosted.key)
+    common: dict[str, Any] = {
+        "name": hosted.key.name,
+        "revision": hosted.digest or hosted.key.revision,
+        "card": hosted.card,
+        "worker_id": hosted.worker_id,
+        "is_pinned": hosted.model.is_pinned,
+        "priority": hosted.model.priority,
+    }
+    if state is None:  # its source is not found yet
+        return HostedModel(
+            **common,
+            state="failed" if hosted.failure else "cold",
+            device=next(iter(states.devices)),
+            failure=hosted.failure,
+        )
+    return HostedModel(**common, **_measured(state, now))
+
+
+def _measured(state: HostedState, now: float) -> dict[str, Any]:
+    return {
+        "state": state.state,
+        "device": state.device,
+        # all that ends with its process, so that a scheduler's sums agree with this host's
+        "weights_bytes": state.memory.fixed_bytes,
+        "kv_bytes": state.kv_bytes,
+        "kv_floor_bytes": state.memory.kv_floor_bytes,
+        "wake_s": state.wake_s,
+        "start_s": state.start_s,
+        "hot_s": max(0.0, now - state.hot_since) if state.state == "hot" else 0.0,
+        "failure": state.failure,
+    }

@@ -1,0 +1,140 @@
+"""The revisions of the catalogue on this host: where their weights are, and what is known of them.
+
+A source is looked for in the background, since it may have to be downloaded. One that is not found
+is looked for again each RETRY_S: a directory may appear later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from services.host.budget import ModelKey
+from services.host.records import ModelRecord
+from services.host.sources import ModelSource, find_source
+from shared.background import Background
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.clock import Clock
+from shared.errors import HearthError
+from shared.messages import ModelCard, WorkerLoad
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 10.0
+
+
+@dataclass(eq=False)
+class HostedRevision:
+    """`worker_id`, `pid`: of its process; None without one. `is_admitted`: its worker has been
+    checked. `started_at`: of that process.
+    """
+
+    key: ModelKey
+    model: CatalogueModel
+    revision: CatalogueRevision
+    source: ModelSource | None = None
+    failure: str = ""
+    record: ModelRecord | None = None
+    worker_id: str | None = None
+    pid: int = 0
+    started_at: float = 0.0
+    is_admitted: bool = False
+    silent_since: float | None = None
+    load: WorkerLoad | None = None
+    parking: asyncio.Future[None] | None = None
+    commands: asyncio.Lock = field(default_factory=asyncio.Lock)  # a worker gets one at a time
+
+    @property
+    def card(self) -> ModelCard | None:
+        return None if self.record is None else self.record.card
+
+    @property
+    def digest(self) -> str:
+        """Empty: not known yet."""
+        return self.revision.digest or ("" if self.card is None else self.card.revision)
+
+    def is_called(self, name: str, revision: str) -> bool:
+        """By its name in the catalogue, or by the digest of its weights."""
+        return self.key.name == name and revision in (self.key.revision, self.digest)
+
+
+class HostedCatalogue:
+    """`on_found` is called once the source of a revision is known."""
+
+    def __init__(
+        self, clock: Clock, device: str, on_found: Callable[[HostedRevision], None]
+    ) -> None:
+        self.revisions: dict[ModelKey, HostedRevision] = {}
+        self._clock = clock
+        self._device = device
+        self._on_found = on_found
+        self._searches = Background()
+
+    def named(self, name: str, revision: str) -> HostedRevision | None:
+        found = (each for each in self.revisions.values() if each.is_called(name, revision))
+        return next(found, None)
+
+    def update(
+        self, models: Mapping[str, CatalogueModel]
+    ) -> tuple[list[HostedRevision], list[HostedRevision]]:
+        """Returns the revisions that changed beyond their digests, and those that have gone, or
+        come from another source now: call again once their workers have ended.
+        """
+        wanted = {ModelKey(model.name, each.name): (model, each) for model, each in _all(models)}
+        changed, gone = [], []
+        for key, hosted in self.revisions.items():
+            model, revision = wanted.get(key, (hosted.model, None))
+            if revision is None or _is_another(hosted, model, revision):
+                gone.append(hosted)
+                continue
+            if _without_digests(hosted.model) != _without_digests(model):
+                changed.append(hosted)
+            hosted.model, hosted.revision = model, revision
+        for key, (model, revision) in wanted.items():
+            if key not in self.revisions:
+                hosted = self.revisions[key] = HostedRevision(key, model, revision)
+                self._searches.start(self._search(hosted))
+        return changed, gone
+
+    def forget(self, hosted: HostedRevision) -> None:
+        del self.revisions[hosted.key]
+
+    async def stop(self) -> None:
+        await self._searches.stop()
+
+    async def _search(self, hosted: HostedRevision) -> None:
+        while self.revisions.get(hosted.key) is hosted:
+            try:
+                found = await asyncio.to_thread(
+                    find_source, hosted.model, hosted.revision, self._device
+                )
+            except HearthError as error:
+                if hosted.failure != error.message:
+                    log.error("source_not_found", model=str(hosted.key), reason=error.message)
+                hosted.failure = error.message
+                await self._clock.sleep(RETRY_S)
+            else:
+                hosted.source, hosted.failure = found, ""
+                self._on_found(hosted)
+                return
+
+
+def _all(
+    models: Mapping[str, CatalogueModel],
+) -> Iterator[tuple[CatalogueModel, CatalogueRevision]]:
+    return ((model, revision) for model in models.values() for revision in model.revisions)
+
+
+def _is_another(hosted: HostedRevision, model: CatalogueModel, revision: CatalogueRevision) -> bool:
+    """Whether a worker of it would have other options."""
+    before = hosted.revision.source, hosted.model.max_context_tokens, hosted.model.weights
+    return before != (revision.source, model.max_context_tokens, model.weights)
+
+
+def _without_digests(model: CatalogueModel) -> CatalogueModel:
+    revisions = tuple(msgspec.structs.replace(each, digest="") for each in model.revisions)
+    return msgspec.structs.replace(model, revisions=revisions)

@@ -1,0 +1,335 @@
+"""The host process: owns the devices of a machine, and starts, parks, wakes and stops the workers
+of all models in the catalogue within a memory budget for each device.
+
+    catalogue ──▶ HostedCatalogue ──▶ HostStates ──actions──▶ Workers, WorkerControl
+    scheduler ──WakeModel, ParkModel──▶ ▲ ◀──heartbeats, ends of processes──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+
+import structlog
+
+from services.host.admission import Admission
+from services.host.budget import ModelKey
+from services.host.devices import budgets_of
+from services.host.host_load import host_load
+from services.host.hosted_catalogue import HostedCatalogue, HostedRevision
+from services.host.hosted_model import Action, Kill, Park, Resize, Start, Stop, Wake
+from services.host.model_states import HostStates
+from services.host.records import Records, default_state_dir
+from services.host.workers.worker_config import worker_config, worker_id_of
+from services.host.workers.worker_control import WorkerControl, is_refusal
+from services.host.workers.workers import Worker, Workers
+from shared.background import Background
+from shared.catalogue.admin import CatalogueAdmin
+from shared.catalogue.reader import CatalogueReader
+from shared.clock import Clock, MonotonicClock
+from shared.config import HostConfig, check, redis_tls_of
+from shared.errors import HearthError, UnknownModel
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.identity import connect
+from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, ParkModel, WakeModel
+from shared.randomness import Randomness, SystemRandomness
+from shared.store import RedisStore, Store
+from shared.subjects import host_models
+from shared.transport.bus import Bus
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.1
+SILENT_LIMIT_S = 10.0  # of a worker that hangs, before it is killed
+DEVICE_LOST_STATUS = 3
+STORE_TIMEOUT_S = 1.0
+
+
+class HostService:
+    def __init__(
+        self,
+        config: HostConfig,
+        bus: Bus,
+        store: Store,
+        clock: Clock,
+        randomness: Randomness,
+        *,
+        budgets: dict[str, int],
+        records: Records,
+    ) -> None:
+        self._config = config
+        self._bus = bus
+        self._store = store
+        self._clock = clock
+        self._records = records
+        self.states = HostStates(budgets)
+        self.catalogue = HostedCatalogue(clock, next(iter(budgets)), self._on_source)
+        self._reader = CatalogueReader(store, clock)
+        self._reader.on_change(self._on_catalogue)
+        self._control = WorkerControl(bus)
+        self._workers = Workers(
+            records.directory, os.environ, num_threads=config.num_threads, on_end=self._on_end
+        )
+        admin = CatalogueAdmin(store, time.time)
+        self._admission = Admission(self.states, admin, records, clock)
+        self._by_worker: dict[str, HostedRevision] = {}
+        self._run = secrets.token_hex(2)  # so that no worker has the id of one before a restart
+        self._num_starts = 0
+        self._is_leaving = False
+        self._announced: set[tuple[ModelKey, ModelState]] = set()
+        self._changed = asyncio.Event()
+        self._background = Background()
+        self.health_monitor = HealthMonitor(
+            bus, clock, randomness, roles=("host",), region=config.region, host=self._load
+        )
+        self.health_monitor.on_heartbeat(self._on_heartbeat)
+
+    async def start(self) -> None:
+        await self.health_monitor.start()
+        await self._bus.serve(
+            host_models(self._bus.process_id), WakeModel | ParkModel, self._on_command
+        )
+        await self._workers.start(has_template="cpu" in self.states.devices)
+        self._background.start(self._reader.run())
+        self._background.start(self._drive())
+        await self.health_monitor.transition_to("ready")
+
+    async def drain(self) -> None:
+        """Its workers finish what they run."""
+        self._is_leaving = True
+        await self.health_monitor.transition_to("draining")
+        for worker_id in self._by_worker:
+            self._workers.signal(worker_id, signal.SIGTERM)
+        while self._by_worker:
+            await self._wait_for_change()
+
+    async def stop(self) -> None:
+        self._is_leaving = True
+        await self._background.stop()
+        await self.catalogue.stop()
+        await self._workers.stop()
+        await self.health_monitor.stop()
+        await self._store.close()
+        await self._bus.close()
+        self._records.close()
+
+    # ── what happens outside ─────────────────────────────────────────────────────────────────────
+
+    def _on_catalogue(self) -> None:
+        changed, gone = self.catalogue.update(self._reader.models)
+        for hosted in gone:
+            self.states.remove(hosted.key)
+            if self.states.find(hosted.key) is None:
+                self.catalogue.forget(hosted)
+        if any(each.key not in self.catalogue.revisions for each in gone):
+            self.catalogue.update(self._reader.models)  # of another source now
+        for hosted in changed:
+            if hosted.source is not None:
+                self._put(hosted)
+                self.states.restore(hosted.key, self._clock.now())
+        for hosted in self.catalogue.revisions.values():
+            self._admission.check(hosted)
+        self._changed.set()
+
+    def _on_source(self, hosted: HostedRevision) -> None:
+        assert hosted.source is not None
+        hosted.record = self._records.read(
+            hosted.key,
+            source=hosted.revision.source,
+            max_context_tokens=hosted.source.max_context_tokens,
+        )
+        self._put(hosted)
+        state = self.states.find(hosted.key)
+        if state is not None and state.is_final:
+            log.error("model_never_fits", model=str(hosted.key), reason=state.failure)
+        self._changed.set()
+
+    def _put(self, hosted: HostedRevision) -> None:
+        self._admission.put(hosted)
+
+    def _on_heartbeat(self, message: Heartbeat) -> None:
+        hosted = self._by_worker.get(message.process_id)
+        if hosted is None:
+            return
+        hosted.load = message.load
+        if message.load is not None:
+            needed = message.load.decode_tokens_in_flight + message.load.prefill_tokens_in_flight
+            self.states.set_need(hosted.key, needed)
+        if not hosted.is_admitted and message.state in ("standby", "ready"):
+            hosted.is_admitted = True
+            self._background.start(self._admit(hosted, message))
+
+    async def _admit(self, hosted: HostedRevision, message: Heartbeat) -> None:
+        await self._admission.admit(hosted, message)
+        self._changed.set()
+
+    def _on_end(self, worker: Worker, status: int, reason: str) -> None:
+        hosted = self._by_worker.pop(worker.worker_id, None)
+        if hosted is None:
+            return
+        hosted.worker_id, hosted.load, hosted.silent_since = None, None, None
+        log.warning("worker_ended", worker=worker.worker_id, model=str(hosted.key), reason=reason)
+        is_lost = status == DEVICE_LOST_STATUS
+        self.states.ended(hosted.key, reason, self._clock.now(), lost_device=is_lost)
+        if self.states.find(hosted.key) is None:
+            self._on_catalogue()
+        self._changed.set()
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _on_command(self, command: WakeModel | ParkModel) -> ModelWaking | Done:
+        hosted = self.catalogue.named(command.model, command.revision)
+        if hosted is None:
+            raise UnknownModel(
+                f"this host does not have the model {command.model!r}, "
+                f"revision {command.revision!r}"
+            )
+        if isinstance(command, WakeModel):
+            reply = self.states.wake(hosted.key, self._clock.now())
+            self._changed.set()
+            return reply
+        for action in self.states.park(hosted.key, self._clock.now()):
+            self._carry_out(action)
+        if hosted.parking is not None:
+            await asyncio.shield(hosted.parking)
+        return Done()
+
+    # ── actions ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _drive(self) -> None:
+        while not self._is_leaving:
+            self._kill_silent()
+            for action in self.states.next_actions(self._clock.now()):
+                self._carry_out(action)
+            await self._announce()
+            await self._wait_for_change()
+
+    async def _announce(self) -> None:
+        """Sends a change at once, not with the next periodic heartbeat."""
+        states = {(each.key, each.state) for each in self.states.models()}
+        if states != self._announced:
+            self._announced = states
+            await self.health_monitor.transition_to(self.health_monitor.state)
+
+    async def _wait_for_change(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await self._changed.wait()
+        self._changed.clear()
+
+    def _carry_out(self, action: Action) -> None:
+        hosted = self.catalogue.revisions[action.key]
+        match action:
+            case Start(device=device, kv_bytes=kv_bytes):
+                self._background.start(self._start(hosted, device, kv_bytes))
+            case Wake(kv_bytes=kv_bytes):
+                self._background.start(self._wake(hosted, kv_bytes))
+            case Park():
+                hosted.parking = asyncio.get_running_loop().create_future()
+                self._background.start(self._park(hosted, hosted.parking))
+            case Resize(kv_bytes=kv_bytes):
+                self._background.start(self._resize(hosted, kv_bytes))
+            case Stop():
+                self._signal(hosted, signal.SIGTERM)
+            case Kill(reason=reason):
+                log.error("worker_given_up", model=str(hosted.key), reason=reason)
+                self._signal(hosted, signal.SIGKILL)
+
+    def _signal(self, hosted: HostedRevision, number: signal.Signals) -> None:
+        if hosted.worker_id is not None:
+            self._workers.signal(hosted.worker_id, number)
+
+    async def _start(self, hosted: HostedRevision, device: str, kv_bytes: int | None) -> None:
+        self._num_starts += 1
+        worker_id = worker_id_of(
+            self._config.worker_nats_url, hosted.key.name, f"{self._run}{self._num_starts}"
+        )
+        state = self.states.find(hosted.key)
+        assert state is not None
+        config = worker_config(self._config, hosted, state.memory, worker_id, device, kv_bytes)
+        hosted.worker_id, hosted.is_admitted = worker_id, False
+        hosted.started_at = self._clock.now()
+        self._by_worker[worker_id] = hosted
+        try:
+            check(config)
+            worker = await self._workers.launch(config)
+        except HearthError as error:
+            self._by_worker.pop(worker_id, None)
+            hosted.worker_id = None
+            self.states.ended(hosted.key, error.message, self._clock.now())
+        else:
+            hosted.pid = worker.pid
+            log.info("worker_started", worker=worker_id, model=str(hosted.key), kv_bytes=kv_bytes)
+
+    async def _wake(self, hosted: HostedRevision, kv_bytes: int) -> None:
+        began_at = self._clock.now()
+        try:
+            await self._control.wake(hosted, kv_bytes)
+        except HearthError as error:
+            log.error("wake_failed", model=str(hosted.key), reason=error.message)
+            self._signal(hosted, signal.SIGKILL)
+        else:
+            self.states.hot(hosted.key, self._clock.now())
+            self._admission.measured_wake(hosted, self._clock.now() - began_at)
+        self._changed.set()
+
+    async def _park(self, hosted: HostedRevision, done: asyncio.Future[None]) -> None:
+        try:
+            await self._control.park(hosted)
+        except HearthError as error:
+            done.set_exception(error)
+            done.exception()  # retrieved: there may be no caller
+            if is_refusal(error):
+                self.states.hot(hosted.key, self._clock.now())
+            else:
+                log.error("park_failed", model=str(hosted.key), reason=error.message)
+                self._signal(hosted, signal.SIGKILL)
+        else:
+            done.set_result(None)
+            self.states.standby(hosted.key, self._clock.now())
+        hosted.parking = None
+        self._changed.set()
+
+    async def _resize(self, hosted: HostedRevision, kv_bytes: int) -> None:
+        try:
+            found = await self._control.resize(hosted, kv_bytes)
+        except HearthError as error:
+            log.warning("resize_failed", model=str(hosted.key), reason=error.message)
+        else:
+            self.states.resized(hosted.key, found)
+        self._changed.set()
+
+    def _kill_silent(self) -> None:
+        """Workers that hang: the fleet has lost them, and they do not come back."""
+        now = self._clock.now()
+        for worker_id, hosted in self._by_worker.items():
+            if not hosted.is_admitted or not self.health_monitor.fleet.is_lost(worker_id):
+                hosted.silent_since = None
+            elif hosted.silent_since is None:
+                hosted.silent_since = now
+            elif now - hosted.silent_since > SILENT_LIMIT_S:
+                log.error("worker_silent", worker=worker_id, model=str(hosted.key))
+                hosted.silent_since = now
+                self._workers.signal(worker_id, signal.SIGKILL)
+
+    def _load(self) -> HostLoad:
+        return host_load(self.states, self.catalogue.revisions.values(), self._clock.now())
+
+
+async def build_host(config: HostConfig) -> HostService:
+    """Raises ConfigError, DependencyUnavailable."""
+    check(config)
+    directory = Path(config.state_dir) if config.state_dir else default_state_dir(config.process_id)
+    records = Records(directory)
+    budgets = await asyncio.to_thread(budgets_of, config.budget)
+    bus = await connect(config, "host")
+    clock = MonotonicClock()
+    store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S, tls=redis_tls_of(config))
+    return HostService(
+        config, bus, store, clock, SystemRandomness(), budgets=budgets, records=records
+    )

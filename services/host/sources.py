@@ -1,0 +1,79 @@
+"""Where the weights of a model are on this host, and what a worker of it will take: found before
+its first start, from the config alone. Blocking: call on a thread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from services.host.budget import ModelKey, ModelMemory
+from services.host.devices import weight_item_bytes
+from services.local.hub_download import is_hub_id, local_copy
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.parallel.planning.memory_plan import plan_memory
+from shared.errors import CheckpointError, ConfigError
+
+DEFAULT_CONTEXT_TOKENS = 4096
+BLOCK_SIZE = 16
+NUM_SPARE_BLOCKS = 2  # beyond those of one sequence
+MAX_SEQUENCES = 256  # a cache for more full contexts than these is useless
+PROCESS_BYTES = {"cpu": 200 << 20, "cuda": 700 << 20}  # before it is measured
+
+
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """`model_dir`: as workers open it. Bytes as planned; a start measures them."""
+
+    model_dir: str
+    max_context_tokens: int
+    kv_bytes_per_token: int
+    weights_bytes: int
+    process_bytes: int
+
+    @property
+    def kv_floor_bytes(self) -> int:
+        num_blocks = -(-self.max_context_tokens // BLOCK_SIZE) + NUM_SPARE_BLOCKS
+        return num_blocks * BLOCK_SIZE * self.kv_bytes_per_token
+
+    def kv_ceiling_bytes(self, budget_bytes: int) -> int:
+        """What a budget leaves it at most, in whole blocks."""
+        useful = min(budget_bytes - self.weights_bytes, MAX_SEQUENCES * self.kv_floor_bytes)
+        block_bytes = BLOCK_SIZE * self.kv_bytes_per_token
+        return max(self.kv_floor_bytes, useful // block_bytes * block_bytes)
+
+    def memory(
+        self, key: ModelKey, model: CatalogueModel, budget_bytes: int, process_bytes: int | None
+    ) -> ModelMemory:
+        return ModelMemory(
+            key=key,
+            weights_bytes=self.weights_bytes,
+            process_bytes=self.process_bytes if process_bytes is None else process_bytes,
+            kv_floor_bytes=self.kv_floor_bytes,
+            kv_ceiling_bytes=self.kv_ceiling_bytes(budget_bytes),
+            priority=model.priority,
+            is_standby_wanted=model.num_standby > 0 or model.is_pinned,
+        )
+
+
+def find_source(model: CatalogueModel, revision: CatalogueRevision, device: str) -> ModelSource:
+    """Downloads a hub model that is not cached. Raises ConfigError, CheckpointError."""
+    found = local_copy(Path(revision.source))
+    if not found.is_dir():
+        hint = "" if is_hub_id(found) else ", and no hub id such as org/name"
+        raise ConfigError(f"source {revision.source!r} is not a directory on this host{hint}")
+    try:
+        config = read_config(found)
+        item_bytes = weight_item_bytes(device)
+        (planned,) = plan_memory(config, tp=1, pp=1, item_bytes=item_bytes)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"source {revision.source!r}: {error.message}") from None
+    limit = model.max_context_tokens or DEFAULT_CONTEXT_TOKENS
+    return ModelSource(
+        model_dir=str(found.resolve()),
+        max_context_tokens=min(limit, config.max_position_embeddings),
+        kv_bytes_per_token=planned.kv_bytes_per_token,
+        weights_bytes=planned.weight_bytes,
+        process_bytes=PROCESS_BYTES[device.partition(":")[0]] + planned.workspace_bytes,
+    )

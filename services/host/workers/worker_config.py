@@ -1,0 +1,59 @@
+"""The options of a worker that a host starts. No I/O."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from services.host.budget import ModelMemory
+from services.host.hosted_catalogue import HostedRevision
+from services.host.sources import BLOCK_SIZE
+from shared.config import HostConfig, WorkerConfig
+from shared.nats_urls import user_of
+
+DRAIN_S = 60.0  # that a stopping worker finishes its requests
+MAX_NAME = 40
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+def worker_id_of(worker_nats_url: str, model: str, suffix: str) -> str:
+    """The workers' credential, and an instance that names the model."""
+    name = _NOT_IN_NAMES.sub("-", model)[:MAX_NAME]
+    return f"{user_of(worker_nats_url) or 'worker'}.{name}-{suffix}"
+
+
+def worker_config(
+    host: HostConfig,
+    hosted: HostedRevision,
+    memory: ModelMemory,
+    worker_id: str,
+    device: str,
+    kv_bytes: int | None,
+) -> WorkerConfig:
+    """`kv_bytes`: of its cache at the start; None: it starts in standby."""
+    assert hosted.source is not None
+    floor = memory.kv_floor_bytes
+    return WorkerConfig(
+        nats_url=host.worker_nats_url,
+        nats_ca=host.nats_ca,
+        nats_cert=host.nats_cert,
+        nats_key=host.nats_key,
+        is_nats_tls_first=host.is_nats_tls_first,
+        process_id=worker_id,
+        region=host.region,
+        drain_timeout_s=DRAIN_S,
+        model_dir=Path(hosted.source.model_dir),
+        model_name=hosted.key.name,
+        weights=hosted.model.weights,
+        device=device,
+        num_threads=host.num_threads,
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=floor if kv_bytes is None else kv_bytes,
+        kv_floor_bytes=floor,
+        kv_ceiling_bytes=int(memory.kv_ceiling_bytes),
+        max_context_tokens=hosted.source.max_context_tokens,
+        is_parked=kv_bytes is None,
+        data_plane_host=host.data_plane_host,
+        data_plane_advertised_host=host.data_plane_advertised_host,
+        data_plane_security=host.data_plane_security,
+    )

@@ -1,0 +1,210 @@
+"""The worker processes of a host: forked from a template where one is ready, else started plainly.
+
+Each has a log file, and is killed by the kernel when the host ends. A template that fails is tried
+MAX_TEMPLATES times; then all workers are started plainly, which only takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from services.host.workers.worker_process import WorkerSpec, encode_spec
+from services.host.workers.worker_template import TemplateReport
+from services.processes.child_processes import die_with_parent, ending, last_line
+from services.processes.environ import python_path
+from shared.background import Background
+from shared.config import WorkerConfig
+from shared.errors import ConfigError
+from shared.transport.wire_errors import UNREADABLE
+
+log = structlog.get_logger(__name__)
+
+MAX_TEMPLATES = 3
+TEMPLATE_WAIT_S = 15.0  # for the imports; a plain start takes as long
+TEMPLATE_LOG = "template.log"
+
+
+class _TemplateEnded(Exception):
+    pass
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    pid: int
+    log_path: Path
+
+
+# A worker, the return code of its process, and its last line of log.
+OnEnd = Callable[[Worker, int, str], None]
+
+
+class _Template:
+    """A running template and the workers that were forked from it, by pid. `starting`: what it was
+    sent and has not forked yet, in order.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.ready = asyncio.Event()  # or it has ended
+        self.workers: dict[int, Worker] = {}
+        self.starting: deque[tuple[WorkerSpec, asyncio.Future[Worker]]] = deque()
+
+
+class Workers:
+    def __init__(
+        self, directory: Path, environ: Mapping[str, str], *, num_threads: int, on_end: OnEnd
+    ) -> None:
+        self._logs = directory / "logs"
+        self._directory = directory
+        self._environ = {name: each for name, each in environ.items() if not _is_secret(name)}
+        self._environ["PYTHONPATH"] = python_path(environ)
+        self._num_threads = num_threads
+        self._on_end = on_end
+        self._running: dict[str, Worker] = {}
+        self._template: _Template | None = None
+        self._background = Background()
+
+    async def start(self, *, has_template: bool) -> None:
+        """Call on the main thread: the kernel kills children when the calling thread ends."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        if has_template:
+            self._background.start(self._run_templates())
+
+    async def launch(self, config: WorkerConfig) -> Worker:
+        """Raises ConfigError if the process cannot be started."""
+        log_path = self._logs / f"{config.process_id}.log"
+        spec = WorkerSpec(config=config, log_path=str(log_path))
+        if config.device == "cpu" and self._template is not None:
+            with contextlib.suppress(_TemplateEnded, TimeoutError):
+                return await self._forked(self._template, spec)
+        return await self._started(spec)
+
+    def signal(self, worker_id: str, number: signal.Signals) -> None:
+        worker = self._running.get(worker_id)
+        if worker is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(worker.pid, number)
+
+    async def stop(self) -> None:
+        """Kills what is left."""
+        for worker_id in list(self._running):
+            self.signal(worker_id, signal.SIGKILL)
+        await self._background.stop()
+        if self._template is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._template.process.kill()
+            await self._template.process.wait()
+
+    # ── plain processes ──────────────────────────────────────────────────────────────────────────
+
+    async def _started(self, spec: WorkerSpec) -> Worker:
+        process = await self._exec(
+            "services.host.workers.worker_process", log_path=Path(spec.log_path)
+        )
+        assert process.stdin is not None
+        process.stdin.write(encode_spec(spec))
+        process.stdin.close()
+        worker = self._registered(spec, process.pid)
+        self._background.start(self._wait(worker, process))
+        return worker
+
+    def _registered(self, spec: WorkerSpec, pid: int) -> Worker:
+        worker_id = spec.config.process_id
+        worker = Worker(worker_id=worker_id, pid=pid, log_path=Path(spec.log_path))
+        self._running[worker_id] = worker
+        return worker
+
+    async def _wait(self, worker: Worker, process: Process) -> None:
+        self._ended(worker, await process.wait())
+
+    async def _exec(
+        self, module: str, *arguments: str, log_path: Path, stdout: int | None = None
+    ) -> Process:
+        """`stdout`: None: the log, too."""
+        log_file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, *arguments),
+                env=self._environ,
+                cwd=self._directory,
+                stdin=PIPE,
+                stdout=log_file if stdout is None else stdout,
+                stderr=log_file,
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {module}: {error.strerror}") from None
+        finally:
+            os.close(log_file)
+
+    def _ended(self, worker: Worker, status: int) -> None:
+        if self._running.get(worker.worker_id) is worker:
+            del self._running[worker.worker_id]
+            line = last_line(worker.log_path).removeprefix(f"{worker.worker_id}: ")
+            self._on_end(worker, status, f"{ending(status)}: {line}" if line else ending(status))
+
+    # ── the template ─────────────────────────────────────────────────────────────────────────────
+
+    async def _run_templates(self) -> None:
+        log_path = self._logs / TEMPLATE_LOG
+        for _ in range(MAX_TEMPLATES):
+            process = await self._exec(
+                *("services.host.workers.worker_template", str(self._num_threads)),
+                log_path=log_path,
+                stdout=PIPE,
+            )
+            template = self._template = _Template(process)
+            await self._follow(template)
+            self._template = None
+            template.ready.set()
+            status = await process.wait()
+            log.warning("template_ended", status=ending(status), last=last_line(log_path))
+            for _, future in template.starting:
+                future.set_exception(_TemplateEnded)
+            for worker in list(template.workers.values()):  # the kernel has killed them with it
+                self._ended(worker, -signal.SIGKILL)
+
+    async def _follow(self, template: _Template) -> None:
+        assert template.process.stdout is not None
+        while line := await template.process.stdout.readline():
+            try:
+                report = msgspec.json.decode(line, type=TemplateReport)
+            except UNREADABLE:
+                log.warning("template_report_invalid", line=line[:200])
+                continue
+            if report.pid == 0:
+                template.ready.set()
+            elif report.status is None:
+                spec, future = template.starting.popleft()
+                worker = template.workers[report.pid] = self._registered(spec, report.pid)
+                future.set_result(worker)
+            elif (ended := template.workers.pop(report.pid, None)) is not None:
+                self._ended(ended, report.status)
+
+    async def _forked(self, template: _Template, spec: WorkerSpec) -> Worker:
+        """Raises _TemplateEnded if the template ends meanwhile, TimeoutError if it is not ready."""
+        async with asyncio.timeout(TEMPLATE_WAIT_S):
+            await template.ready.wait()
+        if template is not self._template:
+            raise _TemplateEnded
+        assert template.process.stdin is not None
+        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        template.starting.append((spec, future))
+        template.process.stdin.write(encode_spec(spec))
+        return await asyncio.shield(future)
+
+
+def _is_secret(variable: str) -> bool:
+    return variable.startswith("HEARTH_") and ("URL" in variable or "SECRET" in variable)

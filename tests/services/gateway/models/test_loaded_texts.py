@@ -1,0 +1,124 @@
+"""Loading, sharing and leaving of the texts of a catalogue's models, from real files."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.models.loaded_texts import RETRY_S, LoadedTexts, Source
+from services.gateway.models.served_text import ServedText, TextLoader
+from services.gateway.text.preparation_pool import PreparationPool
+from shared.errors import NoCapacity
+from tests.services.gateway.model_dir import write_model_dir
+
+
+class Rig:
+    """`loads`: the sources that were read. `may_load`: holds the threads that read."""
+
+    def __init__(self, max_loaded: int) -> None:
+        self.time = 0.0
+        self.loads: list[str] = []
+        self.may_load = threading.Event()
+        self.may_load.set()
+        pool = PreparationPool(None)
+        self._loader = TextLoader(pool, GrammarChecks(pool), tool_format="template")
+        self.texts = LoadedTexts(self._load, self, max_loaded=max_loaded)
+
+    def now(self) -> float:
+        return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def _load(self, source: str) -> ServedText:
+        self.loads.append(source)
+        assert self.may_load.wait(10)
+        return self._loader.load(source)
+
+    async def get(self, path: Path, digest: str = "d") -> ServedText:
+        return await self.texts.get(Source(str(path), digest))
+
+
+@pytest.fixture(scope="module")
+def dirs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("texts")
+    first = write_model_dir(root / "a")
+    return [first, *(Path(shutil.copytree(first, root / name)) for name in "bc")]
+
+
+async def test_least_recently_used_one_is_loaded_again(dirs: list[Path]) -> None:
+    rig = Rig(max_loaded=2)
+    a, b, c = dirs
+    for path in (a, b, a, c, a):  # b leaves
+        await rig.get(path)
+    gc.collect()
+    assert (rig.loads, len(rig.texts)) == ([str(a), str(b), str(c)], 2)
+    await rig.get(b)
+    assert rig.loads == [str(a), str(b), str(c), str(b)]
+
+
+async def test_text_in_use_is_not_loaded_twice(dirs: list[Path]) -> None:
+    rig = Rig(max_loaded=1)
+    held = await rig.get(dirs[0])
+    for path in dirs[1:]:
+        await rig.get(path)
+    assert await rig.get(dirs[0]) is held
+    assert rig.loads == [str(each) for each in dirs]
+
+
+async def test_concurrent_requests_share_a_load_that_outlives_its_client(dirs: list[Path]) -> None:
+    rig = Rig(max_loaded=2)
+    rig.may_load.clear()
+    first, *others = [asyncio.create_task(rig.get(dirs[0])) for _ in range(5)]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    rig.may_load.set()
+    found = await asyncio.gather(*others)
+    assert len(set(map(id, found))) == 1
+    assert rig.loads == [str(dirs[0])]
+
+
+async def test_source_that_hangs_delays_no_other(dirs: list[Path]) -> None:
+    rig = Rig(max_loaded=2)
+    rig.may_load.clear()
+    hangs = asyncio.create_task(rig.get(dirs[0]))
+    other = asyncio.create_task(rig.get(dirs[1]))
+    async with asyncio.timeout(10):
+        while len(rig.loads) < 2:  # both are being read
+            await asyncio.sleep(0.001)
+    assert not hangs.done()
+    rig.may_load.set()
+    await asyncio.gather(hangs, other)
+
+
+async def test_other_weights_in_the_same_directory_are_read_again(dirs: list[Path]) -> None:
+    rig = Rig(max_loaded=4)
+    assert await rig.get(dirs[0], "r1") is not await rig.get(dirs[0], "r2")
+
+
+async def test_failure_names_its_source_and_is_retried_after_a_pause(tmp_path: Path) -> None:
+    rig, path = Rig(max_loaded=2), tmp_path / "later"
+    for left_s in (RETRY_S, 2.0):
+        with pytest.raises(NoCapacity, match=f"{path}' is not a directory") as raised:
+            await rig.get(path)
+        assert raised.value.retry_after_s == left_s
+        rig.time = RETRY_S - 2.0
+    assert len(rig.loads) == 1
+    write_model_dir(path)
+    rig.time = RETRY_S
+    assert (await rig.get(path)).files.model_dir == path
+
+
+async def test_invalid_files_are_named_on_one_line(tmp_path: Path) -> None:
+    path = write_model_dir(tmp_path / "broken")
+    (path / "tokenizer.json").write_text("{\n}")
+    with pytest.raises(NoCapacity, match=f"the files of '{path}' cannot be read") as raised:
+        await Rig(max_loaded=2).get(path)
+    assert "tokenizer" in raised.value.message and "\n" not in raised.value.message

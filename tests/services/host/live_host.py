@@ -1,0 +1,182 @@
+"""A host process with real workers of small models, on a real NATS server and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.cli.service_options import DEMO_MODEL_DIR
+from shared.catalogue.admin import CatalogueAdmin
+from shared.clock import MonotonicClock
+from shared.messages import (
+    Done,
+    Heartbeat,
+    HostedModel,
+    HostLoad,
+    ModelWaking,
+    ParkModel,
+    WakeModel,
+)
+from shared.store import RedisStore
+from shared.subjects import HEARTBEATS, CredentialRole, host_models
+from shared.transport.bus import NatsBus
+from tests.servers import NatsServer, RedisServer
+
+USERS: tuple[tuple[CredentialRole, str], ...] = (
+    ("host", "host-1"),
+    ("worker", "worker-1"),
+    ("scheduler", "scheduler-1"),
+)
+DEADLINE_S = 60.0
+DRAIN_S = 5.0
+
+
+def link_model(directory: Path) -> Path:
+    """The small model of the repository, under another name."""
+    directory.mkdir(parents=True)
+    for each in DEMO_MODEL_DIR.iterdir():
+        (directory / each.name).symlink_to(each)
+    return directory
+
+
+@dataclass
+class LiveHost:
+    nats: NatsServer
+    redis: RedisServer
+    folder: Path
+    budget: str
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "services", "host", "--instance", "-"]
+        command += ["--nats-url", self.nats.url("host-1")]
+        command += ["--worker-nats-url", self.nats.url("worker-1")]
+        command += ["--redis-url", self.redis.url, "--budget", self.budget]
+        command += ["--state-dir", str(self.folder / "state"), "--num-threads", "1"]
+        command += ["--drain-timeout-s", str(DRAIN_S)]
+        with (self.folder / "host.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(DRAIN_S + 10)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "host.log").read_text()
+
+    def worker_pids(self) -> list[int]:
+        """Of the template's children."""
+        return [pid for each in children(self.process.pid) for pid in children(each)]
+
+
+def children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(each) for each in text.split()]
+
+
+@contextmanager
+def live_host(folder: Path, *, budget: str = "cpu=3GiB") -> Iterator[LiveHost]:
+    nats, redis = NatsServer(folder, USERS), RedisServer()
+    host = LiveHost(nats, redis, folder, budget)
+    try:
+        host.start()
+        yield host
+    finally:
+        host.kill()
+        nats.stop()
+        redis.stop()
+
+
+@dataclass
+class Operator:
+    """Commands the host as a scheduler does, and sees its heartbeats."""
+
+    bus: NatsBus
+    catalogue: CatalogueAdmin
+    newest: dict[str, Heartbeat] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def receive(self, message: Heartbeat) -> None:
+        self.newest[message.process_id] = message
+        self.changed.set()
+
+    @property
+    def load(self) -> HostLoad:
+        heartbeat = self.newest.get("host-1")
+        return (
+            HostLoad(devices=()) if heartbeat is None or heartbeat.host is None else heartbeat.host
+        )
+
+    def model(self, name: str) -> HostedModel | None:
+        return next((each for each in self.load.models if each.name == name), None)
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not predicate():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def state(self, name: str, *states: str) -> HostedModel:
+        def is_there() -> bool:
+            found = self.model(name)
+            return found is not None and found.state in states
+
+        await self.until(is_there)
+        found = self.model(name)
+        assert found is not None
+        return found
+
+    async def wake(self, name: str, revision: str = "r1") -> ModelWaking:
+        message = WakeModel(model=name, revision=revision)
+        return await self._command(message, ModelWaking)
+
+    async def park(self, name: str, revision: str = "r1") -> Done:
+        return await self._command(ParkModel(model=name, revision=revision), Done)
+
+    async def _command(self, message, reply_type):  # type: ignore[no-untyped-def]
+        return await self.bus.request(
+            host_models("host-1"), message, reply_type, timeout_s=DEADLINE_S
+        )
+
+    def kv_blocks(self, worker_id: str) -> int:
+        load = self.newest[worker_id].load
+        assert load is not None
+        return load.num_total_blocks
+
+
+@asynccontextmanager
+async def operator(host: LiveHost) -> AsyncIterator[Operator]:
+    url = host.nats.url("scheduler-1")
+    bus = await NatsBus.connect(url, process_id="scheduler-1")
+    store = RedisStore(host.redis.url, MonotonicClock(), timeout_s=5.0)
+    found = Operator(bus, CatalogueAdmin(store, time.time))
+    try:
+        await bus.subscribe(HEARTBEATS, Heartbeat, found.receive)
+        yield found
+    finally:
+        await store.close()
+        await bus.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
