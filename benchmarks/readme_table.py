@@ -142,7 +142,7 @@ BARS = {
     "prefix_and_memory": "A cached prefix, and what a cluster holds in memory",
     "control_plane": "The whole control plane, engines that take no time, beside a peer",
     "simulate": "Placement, fair queue and index on a virtual clock",
-    "residency": "Which models are hot, simulated: our policy beside others",
+    "residency": "Which models are hot, simulated: the demand policy beside others",
     "kv_index": "The prefix index",
     "stop_strings": "Stop strings, CPU time of a character in text that nearly matches",
     "tenant_timing": "What a tenant's timing tells of another's cache",

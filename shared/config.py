@@ -255,15 +255,20 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"num_threads {self.num_threads} is negative"
 
 
-def device_budgets(texts: Iterable[str]) -> dict[str, int]:
-    """Bytes by device, of texts such as `cpu=12GiB`. Raises ConfigError."""
-    budgets: dict[str, int] = {}
+def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
+    """Bytes by device, of texts such as `cpu=12GiB`; None, of `cpu` alone: the default of the
+    device. Raises ConfigError.
+    """
+    budgets: dict[str, int | None] = {}
     for text in texts:
-        device, _, size = text.partition("=")
+        device, separator, size = text.partition("=")
         if not _BUDGET_DEVICE.fullmatch(device):
             raise ConfigError(f"budget {text!r} is not DEVICE=SIZE with the device cpu or cuda:N")
         if device in budgets:
-            raise ConfigError(f"budget {text!r}: {device} has {budgets[device]} bytes already")
+            raise ConfigError(f"budget {text!r}: {device} has a budget already")
+        if not separator:
+            budgets[device] = None
+            continue
         found = _SIZE.fullmatch(size.strip())
         if found is None or float(found[1]) == 0:
             raise ConfigError(f"budget {text!r} has no size such as 12GiB or 16000000000")

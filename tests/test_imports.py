@@ -147,8 +147,8 @@ LAYERS = {
         " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
     "services/scheduler/residency": (
-        "keeper policies | demand_policy lru_policy devices | room hosts orders arrival_rates"
-        " | view"
+        "keeper policies | demand_policy lru_policy devices"
+        " | room hosts orders arrival_rates | view"
     ),
     "shared": "engine | kv_wire | catalogue | lifecycle tenancy | transport | grammar",
     "shared/engine": (

@@ -192,7 +192,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--budget", required=True, help="of the host: DEVICE=SIZE")
     add("--duration-s", type=float, default=600.0)
     add("--rate", type=float, default=10.0, help="requests per second, Poisson")
-    add("--wake-ttft-s", type=float, default=3.0, help="the scheduler's option")
+    add("--wake-ttft-s", type=float, default=3.4, help="the scheduler's option")
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

@@ -15,6 +15,7 @@ import typer
 from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
 from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
+from services.local.named_models import named_models
 from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
 
@@ -42,8 +43,13 @@ class UpRole(StrEnum):
 )
 def up(
     model: Annotated[
-        Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
-    ] = DEMO_MODEL_DIR,
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DIR",
+            help="Checkpoint directory, or a hub id such as org/name (default: the demo model). "
+            "Several: a host keeps those hot that are used, within its memory budget.",
+        ),
+    ] = None,
     name: Annotated[
         str, typer.Option(help="Model name for clients (default: the hub id or directory name).")
     ] = "",
@@ -143,16 +149,27 @@ def up(
     """
     from services.cli.up import run_up
 
+    texts = model or [str(DEMO_MODEL_DIR)]
+    several = named_models(texts) if len(texts) > 1 or "=" in texts[0] else ()
+    if len(several) == 1:
+        texts, name, several = [several[0].source], name or several[0].name, ()
+    if several and {prefill, decode, both, role} != {None}:
+        raise ConfigError("--prefill, --decode, --both and --role are for one --model")
     if both is None and role is not None:
         both = int(role is UpRole.both)
     num_gpus = count_gpus() if device != "cpu" else 0
     num_prefill, num_decode, num_both = worker_counts(
         prefill, decode, both, device=device, num_gpus=num_gpus
     )
+    if several:
+        num_prefill, num_decode, num_both = 0, 0, 0
     host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
     options = UpOptions(
-        model_dir=local_copy(model, needs_weights=load_format != "dummy"),
-        model_name=model_name_for(model, name),
+        model_dir=DEMO_MODEL_DIR
+        if several
+        else local_copy(Path(texts[0]), needs_weights=load_format != "dummy"),
+        model_name=name if several else model_name_for(Path(texts[0]), name),
+        models=several,
         num_prefill=num_prefill,
         num_decode=num_decode,
         num_both=num_both,

@@ -67,6 +67,7 @@ async def _serve(
                 clock,
                 observer=cluster.observer,
                 is_check=is_check,
+                model_name=cluster.model_name,
             )
             console.print(f"ready in {display.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
@@ -125,7 +126,8 @@ class StartupDisplay:
         elif self._is_open and event == "started":
             self._tasks[process_id] = self._progress.add_task(process_id, total=1)
         elif self._is_open:
-            self._progress.update(self._tasks[process_id], completed=1)
+            if process_id in self._tasks:  # else a model
+                self._progress.update(self._tasks[process_id], completed=1)
             if not self._console.is_terminal:
                 self._console.print(f"{process_id} ready after {self.elapsed_s:.1f} s")
 

@@ -102,7 +102,8 @@ def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
     )
 
 
-async def first_model(client: httpx.AsyncClient) -> ServedModel:
+async def first_model(client: httpx.AsyncClient, name: str = "") -> ServedModel:
+    """The model `name`, else the first of those that the client may use."""
     try:
         response = await client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -111,7 +112,7 @@ async def first_model(client: httpx.AsyncClient) -> ServedModel:
     models = _decoded(response.content, _Models).data
     if not models:
         raise DependencyUnavailable(f"no model is served at {client.base_url}")
-    return models[0]
+    return next((each for each in models if each.id == name), models[0])
 
 
 async def stream_chat(

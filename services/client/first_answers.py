@@ -58,6 +58,7 @@ async def first_requests(
     *,
     observer: Observer | None,
     is_check: bool,
+    model_name: str = "",
 ) -> None:
     """Sends the QUESTIONS and prints the responses. Raises HearthError on failure if `is_check`.
 
@@ -66,7 +67,7 @@ async def first_requests(
     """
     try:
         async with gateway_client(url, api_key) as client:
-            model = await first_model(client)
+            model = await first_model(client, model_name)
             first, second = QUESTIONS
             reply = await _show_answer(client, model, first, console, clock)
             if reply.hearth.get("prefill_worker"):

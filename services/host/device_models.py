@@ -6,8 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
-from services.host.budget import ModelKey, Room, kv_sizes, retention, room_for, standby_starts
+import msgspec
+
+from services.host.budget import (
+    ModelKey,
+    ModelMemory,
+    Room,
+    kv_sizes,
+    retention,
+    room_for,
+    standby_starts,
+)
 from services.host.hosted_model import (
     HAS_KV,
     Action,
@@ -33,6 +44,11 @@ class DeviceModels:
     num_losses: int = 0  # in a row
     resized_at: float = -1e9
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether caches change their sizes while they serve; elsewhere a wake gives the size."""
+        return self.name == "cpu"
+
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -51,10 +67,22 @@ class DeviceModels:
     def room(self, model: HostedState) -> Room:
         """`model` may also be of another device, and have no process."""
         others = [each for each in self.models.values() if each.has_process or each.is_wake_wanted]
-        staying = [each.memory for each in others if each.state != "stopping"]
+        staying = [self._committed(each) for each in others if each.state != "stopping"]
         hot = self.hot()
         idle = {each.key for each in others if each.state == "standby"} - hot
         return room_for(model.memory, self.budget_bytes, staying, hot=hot, stoppable=idle)
+
+    def _committed(self, model: HostedState) -> ModelMemory:
+        """A cache that is not elastic keeps what it has."""
+        if self.is_elastic or model.kv_bytes <= model.memory.kv_floor_bytes:
+            return model.memory
+        return msgspec.structs.replace(model.memory, kv_floor_bytes=model.kv_bytes)
+
+    def _wake_bytes(self, model: HostedState, spare_bytes: int) -> int:
+        """Of its cache. One that cannot grow gets half of what is left beyond its floor."""
+        memory = model.memory
+        grown = memory.kv_floor_bytes + (0 if self.is_elastic else spare_bytes // 2)
+        return int(max(memory.kv_floor_bytes, min(grown, memory.kv_ceiling_bytes)))
 
     def lose(self, now: float) -> None:
         self.num_losses += 1
@@ -113,24 +141,26 @@ class DeviceModels:
             self.models[key].enter("stopping", now)
             yield Stop(key)
         needed = memory.kv_floor_bytes + (0 if model.has_process else memory.fixed_bytes)
-        if self.budget_bytes - self.used_bytes < needed:
+        spare = self.budget_bytes - self.used_bytes - needed
+        if spare < 0:
             yield from self._shrink(model)
             return
+        kv_bytes = self._wake_bytes(model, spare)
         if model.state == "standby":
-            model.kv_bytes = model.resized_to = memory.kv_floor_bytes
+            model.kv_bytes = model.resized_to = kv_bytes
             model.enter("waking", now)
             yield Wake(model.key, model.kv_bytes)
             return
         model.enter("starting", now)
         if model.is_known:  # else its first start ends in standby, where it is checked
-            model.kv_bytes = model.resized_to = memory.kv_floor_bytes
+            model.kv_bytes = model.resized_to = kv_bytes
         yield Start(model.key, self.name, model.kv_bytes or None)
 
     def _shrink(self, target: HostedState) -> Iterator[Action]:
         """Brings hot caches to what remains beside the target."""
-        sizes = self._sizes(target)
+        sizes = self._sizes(target) if self.is_elastic else {}
         for model in self.models.values():
-            if model.state == "hot" and sizes[model.key] < model.resized_to:
+            if model.state == "hot" and sizes.get(model.key, inf) < model.resized_to:
                 model.resized_to = sizes[model.key]
                 yield Resize(model.key, model.resized_to)
 
@@ -138,7 +168,8 @@ class DeviceModels:
 
     def resize(self, now: float) -> Iterator[Action]:
         """Follows the need while no model waits to become hot: first the caches that shrink."""
-        if self.becoming_hot() or self.wanted() or now - self.resized_at < LEAST_RESIZE_S:
+        is_busy = bool(self.becoming_hot() or self.wanted())
+        if not self.is_elastic or is_busy or now - self.resized_at < LEAST_RESIZE_S:
             return
         starting = self.next_standby(now)
         sizes = self._sizes(starting)

@@ -19,10 +19,14 @@ def budgets_of(texts: Iterable[str]) -> dict[str, int]:
     """Bytes by device; without texts the default. Takes seconds with CUDA devices. Raises
     ConfigError for a device that this machine lacks, or more than its memory.
     """
-    budgets = device_budgets(texts)
-    if not budgets:
-        return _defaults()
-    _check_cuda([each for each in budgets if each != "cpu"])
+    given = device_budgets(texts)
+    if not given:
+        free = _cuda_budgets()
+        return free or {"cpu": _cpu_budget()}
+    on_cuda = [device for device in given if device != "cpu"]
+    _check_cuda(on_cuda)
+    defaults = {"cpu": _cpu_budget(), **(_cuda_budgets() if None in given.values() else {})}
+    budgets = {device: defaults[device] if size is None else size for device, size in given.items()}
     total = memory_bytes()
     if budgets.get("cpu", 0) > total:
         raise ConfigError(
@@ -46,11 +50,12 @@ def weight_item_bytes(device: str) -> int:
     return 2 if words & _BF16_FLAGS else 4
 
 
-def _defaults() -> dict[str, int]:
-    free = free_gpu_bytes()
-    if free:
-        return {f"cuda:{index}": int(CUDA_SHARE * each) for index, each in enumerate(free)}
-    return {"cpu": int(CPU_SHARE * memory_bytes())}
+def _cpu_budget() -> int:
+    return int(CPU_SHARE * memory_bytes())
+
+
+def _cuda_budgets() -> dict[str, int]:
+    return {f"cuda:{index}": int(CUDA_SHARE * each) for index, each in enumerate(free_gpu_bytes())}
 
 
 def _check_cuda(devices: list[str]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
+    ROLES_WITH_PROCESS,
     SECRET_VARIABLE,
     Endpoints,
     UpOptions,
@@ -30,6 +31,7 @@ from services.local.servers import (
     nats_environ,
     redis_config,
 )
+from services.local.several_models import store_models, wait_until_served
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
 from services.processes.child_processes import Child, ProcessSpec, kill_children, start_child
@@ -84,7 +86,8 @@ class LocalCluster:
 
     @property
     def process_ids(self) -> tuple[str, ...]:
-        return tuple(each.process_id for each in self._credentials)
+        has_process = ROLES_WITH_PROCESS - ({"worker"} if self._options.models else set())
+        return tuple(each.process_id for each in self._credentials if each.role in has_process)
 
     @property
     def observer(self) -> tuple[str, str] | None:
@@ -107,7 +110,9 @@ class LocalCluster:
 
     @property
     def model_name(self) -> str:
-        """As clients name it."""
+        """As clients name it; of several, the first one."""
+        if self._options.models:
+            return self._options.models[0].name
         return self._options.model_name or self._options.model_dir.resolve().name
 
     @property
@@ -178,6 +183,13 @@ class LocalCluster:
         if self._redis is not None:
             await self._supervisor.launch(self._redis_spec(self._redis))
         await self._store_key()
+        if self._options.models:
+            await store_models(
+                self._endpoints.redis_url,
+                self._clock,
+                self._options.models,
+                weights=self._options.weights,
+            )
         for spec in plan_services(
             self._options,
             self._credentials,
@@ -186,15 +198,26 @@ class LocalCluster:
             environ={**os.environ, "TMPDIR": str(self._state.scratch)},
         ):
             await self._supervisor.launch(spec)
+        if self._options.models:
+            await self._wait_for_models()
         await self._wait_until_ready()
         # By then each process has received a heartbeat of each other one, not only the gateway:
         # the first request is placed like any later one.
         await self._clock.sleep(HEARTBEAT_INTERVAL_S)
         self._state.publish(self._description())
 
+    async def _wait_for_models(self) -> None:
+        await wait_until_served(
+            self._endpoints.nats_url_of(self._operator),
+            self._operator.process_id,
+            self._options.models,
+            self._clock,
+            lambda name: self._report(name, "ready", ""),
+        )
+
     async def _wait_until_ready(self) -> None:
         """Polls the gateway until it knows every worker; reports each worker as it joins."""
-        expected = expected_workers(self._credentials)
+        expected = expected_workers(() if self._options.models else self._credentials)
         waiting = set.union(*expected.values())
         async with httpx.AsyncClient(base_url=self.url, timeout=2.0, trust_env=False) as client:
             is_ready = False
@@ -207,7 +230,7 @@ class LocalCluster:
                 if waiting or not is_ready:
                     await self._clock.sleep(POLL_S)
         for each in self._credentials:
-            if each.role in ("gateway", "scheduler", "kv_index"):
+            if each.role in ("gateway", "scheduler", "kv_index", "host"):
                 self._report(each.process_id, "ready", "")
 
     async def _store_key(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from services.local.credentials import Credential, random_process_id
+from services.local.named_models import NamedModel
 from services.local.servers import LOOPBACK
 from services.processes.child_processes import ProcessSpec
 from services.processes.environ import python_path, thread_environ
@@ -32,12 +33,14 @@ _COMMANDS: dict[CredentialRole, str] = {
     "prefill": "prefill",
     "decode": "decode",
     "worker": "worker",
+    "host": "host",
 }
 # A handoff of fewer tokens costs more than it saves (layer-wise push: TTFT +18 % at 256 tokens,
 # -48 % at 1,024); a longer prompt would delay every token that its decode worker generates.
 MAX_LOCAL_PREFILL_TOKENS = 512
 DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
+ROLES_WITH_PROCESS = frozenset(_COMMANDS)
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
 
@@ -66,6 +69,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # pipeline stages of every worker
     activations: str = "plain"  # or bf16-exchange, of every worker
     experts: str = "auto"  # ep or tp, of every worker of several ranks
+    models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the catalogue
 
     def tp_of(self, role: CredentialRole) -> int:
         return {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role, self.tp)
@@ -103,7 +107,9 @@ def check_options(options: UpOptions) -> None:
         "both": options.num_both,
     }
     problems = [f"--{name} {count} is negative" for name, count in counts.items() if count < 0]
-    if not problems and options.num_decode + options.num_both == 0:
+    if options.models:
+        problems += _several_models_problems(options)
+    elif not problems and options.num_decode + options.num_both == 0:
         problems.append("no decode worker: nothing could answer")
     if not options.model_dir.is_dir():
         problems.append(f"--model {options.model_dir} is not a directory")
@@ -131,6 +137,22 @@ def check_options(options: UpOptions) -> None:
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _several_models_problems(options: UpOptions) -> list[str]:
+    """A host chooses what these would fix."""
+    fixed = (
+        *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
+        *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
+    )
+    fields = {each.name: each.default for each in msgspec.structs.fields(UpOptions)}
+    named = {"model_name": "name", "nats_url": "nats"}
+    given = [name for name in fixed if getattr(options, name) != fields[name]]
+    return [
+        f"--{named.get(name, name).replace('_', '-')} is for one --model, and {len(options.models)}"
+        " are given"
+        for name in given
+    ]
 
 
 def _device_problems(options: UpOptions) -> list[str]:
@@ -191,14 +213,15 @@ def worker_devices(options: UpOptions, num_workers: int) -> list[str]:
 
 def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
     """Returns one per process. Names are random on an external NATS, which clusters may share."""
-    counts: tuple[tuple[CredentialRole, int], ...] = (
-        ("kv_index", 1),
-        ("scheduler", 1),
+    workers: tuple[tuple[CredentialRole, int], ...] = (
         ("prefill", options.num_prefill),
         ("decode", options.num_decode),
         ("worker", options.num_both),
-        ("gateway", 1),
     )
+    if options.models:
+        workers = (("host", 1), ("worker", 1))
+    counts: tuple[tuple[CredentialRole, int], ...]
+    counts = (("kv_index", 1), ("scheduler", 1), *workers, ("gateway", 1))
     return tuple(
         Credential(
             role, f"{role}-{number}" if options.nats_url is None else random_process_id(role)
@@ -224,6 +247,8 @@ def plan_services(
     num_cores: int,
     environ: Mapping[str, str],
 ) -> list[ProcessSpec]:
+    if options.models:
+        return _several_models_services(options, credentials, endpoints, environ=environ)
     workers = [each for each in credentials if each.role in _WORKER_ROLES]
     num_threads = max(1, num_cores // len(workers))
     devices = dict(zip(workers, worker_devices(options, len(workers)), strict=True))
@@ -240,6 +265,32 @@ def plan_services(
     ]
 
 
+def _several_models_services(
+    options: UpOptions,
+    credentials: tuple[Credential, ...],
+    endpoints: Endpoints,
+    *,
+    environ: Mapping[str, str],
+) -> list[ProcessSpec]:
+    """The workers are the host's: theirs is a credential without a process here."""
+    worker = next(each for each in credentials if each.role == "worker")
+    of_host = {"HEARTH_WORKER_NATS_URL": endpoints.nats_url_of(worker)}
+    if options.device != "auto":
+        of_host["HEARTH_BUDGET"] = options.device  # its default
+    return [
+        _service(
+            each,
+            options,
+            endpoints,
+            device=None,
+            num_threads=1,
+            environ={**environ, **(of_host if each.role == "host" else {})},
+        )
+        for each in credentials
+        if each.role in _COMMANDS and each.role != "worker"
+    ]
+
+
 def _service(
     credential: Credential,
     options: UpOptions,
@@ -252,7 +303,9 @@ def _service(
     """`device` is None for services without an engine."""
     arguments = ["--process-id", credential.process_id, "--instance", NO_INSTANCE]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
-    if device is not None or credential.role == "gateway":
+    if options.models and credential.role == "gateway":
+        arguments += ["--model-dir", ""]
+    elif device is not None or credential.role == "gateway":
         arguments += ["--model-dir", str(options.model_dir.resolve())]
         arguments += ["--model-name", options.model_name]
     if device is not None:
@@ -296,6 +349,8 @@ def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec 
     None if the cache holds any machine code: if it is for another model or release, the workers
     compile what they need.
     """
+    if options.models:
+        return None  # the first start of each does it
     home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", ""), ".cache")
     root = Path(environ.get("HEARTH_CACHE_DIR") or Path(home, "hearth"))
     if options.device not in ("cpu", "auto") or any(root.glob("kernels/*/compiled-start-*")):

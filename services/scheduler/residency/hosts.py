@@ -13,12 +13,23 @@ HOST_RETURN_S = 10.0  # requests wait so long for a lost host to come back
 
 @dataclass(slots=True)
 class KnownHost:
-    host_id: str
-    region: str
+    heartbeat: Heartbeat
     load: HostLoad
     received_at: float
     lost_at: float | None = None
-    is_ready: bool = True
+
+    @property
+    def host_id(self) -> str:
+        return self.heartbeat.process_id
+
+    @property
+    def region(self) -> str:
+        return self.heartbeat.region
+
+    def is_before(self, heartbeat: Heartbeat) -> bool:
+        known = self.heartbeat
+        is_same = known.epoch == heartbeat.epoch
+        return not is_same or known.sequence_number < heartbeat.sequence_number
 
 
 class Hosts:
@@ -34,17 +45,15 @@ class Hosts:
         return len(self._known)
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
-        if heartbeat.host is not None:
-            self._known[heartbeat.process_id] = KnownHost(
-                heartbeat.process_id,
-                heartbeat.region,
-                heartbeat.host,
-                now,
-                is_ready=heartbeat.state == "ready",
-            )
-            for each in heartbeat.host.models:
-                if each.card is not None:
-                    self._digests[each.name, each.revision] = each.card.revision
+        """Of any process; ignores an old one, and the last one of a process that stops."""
+        load, known = heartbeat.host, self._known.get(heartbeat.process_id)
+        is_new = known is None or known.is_before(heartbeat)
+        if load is None or not is_new or heartbeat.state == "stopped":
+            return
+        self._known[heartbeat.process_id] = KnownHost(heartbeat, load, now)
+        for each in load.models:
+            if each.card is not None:
+                self._digests[each.name, each.revision] = each.card.revision
 
     def model_of(self, hosted: HostedModel) -> ModelId:
         name, revision = hosted.name, hosted.revision
@@ -63,7 +72,8 @@ class Hosts:
 
     def live(self) -> list[KnownHost]:
         """Those that carry out wakes."""
-        return [each for each in self._known.values() if each.lost_at is None and each.is_ready]
+        known = self._known.values()
+        return [each for each in known if each.lost_at is None and each.heartbeat.state == "ready"]
 
     def serving(self, lane: Lane, num_context_tokens: int) -> frozenset[str]:
         """Hosts, also those that may come back, that can serve such a request."""

@@ -245,6 +245,24 @@ def test_cold_model_wakes_on_the_device_with_room() -> None:
     assert {each.device for each in states.models() if each.is_wake_wanted} == {"cuda:0", "cuda:1"}
 
 
+def test_cache_that_is_not_elastic_gets_its_size_with_the_wake() -> None:
+    states = HostStates({"cuda:0": BUDGET})
+    for name in ("a", "b"):
+        states.put(memory(name), 0.0, is_known=True)
+        (start,) = states.next_actions(0.0)
+        states.standby(start.key, 0.0)
+    states.wake(key("a"), 1.0)
+    assert states.next_actions(1.0) == [Wake(key("a"), 20 + 60 // 2)]
+    states.hot(key("a"), 1.0)
+    assert states.next_actions(9.0) == []
+    states.wake(key("b"), 9.0)
+    assert states.next_actions(9.0) == [Wake(key("b"), 20 + 10 // 2)]
+    states.hot(key("b"), 9.0)
+    states.put(memory("c"), 9.0)
+    with pytest.raises(NoCapacity):
+        states.wake(key("c"), 9.0)
+
+
 # ── random workers ───────────────────────────────────────────────────────────────────────────────
 
 

@@ -157,6 +157,23 @@ def test_device_wakes_one_model_at_a_time() -> None:
     assert decide([replace(devices[0], is_waking=True)], demands) == []
 
 
+def test_wakes_that_are_due_together_begin_earlier() -> None:
+    """A device wakes one model after the other."""
+    hot = resident("b", "hot", num_running=1)
+    devices = [device(resident("a"), resident("c"), hot)]
+    nearly = waiting(age_s=TARGET_S - 0.5)
+    assert decide(devices, {"a": nearly, "b": used(0.5)}) == []
+    together = {"a": nearly, "c": nearly, "b": used(0.5)}
+    assert decide(devices, together) == [park("b"), wake("a")]
+
+
+def test_short_wait_for_a_device_is_better_than_a_cold_start_elsewhere() -> None:
+    waking = device(resident("a"), host_id="waking", is_waking=True)
+    cold = device(resident("a", "cold"), host_id="cold", budget_bytes=WEIGHTS + FLOOR)
+    assert decide([waking, cold], {"a": waiting()}) == []
+    assert decide([waking, cold], {"a": waiting(age_s=TARGET_S)}) == [wake("a", "cold")]
+
+
 def test_model_is_not_woken_twice() -> None:
     under_way = resident("a", is_under_way=True, ready_at=NOW + 1.0)
     other = device(resident("a"), host_id="other")

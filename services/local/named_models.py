@@ -1,0 +1,47 @@
+"""The models of `hearth up --model A --model B`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.local.hub_download import is_hub_id
+from shared.errors import ConfigError
+
+
+class NamedModel(msgspec.Struct, frozen=True):
+    """`source`: a directory, or a hub id."""
+
+    name: str
+    source: str
+
+
+def named_models(texts: Sequence[str]) -> tuple[NamedModel, ...]:
+    """Of `DIR`, `org/name` or `NAME=DIR`. Raises ConfigError."""
+    found = tuple(map(_named, texts))
+    for each in found:
+        if not (Path(each.source).is_dir() or is_hub_id(Path(each.source))):
+            raise ConfigError(f"--model {each.source} is not a directory")
+        same = [other.source for other in found if other.name == each.name]
+        if len(same) > 1:
+            raise ConfigError(
+                f"--model {same[0]} and {same[1]} have the name {each.name!r}: "
+                "give one another, as NAME=DIR"
+            )
+    return found
+
+
+def _named(text: str) -> NamedModel:
+    name, separator, source = text.partition("=")
+    if separator and "/" not in name:
+        if not (name and source):
+            raise ConfigError(f"--model {text!r} is not NAME=DIR")
+        return NamedModel(name, _absolute(source))
+    return NamedModel(text if is_hub_id(Path(text)) else Path(text).resolve().name, _absolute(text))
+
+
+def _absolute(source: str) -> str:
+    path = Path(source).expanduser()
+    return source if is_hub_id(path) else str(path.resolve())

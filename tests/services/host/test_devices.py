@@ -1,0 +1,44 @@
+import pytest
+
+from services.host.devices import budgets_of, memory_bytes
+from shared.config import device_budgets
+from shared.errors import ConfigError
+
+
+def test_budgets_have_units() -> None:
+    assert device_budgets(["cpu=1.5GiB", "cuda:1=2GB", "cuda:2=7", "cuda:3"]) == {
+        "cpu": 3 << 29,
+        "cuda:1": 2 * 10**9,
+        "cuda:2": 7,
+        "cuda:3": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tpu=1GiB", "is not DEVICE=SIZE with the device cpu or cuda:N"),
+        ("cpu=", "has no size such as 12GiB"),
+        ("cpu=0", "has no size such as 12GiB"),
+        ("cpu=12 parsecs", "has no size such as 12GiB"),
+    ],
+)
+def test_invalid_budgets_are_named(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"budget '{text}'.* {problem}|{problem}"):
+        device_budgets([text])
+
+
+def test_device_has_one_budget() -> None:
+    with pytest.raises(ConfigError, match="cpu has a budget already"):
+        device_budgets(["cpu=1GiB", "cpu=2GiB"])
+
+
+def test_default_is_half_of_the_memory_and_more_than_all_is_refused() -> None:
+    assert budgets_of(["cpu"]) == {"cpu": memory_bytes() // 2}
+    with pytest.raises(ConfigError, match="this machine has"):
+        budgets_of([f"cpu={2 * memory_bytes()}"])
+
+
+def test_device_that_this_machine_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match="budget of cuda:99: the CUDA devices of this machine"):
+        budgets_of(["cuda:99=1GiB"])

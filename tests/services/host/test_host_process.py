@@ -1,0 +1,146 @@
+"""A real host process: real workers start, park and wake; hosts and workers die."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.errors import NoCapacity, UnknownModel
+from tests.services.host.live_host import (
+    LiveHost,
+    Operator,
+    children,
+    is_alive,
+    link_model,
+    live_host,
+    operator,
+)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveHost]:
+    folder = tmp_path_factory.mktemp("host")
+    link_model(folder / "demo-a")
+    link_model(folder / "demo-b")
+    with live_host(folder) as found:
+        yield found
+
+
+@pytest.fixture
+async def op(host: LiveHost) -> AsyncIterator[Operator]:
+    async with operator(host) as found:
+        known = await found.catalogue.all()
+        for name in ("demo-a", "demo-b"):
+            if name not in known:
+                await found.catalogue.add(name, str(host.folder / name))
+        yield found
+
+
+async def test_models_start_in_standby_wake_and_park(op: Operator) -> None:
+    model = await op.state("demo-a", "standby")
+    await op.state("demo-b", "standby")
+    assert model.card is not None and model.kv_bytes == 0 and model.worker_id is not None
+    recorded = (await op.catalogue.one("demo-a")).revisions[0].digest
+    assert recorded == model.card.revision == model.revision
+    await op.wake("demo-a", recorded)
+    hot = await op.state("demo-a", "hot")
+    await op.until(lambda: op.kv_blocks(hot.worker_id or "") > 0)
+    await op.park("demo-a")
+    await op.until(lambda: op.kv_blocks(hot.worker_id or "") == 0)
+    parked = await op.state("demo-a", "standby")
+    assert parked.worker_id == hot.worker_id
+
+
+async def test_unknown_model_and_missing_source_are_clear_lines(
+    op: Operator, host: LiveHost
+) -> None:
+    with pytest.raises(UnknownModel, match="does not have the model 'other', revision 'r1'"):
+        await op.wake("other")
+    await op.catalogue.add("missing", str(host.folder / "missing"))
+    failed = await op.state("missing", "failed")
+    assert failed.failure.startswith(f"source '{host.folder}/missing' is not a directory")
+    await op.catalogue.remove("missing")
+    await op.until(lambda: op.model("missing") is None)
+
+
+async def test_other_content_than_recorded_is_refused(op: Operator, host: LiveHost) -> None:
+    link_model(host.folder / "altered")
+    await op.catalogue.add("altered", str(host.folder / "altered"))
+    await op.catalogue.record_digest("altered", "r1", "0" * 32)
+    failed = await op.state("altered", "failed")
+    assert f"and the catalogue has recorded {'0' * 32}" in failed.failure
+    with pytest.raises(NoCapacity, match="has the digest"):
+        await op.wake("altered")
+    await op.catalogue.remove("altered")
+
+
+async def test_killed_worker_becomes_hot_again(op: Operator, host: LiveHost) -> None:
+    await op.state("demo-a", "standby")
+    await op.wake("demo-a")
+    before = await op.state("demo-a", "hot")
+    for pid in host.worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    await op.until(
+        lambda: (
+            (found := op.model("demo-a")) is not None
+            and found.state == "hot"
+            and found.worker_id != before.worker_id
+        )
+    )
+
+
+async def test_killed_template_is_replaced(op: Operator, host: LiveHost) -> None:
+    before = await op.state("demo-b", "standby")
+    (template,) = children(host.process.pid)
+    os.kill(template, signal.SIGKILL)
+    await op.until(
+        lambda: (
+            (found := op.model("demo-b")) is not None
+            and found.state == "standby"
+            and found.worker_id != before.worker_id
+        )
+    )
+
+
+async def test_workers_die_with_their_host_and_return_with_it(op: Operator, host: LiveHost) -> None:
+    await op.state("demo-a", "standby", "hot")
+    await op.state("demo-b", "standby")
+    pids = host.worker_pids()
+    assert len(pids) == 2
+    host.kill()
+    while any(is_alive(pid) for pid in pids):
+        await asyncio.sleep(0.01)
+    op.newest.clear()
+    host.start()
+    for name in ("demo-a", "demo-b"):
+        model = await op.state(name, "standby")
+        assert model.start_s < 60
+
+
+def test_second_host_on_one_state_folder_does_not_start(host: LiveHost, tmp_path: Path) -> None:
+    other = LiveHost(host.nats, host.redis, tmp_path, host.budget)
+    (tmp_path / "state").symlink_to(host.folder / "state")
+    other.start()
+    assert other.process.wait(30) == 2
+    assert f"state_dir {tmp_path}/state is used by another host" in other.log
+
+
+async def test_workers_of_a_frozen_host_go_on(op: Operator, host: LiveHost) -> None:
+    await op.state("demo-a", "standby", "hot")
+    await op.wake("demo-a")
+    hot = await op.state("demo-a", "hot")
+    assert hot.worker_id is not None
+    worker_id = hot.worker_id
+    os.kill(host.process.pid, signal.SIGSTOP)
+    try:
+        first = op.newest[worker_id].sequence_number
+        await op.until(lambda: op.newest[worker_id].sequence_number > first + 12)  # 3 s
+        assert op.newest[worker_id].state == "ready"
+        seen = op.newest["host-1"].sequence_number
+    finally:
+        os.kill(host.process.pid, signal.SIGCONT)
+    await op.until(lambda: op.newest["host-1"].sequence_number > seen + 8)
+    assert (await op.state("demo-a", "hot")).worker_id == worker_id
