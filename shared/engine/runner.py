@@ -197,4 +197,10 @@ class Runner(Protocol):
         """
         ...
 
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        """[layers, experts]: the tokens of each expert since the start, between two steps; None
+        without experts.
+        """
+        ...
+
     async def close(self) -> None: ...

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.runner import StepOutput
 from shared.kv_layout import KvLayout
@@ -53,6 +56,12 @@ class Executor(Protocol):
     async def zero_blocks(self, block_ids: list[int]) -> None:
         """Zeroes the KV of full blocks, between two steps. No step in flight and no copy may use
         them.
+        """
+        ...
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        """[layers, experts]: the tokens of each expert since the start, between two steps; None
+        without experts. Of a pipeline: in the layers of its last stage.
         """
         ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import Runner, StepInputs, StepOutput
@@ -49,6 +52,9 @@ class InProcessExecutor:
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._runner.zero_blocks(block_ids)
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        return await self._runner.expert_counts()
 
     async def close(self) -> None:
         await self._runner.close()

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
@@ -19,7 +23,13 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.links import RankLink
 from shared.engine.ranks.group_steps import GroupSteps
 from shared.engine.ranks.kv.rank_links import RankLinks
-from shared.engine.ranks.messages import CheckDevice, RunStep, ZeroBlocks
+from shared.engine.ranks.messages import (
+    CheckDevice,
+    CountExperts,
+    ExpertCounts,
+    RunStep,
+    ZeroBlocks,
+)
 from shared.engine.runner import StepOutput
 from shared.engine.runners.step_deadline import StepBudget, units_of
 from shared.engine.step_plan import decode_result, encode
@@ -122,6 +132,13 @@ class GroupExecutor:
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._steps.command(ZeroBlocks(block_ids))
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        answer = await self._steps.command(CountExperts())
+        if not answer:
+            return None
+        counted = msgspec.msgpack.decode(answer, type=ExpertCounts)
+        return np.frombuffer(counted.counts, np.int64).reshape(-1, counted.num_experts)
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""

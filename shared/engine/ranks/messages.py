@@ -51,6 +51,17 @@ class ZeroBlocks(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
+class CountExperts(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ExpertCounts, or nothing if the answering rank has no layer with experts."""
+
+
+class ExpertCounts(msgspec.Struct, frozen=True):
+    """`counts`: int64 [number of layers, num_experts]."""
+
+    num_experts: int
+    counts: bytes
+
+
 class MasksWanted(msgspec.Struct, frozen=True, tag=True):
     step: int
     timeout_s: float
@@ -60,4 +71,4 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-Command = RunStep | CheckDevice | ZeroBlocks
+Command = RunStep | CheckDevice | ZeroBlocks | CountExperts

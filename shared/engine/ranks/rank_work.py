@@ -13,6 +13,8 @@ from shared.engine.ranks.kv.rank_kv import start_rank_kv
 from shared.engine.ranks.messages import (
     CheckDevice,
     Command,
+    CountExperts,
+    ExpertCounts,
     RankSetup,
     RunStep,
     ZeroBlocks,
@@ -53,7 +55,15 @@ class ModelWork:
             case ZeroBlocks(block_ids=block_ids):
                 self._executor.zero_blocks(block_ids)
                 _wait_for_all(self._mesh)
+            case CountExperts():
+                return self._counted()
         return b""
+
+    def _counted(self) -> bytes:
+        counts = self._executor.expert_counts()
+        if counts is None:
+            return b""
+        return msgspec.msgpack.encode(ExpertCounts(counts.shape[1], counts.tobytes()))
 
     def _computed(self, step: int, plan: StepPlan) -> StepResult:
         masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)

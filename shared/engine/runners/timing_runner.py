@@ -130,6 +130,9 @@ class TimingRunner:
     async def zero_blocks(self, block_ids: list[int]) -> None:
         self._kv.reshape(self.num_blocks, -1)[block_ids] = 0
 
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        return None
+
     async def close(self) -> None:
         pass
 
