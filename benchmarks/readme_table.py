@@ -149,6 +149,7 @@ BARS = {
     "compression": "Weights at rest, and how fast",
     "compression_memory": "Weights in memory for CUDA",
     "compression_engine": "Compressed weights beside dense ones on a CPU",
+    "quantised_memory": "Peak memory of 2,048 prompt tokens with INT4 experts on a CPU",
     "quantised": "Weights of four and eight bits beside BF16 on a CPU",
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
     "chaos_nats": "The same faults, requests over NATS",

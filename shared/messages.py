@@ -89,6 +89,7 @@ BlockSize = Annotated[int, Meta(ge=1, le=2**20)]  # tokens
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
 NumRanks = Annotated[int, Meta(ge=1, le=1024)]
+Ratio = Annotated[float, Meta(ge=0, le=1e6)]
 TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since the process started
 
 
@@ -683,6 +684,9 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_late_masks: Count = 0  # tokens that waited for a later step
     num_failed_grammars: Count = 0  # choices that ended, because theirs could not be followed
     num_abandoned_grammar_threads: Count = 0  # their job took too long
+    # the busiest expert's tokens over the mean, in the worst layer, of the last minutes; 0: no
+    # experts, or too few tokens
+    expert_imbalance: Ratio = 0.0
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────

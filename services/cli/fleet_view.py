@@ -39,6 +39,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefilled_per_s: float | None = None
     hit_ratio: float | None = None
     num_failed_steps: int | None = None
+    expert_imbalance: float | None = None  # see WorkerLoad; None: no experts, or too few tokens
     index_state: IndexState | None = None
     num_indexed_blocks: int | None = None
     # since the start of a gateway: see GatewayLoad
@@ -186,6 +187,7 @@ def _view(known: _KnownProcess) -> ProcessView:
             else None
         ),
         num_failed_steps=load.num_failed_steps,
+        expert_imbalance=round(load.expert_imbalance, 2) or None,
     )
 
 

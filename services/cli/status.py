@@ -39,7 +39,7 @@ FIRST_BEAT_TIMEOUT_S = 5.0
 FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
 WORKER_COLUMNS = (
     *("worker", "role", "model", "region", "running", "waiting"),
-    *("free blocks", "tokens/s", "prompt/s", "hits", "failed steps", "state"),
+    *("free blocks", "tokens/s", "prompt/s", "hits", "failed steps", "experts", "state"),
 )
 
 SERVICE_COLUMNS = (
@@ -196,6 +196,7 @@ def _worker_cells(row: ProcessView) -> list[str | Text]:
         _number(row.prefilled_per_s),
         "-" if row.hit_ratio is None else f"{row.hit_ratio:.0%}",
         str(row.num_failed_steps),
+        "-" if row.expert_imbalance is None else f"{row.expert_imbalance:.2f} x",
         _state(row),
     ]
 

@@ -57,6 +57,11 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         "Of a decode worker's grammars: late masks, failed choices, and abandoned threads.",
         labels=["worker", "outcome"],
     )
+    experts = GaugeMetricFamily(
+        "hearth_worker_expert_imbalance",
+        "Tokens of the busiest expert over the mean, in the worst layer, of the last minutes.",
+        labels=["worker"],
+    )
     mismatches = CounterMetricFamily(
         "hearth_impostor_messages",
         "Messages that a process rejected because the stated sender had not sent them.",
@@ -74,7 +79,9 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         if each.load is not None:
             failed.add_metric([each.process_id, "step"], each.load.num_failed_steps)
             failed.add_metric([each.process_id, "zeroing"], each.load.num_failed_zeroings)
-    yield from (frames, saved, failed, grammars, mismatches)
+            if each.load.expert_imbalance:
+                experts.add_metric([each.process_id], each.load.expert_imbalance)
+    yield from (frames, saved, failed, grammars, experts, mismatches)
 
 
 def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:

@@ -30,6 +30,7 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.elastic_kv import ElasticKv
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.executor import Executor
+from shared.engine.executors.expert_load import ExpertLoad
 from shared.engine.failed_steps import FailedSteps
 from shared.engine.runner import StepOutput
 from shared.errors import DeviceFailed, StepFailed
@@ -39,6 +40,7 @@ log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
 STANDBY_TICK_S = 0.5  # without a KV cache there is no work to find
+COUNT_EXPERTS_S = 1.0
 ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter increases
 
 Listener = Callable[[list[StepProgress]], None]
@@ -67,6 +69,7 @@ class EngineLoop:
         self._num_busy_steps = 0
         self._busy_s = 0.0
         self._failed_steps = FailedSteps()
+        self._expert_load = ExpertLoad()
         self._num_failed_zeroings = 0
         self._on_device_lost: Callable[[], None] = lambda: None
         self._background = Background()
@@ -90,6 +93,7 @@ class EngineLoop:
     def start(self) -> None:
         self._task = self._background.start(self._run())
         self._background.start(self._tick())
+        self._background.start(self._count_experts())
 
     async def stop(self) -> None:
         """Waits for the steps in flight, then closes the executor."""
@@ -141,6 +145,7 @@ class EngineLoop:
             num_failed_zeroings=self._num_failed_zeroings,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
+            expert_imbalance=self._expert_load.imbalance,
         )
 
     @property
@@ -299,6 +304,22 @@ class EngineLoop:
         while True:
             await self._clock.sleep(self._tick_s)
             self.wake()
+
+    async def _count_experts(self) -> None:
+        """Ends at once for a model without experts."""
+        num_steps = -1
+        while True:
+            if num_steps != self._num_busy_steps and not self.executor.has_ended:
+                num_steps = self._num_busy_steps
+                try:
+                    totals = await self.executor.expert_counts()
+                except Exception:  # of a lost device, which the next step reports
+                    log.exception("expert_counts_failed")
+                    return
+                if totals is None:
+                    return
+                self._expert_load.observe(totals, self._clock.now())
+            await self._clock.sleep(COUNT_EXPERTS_S)
 
     def _report(self, progress: list[StepProgress]) -> None:
         for listener in self._listeners:

@@ -207,4 +207,10 @@ class Runner(Protocol):
         """See `Executor.resize_kv`."""
         ...
 
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        """[layers, experts]: the tokens of each expert since the start, between two steps; None
+        without experts.
+        """
+        ...
+
     async def close(self) -> None: ...

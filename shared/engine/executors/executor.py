@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.runner import StepOutput
 from shared.kv_layout import KvLayout
@@ -67,6 +70,12 @@ class Executor(Protocol):
     async def resize_kv(self, num_blocks: int) -> None:
         """Prepares for a KV cache of another size; what its blocks hold stays if it is elastic. 0
         also returns the memory that steps have left. Raises NoCapacity without enough memory.
+        """
+        ...
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        """[layers, experts]: the tokens of each expert since the start, between two steps; None
+        without experts. Of a pipeline: in the layers of its last stage.
         """
         ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import Runner, StepInputs, StepOutput
@@ -57,6 +60,9 @@ class InProcessExecutor:
 
     async def resize_kv(self, num_blocks: int) -> None:
         await self._runner.resize_kv(num_blocks)
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        return await self._runner.expert_counts()
 
     async def close(self) -> None:
         await self._runner.close()

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
@@ -64,6 +67,9 @@ class TimingExecutor:
 
     async def resize_kv(self, num_blocks: int) -> None:
         await self._runner.resize_kv(num_blocks)
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        return await self._runner.expert_counts()
 
     async def close(self) -> None:
         if self._last is not None:

@@ -83,6 +83,8 @@ class ExpertLinear(ProductModule):
     def _choose(self) -> None:
         if self.store is None or not isinstance(self.weight, Tensor):
             self.method = choose_expert_method(self.weight, self.lanes)
+        else:
+            self.__dict__.pop("method", None)  # holds the dense weight
 
 
 class Experts(nn.Module):
@@ -184,12 +186,20 @@ def own_lanes(mesh: Mesh) -> tuple[int, int]:
 
 
 class MoeMlp(nn.Module):
-    """A layer's router, experts and shared expert. Submodules have the checkpoints' names."""
+    """A layer's router, experts and shared expert. Submodules have the checkpoints' names.
+
+    `summed_offsets` [E + 1] int64: sums of `ExpertRows.offsets` of all steps, whose differences are
+    the tokens of each expert. One addition a step, on the device, that nobody waits for.
+    """
+
+    summed_offsets: Tensor
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = moe
         self.hidden_size = config.hidden_size
+        offsets = torch.zeros(moe.num_experts + 1, dtype=torch.int64)
+        self.register_buffer("summed_offsets", offsets, persistent=False)
         self.gate = Router(moe, config.hidden_size)
         self.experts = Experts(config, moe, dtype=dtype)
         self.shared_experts: GatedMlp | None = None
@@ -212,6 +222,7 @@ class MoeMlp(nn.Module):
         padded = nn.functional.pad(x, (0, missing)) if missing else x
         choice = self.gate(padded)
         rows = sort_by_expert(choice.ids, self.config.num_experts)
+        self.summed_offsets += rows.offsets
         y = self.experts(padded, choice, rows)
         shared = None if self.shared_experts is None else self.shared_experts(x)
         weights = None if self.config.routing.scales_input else choice.weights

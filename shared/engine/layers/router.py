@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +12,8 @@ from kernels.ops import Choice, route
 from shared.engine.layers.linear import ProductModule
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
+
+ALIGNMENT = 64  # bytes, as torch's
 
 
 class Router(ProductModule):
@@ -41,4 +46,16 @@ class Router(ProductModule):
 
 
 def zero_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    return nn.Parameter(_zeros(shape, dtype), requires_grad=False)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """On a CPU memory that takes pages when it is written: a model is built before its weights are
+    mapped, and zeros of all experts are as large as the dense model.
+    """
+    if torch.get_default_device().type != "cpu":
+        return torch.zeros(shape, dtype=dtype)
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)

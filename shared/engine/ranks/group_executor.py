@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
@@ -21,6 +25,8 @@ from shared.engine.ranks.group_steps import GroupSteps
 from shared.engine.ranks.kv.rank_links import RankLinks
 from shared.engine.ranks.messages import (
     CheckDevice,
+    CountExperts,
+    ExpertCounts,
     GiveBackBlocks,
     ReturnFreedMemory,
     RunStep,
@@ -138,6 +144,13 @@ class GroupExecutor:
     async def resize_kv(self, num_blocks: int) -> None:
         if num_blocks == 0:
             await self._steps.command(ReturnFreedMemory())
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        answer = await self._steps.command(CountExperts())
+        if not answer:
+            return None
+        counted = msgspec.msgpack.decode(answer, type=ExpertCounts)
+        return np.frombuffer(counted.counts, np.int64).reshape(-1, counted.num_experts)
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""

@@ -63,6 +63,17 @@ class ReturnFreedMemory(msgspec.Struct, frozen=True, tag=True):
     """Of steps: the worker is being parked."""
 
 
+class CountExperts(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ExpertCounts, or nothing if the answering rank has no layer with experts."""
+
+
+class ExpertCounts(msgspec.Struct, frozen=True):
+    """`counts`: int64 [number of layers, num_experts]."""
+
+    num_experts: int
+    counts: bytes
+
+
 class MasksWanted(msgspec.Struct, frozen=True, tag=True):
     step: int
     timeout_s: float
@@ -72,4 +83,4 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-Command = RunStep | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory
+Command = RunStep | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory | CountExperts

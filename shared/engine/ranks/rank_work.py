@@ -13,6 +13,8 @@ from shared.engine.ranks.kv.rank_kv import start_rank_kv
 from shared.engine.ranks.messages import (
     CheckDevice,
     Command,
+    CountExperts,
+    ExpertCounts,
     GiveBackBlocks,
     RankSetup,
     ReturnFreedMemory,
@@ -61,7 +63,15 @@ class ModelWork:
                 _wait_for_all(self._mesh)
             case ReturnFreedMemory():
                 return_freed_memory()
+            case CountExperts():
+                return self._counted()
         return b""
+
+    def _counted(self) -> bytes:
+        counts = self._executor.expert_counts()
+        if counts is None:
+            return b""
+        return msgspec.msgpack.encode(ExpertCounts(counts.shape[1], counts.tobytes()))
 
     def _computed(self, step: int, plan: StepPlan) -> StepResult:
         masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import copy_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.kv_copies import KvCopies, any_thread
 from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
-from shared.engine.models.decoder import Decoder
+from shared.engine.layers.moe import MoeMlp
+from shared.engine.models.decoder import Decoder, DecoderLayer
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.device_numerics import device_numerics
@@ -93,6 +96,20 @@ class ModelExecutor(KvCopies):
             [slots[slot] for slot in self._slot_of_layer],
             [of_kinds[kind] for kind in self._kind_of_layer],
         )
+
+    @torch.inference_mode()
+    def expert_counts(self) -> NDArray[np.int64] | None:
+        """[layers with experts, experts]: the tokens of each since the start; None without experts.
+
+        Waits for the device.
+        """
+        self._check_thread()
+        moes = [layer.mlp for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        sums = [mlp.summed_offsets for mlp in moes if isinstance(mlp, MoeMlp)]
+        if not sums:
+            return None
+        counts: NDArray[np.int64] = torch.stack(sums).diff(dim=1).cpu().numpy()
+        return counts
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """What enters the first layer: [T, hidden_size]."""
@@ -225,6 +242,10 @@ class ModelRunner:
 
     async def resize_kv(self, num_blocks: int) -> None:
         await _on(self._step_thread, self._resize_kv, num_blocks)
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        counts: NDArray[np.int64] | None = await _on(self._step_thread, self.executor.expert_counts)
+        return counts
 
     async def close(self) -> None:
         """Waits for the current step and copies."""

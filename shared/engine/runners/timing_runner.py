@@ -140,6 +140,9 @@ class TimingRunner:
     async def resize_kv(self, num_blocks: int) -> None:
         pass
 
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        return None
+
     async def close(self) -> None:
         pass
 

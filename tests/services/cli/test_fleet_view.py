@@ -192,6 +192,19 @@ def test_index_state_and_number_of_blocks_are_shown() -> None:
     assert "degraded, 812 blocks" in shown.get()
 
 
+def test_imbalance_of_experts_is_shown() -> None:
+    play = Play()
+    for imbalance, cell in ((0.0, None), (2.468, 2.47)):
+        play.load = WorkerLoad(step=1, step_budget_s=0.1, expert_imbalance=imbalance)
+        play.send_heartbeat("decode-1", "decode")
+        (row,) = play.view.rows()
+        assert row.expert_imbalance == cell
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(tables([row]))
+    assert "2.47 x" in shown.get()
+
+
 def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:
     play = Play()
     heartbeat = Heartbeat(

@@ -25,7 +25,9 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         decode,
         process_id="prefill-1",
         roles=("prefill",),
-        load=WorkerLoad(step=1, step_budget_s=1.0, saved_kv_bytes=4096, num_failed_steps=3),
+        load=WorkerLoad(
+            step=1, step_budget_s=1.0, saved_kv_bytes=4096, num_failed_steps=3, expert_imbalance=1.5
+        ),
     )
     indices = [
         msgspec.structs.replace(gateway, process_id=process_id, roles=("kv_index",), index=index)
@@ -43,6 +45,7 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         'hearth_worker_kv_saved_bytes_total{worker="prefill-1"} 4096.0',
         'hearth_worker_failed_steps_total{operation="step",worker="prefill-1"} 3.0',
         'hearth_worker_failed_steps_total{operation="zeroing",worker="decode-1"} 0.0',
+        'hearth_worker_expert_imbalance{worker="prefill-1"} 1.5',
         'hearth_worker_grammars_total{outcome="late_mask",worker="decode-1"} 4.0',
         'hearth_worker_grammars_total{outcome="failed",worker="decode-1"} 1.0',
         'hearth_worker_grammars_total{outcome="abandoned_thread",worker="decode-1"} 0.0',
@@ -54,6 +57,7 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         'hearth_kv_index_resyncs_total{process="kv_index-1"} 2.0',
     ):
         assert line in text
+    assert 'hearth_worker_expert_imbalance{worker="decode-1"}' not in text
 
 
 def test_durations_fall_into_their_buckets() -> None:

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.expert_load import HALF_LIFE_S, LEAST_MEAN, ExpertLoad
 from shared.engine.executors.in_process_executor import InProcessExecutor
-from shared.engine.loop import IDLE_TICK_S, EngineLoop
+from shared.engine.loop import COUNT_EXPERTS_S, IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from tests.shared.engine.support.rig import (
@@ -178,6 +181,24 @@ def test_load_reports_the_budget_of_the_current_step() -> None:
     run(scenario())
 
 
+class RoutingRunner(RecordingRunner):
+    """Of every four tokens three go to the first of two experts."""
+
+    async def expert_counts(self) -> NDArray[np.int64]:
+        return np.array([[300, 100]]) * self.num_done
+
+
+def test_load_has_the_imbalance_of_the_experts() -> None:
+    async def main() -> None:
+        async with running(RoutingRunner()) as bench:
+            assert bench.loop.load().expert_imbalance == 0.0
+            await bench.wait_until_finished(bench.add(new_sequence(prompt(3), greedy(4))))
+            await VirtualClock().sleep(2 * COUNT_EXPERTS_S)
+            assert bench.loop.load().expert_imbalance == 1.5
+
+    run(main())
+
+
 def test_load_counts_waiting_running_and_reserved() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner(step_s=1.0), max_sequences=1) as bench:
@@ -296,3 +317,35 @@ def test_lost_runner_is_noticed_without_work() -> None:
                 await lost.wait()
 
     run(scenario())
+
+
+def test_imbalance_is_of_the_worst_layer_since_the_first_counts() -> None:
+    load = ExpertLoad()
+    assert load.imbalance == 0.0
+    load.observe(np.array([[900, 0], [0, 0]]), 5.0)  # of warming up
+    assert load.imbalance == 0.0
+    load.observe(np.array([[1000, 100], [150, 50]]), 5.0)
+    assert load.imbalance == 1.5
+    load.observe(np.array([[1300, 200], [150, 450]]), 5.0)
+    assert load.imbalance == pytest.approx(1.5)
+    assert load.counts is not None
+    assert load.counts.tolist() == [[400, 200], [150, 450]]
+
+
+def test_old_tokens_lose_weight() -> None:
+    load = ExpertLoad()
+    load.observe(np.array([[0, 0]]), 0.0)
+    load.observe(np.array([[800, 0]]), 0.0)
+    assert load.imbalance == 2.0
+    load.observe(np.array([[800, 400]]), HALF_LIFE_S)
+    assert load.imbalance == 1.0
+
+
+def test_few_tokens_say_nothing() -> None:
+    load = ExpertLoad()
+    load.observe(np.zeros((2, 4), np.int64), 0.0)
+    most = int(LEAST_MEAN * 4)
+    load.observe(np.array([[most - 1, 0, 0, 0], [0, 0, 0, 0]]), 0.0)
+    assert load.imbalance == 0.0
+    load.observe(np.array([[most, 0, 0, 0], [0, 0, 0, 0]]), 0.0)
+    assert load.imbalance == 4.0

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker import LoadedModel
 from shared.engine.engine import Engine
+from shared.engine.executors.executor import Executor
 from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.group_executor import GroupExecutor
@@ -48,8 +50,22 @@ async def test_steps_have_the_same_results_as_in_one_process(
 ) -> None:
     assert BAD_TOKEN not in PROMPT
     single = load_runner(folder, **OPTIONS)
-    expected = await progress_of(InProcessExecutor(single), single)
-    assert await progress_of(group, group) == expected
+    expected, counts = await _counted(InProcessExecutor(single), single)
+    assert await _counted(group, group) == (expected, counts)
+    layers = [sum(each) for each in counts]
+    assert len(layers) == SHAPE["num_hidden_layers"]
+    assert len(set(layers)) == 1
+    assert layers[0] >= 2 * len(PROMPT)  # two experts a token
+
+
+async def _counted(executor: Executor, model: LoadedModel) -> tuple[object, list[list[int]]]:
+    """The progress, and the tokens of each layer's experts in it."""
+    before = await executor.expert_counts()
+    progress = await progress_of(executor, model)
+    after = await executor.expert_counts()
+    assert before is not None
+    assert after is not None
+    return progress, (after - before).tolist()
 
 
 async def test_router_without_numbers_fails_its_step_alone(group: GroupExecutor) -> None:

@@ -4,7 +4,7 @@ Cold: its worker was killed just before the request, so the time contains the ho
 restart; the page cache is warm. transformers loads the same weights and generates one token, in a
 process of its own, with and without its imports.
 
-    python -m benchmarks.cold_start [--sizes 125m 0.6b] [--rounds 3]
+    python -m benchmarks.residency.cold_start [--sizes 125m 0.6b] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
             rows += uvloop.run(measure(name, model_dir, options.rounds))
             rows.append(transformers_row(name, model_dir))
             bars += bars_of(name, rows)
-    write_result("cold_start", rows, bars, ["-m", "benchmarks.cold_start", *argv])
+    write_result("cold_start", rows, bars, ["-m", "benchmarks.residency.cold_start", *argv])
 
 
 if __name__ == "__main__":
