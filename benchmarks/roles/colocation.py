@@ -35,6 +35,7 @@ from benchmarks.roles.colocation_plot import svg_of
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, run_fleet
 from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost
+from shared.log import configure_logging
 from shared.messages import Role
 
 SUM = StepCost(base_s=6.4e-3, per_token_s=32.5e-6, per_context_token_s=52e-9)
@@ -127,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--name", default="colocation", help="results/NAME.json and .svg")
     options = parser.parse_args(argv)
+    configure_logging("benchmark", level="error")  # not of each request
     rows = []
     for cost in COSTS:
         cases = [(SPLIT, 2048), *((TOGETHER, chunk) for chunk in CHUNKS)]

@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.report import Row, at_least, at_most, write_result
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Timeline, run_fleet
 from shared.engine.runners.timing_runner import StepCost
+from shared.log import configure_logging
 from shared.messages import Role
 
 DEVICE = StepCost(base_s=23e-3, per_token_s=226e-6, per_context_token_s=54e-9)
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="fleets whose name contains this; no result")
     parser.add_argument("--name", default="role_trace", help="results/NAME.json")
     options = parser.parse_args(argv)
+    configure_logging("benchmark", level="error")  # not of each request
     rows, outputs = [], {}
     for name, fleet in fleets().items():
         if options.only not in name:

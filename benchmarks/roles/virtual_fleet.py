@@ -21,7 +21,6 @@ from shared.config import SchedulerConfig
 from shared.engine.runners.timing_runner import StepCost
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
-from shared.log import configure_logging
 from shared.messages import Choice, Finish, Request, Role, SamplingParams, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
 from tests.simulation.world.bus import SimulatedNetwork
@@ -111,7 +110,6 @@ class FleetRun:
 
 
 def run_fleet(options: FleetOptions, arrivals: Sequence[Arrival]) -> FleetRun:
-    configure_logging("benchmark", level="error")  # not of each request
     return run(_run(options, arrivals), limit_s=arrivals[-1].at_s + FORM_S + 2 * END_S)
 
 

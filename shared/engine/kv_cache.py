@@ -38,14 +38,20 @@ def num_blocks_for(
 
 
 def allocate_kv_cache(kv_layout: KvLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """[num_slots, planes, num_blocks, heads, block_size, dim], zeroed."""
+    """[num_slots, planes, num_blocks, heads, block_size, dim], zeroed. Raises ConfigError for more
+    than the address space holds, and RuntimeError on other devices.
+    """
     planes, heads, dim = kv_layout.state.row
     shape = (kv_layout.num_slots, planes, num_blocks, heads, kv_layout.block_size, dim)
     dtype = getattr(torch, kv_layout.dtype)
     if device.type != "cpu" or num_blocks == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+    except OSError as error:
+        raise ConfigError(f"a KV cache of {num_bytes} bytes: {error.strerror}") from None
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 

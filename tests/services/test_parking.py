@@ -213,7 +213,7 @@ async def test_worker_that_starts_parked_wakes_and_ends_parked(
     expected = await worker.complete(PROMPTS[4][:80])
     options = (*OPTIONS, *CONTEXT, "--parked")
     with worker_process(nats_server, DEMO_MODEL_DIR, *options, process_id="worker-2") as process:
-        client = await WorkerClient.connect(nats_server, "worker-2")
+        client = await WorkerClient.connect(nats_server, "worker-2", beside=worker)
         try:
             await client.until_state("standby")
             assert client.states in (["standby"], ["starting", "standby"])

@@ -201,7 +201,7 @@ def test_imbalance_of_experts_is_shown() -> None:
         assert row.expert_imbalance == cell
     console = Console(width=160)
     with console.capture() as shown:
-        console.print(tables([row]))
+        console.print(tables(play.view))
     assert "2.47 x" in shown.get()
 
 

@@ -178,7 +178,7 @@ def test_models_are_added_and_an_operator_sees_the_cluster(running: Up) -> None:
     assert operator is not None
     seen = run_hearth(running.state_home, "status", "--once", "--json", "--nats-url", operator)
     status = json.loads(seen.stdout)
-    assert status.keys() == {"workers", "services"} and len(status["workers"]) == 2
+    assert status.keys() == {"workers", "services", "roles"} and len(status["workers"]) == 2
 
 
 def test_status_repeats_until_interrupted(running: Up) -> None:
