@@ -13,7 +13,7 @@ The life of a request, by message:
     scheduler ──StartDecode──▶ decode         DecodeStarted, or a Failure: next worker, new id
     gateway ◀──Placed──────── scheduler       or PlacementFailed
     decode ────RunPrefill────▶ prefill        PrefillAccepted; RenewLease, AbortRequest
-    decode ◀═══ KV frames ════ prefill        shared/kv_wire/; PrefillFailed on NATS
+    decode ◀═══ KV frames ════ prefill        shared/kv_wire/; PrefillFailed, PrefillPhases on NATS
     gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
     gateway ──AckFinished────▶ decode         the last tokens arrived; or AbortRequest
 
@@ -85,6 +85,8 @@ GroupId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
 Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+# W3C Trace Context without its version: trace id, parent span id, flags
+Traceparent = Annotated[bytes, Meta(min_length=25, max_length=25)]
 BlockSize = Annotated[int, Meta(ge=1, le=2**20)]  # tokens
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
@@ -177,6 +179,7 @@ class Request(Message, frozen=True, kw_only=True):
     public_root: Digest | None = None  # parent of the first public block, if there is any
     numerics: Numerics | None = None  # of the worker that generated the output so far, if any
     needs: FeatureNames = ()  # every worker that decodes or prefills it has these
+    traceparent: Traceparent | None = None  # of the gateway's span; None: not traced
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -231,6 +234,8 @@ class Placed(Message, frozen=True, kw_only=True):
     # live prefill workers may not share KV with this one, which therefore computes the prompt
     has_unlike_prefill: bool = False
     needs: FeatureNames = ()  # of the request, as its scheduler knows them: an older one drops them
+    queued_s: Duration = 0.0  # at the scheduler, until it chose a worker
+    placement_s: Duration = 0.0  # from the choice to the worker's reply
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
@@ -260,6 +265,36 @@ class DecodeStarted(Message, frozen=True, kw_only=True):
     num_cached_tokens: Count
 
 
+class PrefillPhases(Message, frozen=True, kw_only=True):
+    """Where the time of a prefill for another worker went, sent to that worker after its KV."""
+
+    placement_id: PlacementId
+    prefill_worker_id: ProcessId
+    queued_s: Duration = 0.0  # from the command to its first step
+    compute_s: Duration = 0.0  # from there to the last step
+    push_s: Duration = 0.0  # from there to the last byte of KV that was sent
+    num_pushed_bytes: Count = 0
+
+    @property
+    def sender_id(self) -> str:
+        return self.prefill_worker_id
+
+
+class DecodePhases(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a placement went. With its first tokens, what is known by then; all of it
+    with its `Finish`. `reserve_s + prefill_wait_s + first_step_s` is the time from the command to
+    the first token.
+    """
+
+    reserve_s: Duration = 0.0  # from the command to blocks and, if remote, an accepted prefill
+    prefill_wait_s: Duration = 0.0  # from there to complete KV; 0: computed here
+    first_step_s: Duration = 0.0  # from there to the first token
+    decode_s: Duration = 0.0  # from there to the last token
+    num_steps: Count = 0
+    num_late_masks: Count = 0
+    prefill: PrefillPhases | None = None  # None: computed here, or not yet known
+
+
 class Served(Message, frozen=True, kw_only=True):
     """Which worker did the prefill and the cost of the request, for usage records and operators."""
 
@@ -268,6 +303,7 @@ class Served(Message, frozen=True, kw_only=True):
     num_pushed_tokens: Count = 0  # tokens whose KV arrived over the data plane
     num_preemptions: Count = 0
     numerics: Numerics | None = None  # of the decode worker
+    phases: DecodePhases | None = None
 
 
 class Finish(Message, frozen=True, kw_only=True):
@@ -568,6 +604,10 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     num_unlike_prefills: Count = 0
     # outputs that a worker with other numerics than before continued
     num_numerics_changes: Count = 0
+    num_resubmissions: Count = 0
+    num_lost_streams: Count = 0  # that ended in an error after their first token
+    num_refused_requests: Count = 0
+    num_open_streams: Count = 0  # now
 
 
 class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
@@ -587,6 +627,8 @@ class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerLoad(Message, frozen=True, kw_only=True):
+    num_queued_requests: Count = 0
+    oldest_wait_s: Duration = 0.0
     demands: Annotated[tuple[RoleDemand, ...], Meta(max_length=128)] = ()
 
 
@@ -664,8 +706,10 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_computed_prompt_tokens: Count = 0
     num_busy_steps: Count = 0  # steps that computed something, and their total time
     busy_s: TotalSeconds = 0.0
+    num_preemptions: Count = 0
     num_failed_steps: Count = 0  # steps that raised, however many rows did
     num_failed_zeroings: Count = 0
+    num_handoffs_in_flight: Count = 0  # now: a decode worker's prefills at other workers
     num_handoffs: Count = 0  # prefills handed to another worker, and the wait for its reply
     handoff_ack_s: TotalSeconds = 0.0
     num_pushed_tokens: Count = 0  # tokens whose KV this worker pushed, and the time of the frames
@@ -807,6 +851,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     host: HostLoad | None = None
     scheduler: SchedulerLoad | None = None
     possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
+    release: Name = ""  # of the sender's Hearth
 
     @property
     def sender_id(self) -> str:

@@ -149,7 +149,7 @@ def resend(worker_id: str) -> str:
 
 
 def control(role: Role, worker_id: str) -> str:
-    """Carries AbortRequest, AckFinished, RenewLease and PrefillFailed."""
+    """Carries AbortRequest, AckFinished, RenewLease, PrefillFailed and PrefillPhases."""
     return command(role, worker_id, "control")
 
 

@@ -1,0 +1,80 @@
+"""One request's story: what each process did for it, and for how long. No I/O.
+
+A gateway builds the `Timeline` of each of its requests from its own clock and from the durations
+that workers and schedulers report, keeps the last ones, and answers `hearth trace` and
+`GET /v1/requests/{id}/timeline` with it. It holds no text of a prompt or of an output.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PhaseName = Literal[
+    "validate",  # gateway: authentication, limits, body
+    "render",
+    "tokenize",
+    "submit",  # gateway: from the tokens to the scheduler's reply
+    "queue",  # scheduler
+    "placement",  # scheduler: from its decision to decode's reply
+    "reserve",  # decode: from the command to blocks and, if remote, an accepted prefill
+    "prefill_wait",  # prefill: from the command to its first step
+    "prefill",  # prefill, or decode if it computes the prompt
+    "kv_push",  # prefill to decode; `num_bytes`
+    "first_token",  # decode: from complete KV to the first token, and its way to the gateway
+    "decode",  # from the first token to the end
+    "recovery",  # gateway: from the loss of a process to the resubmission
+    "client_stall",  # the client did not read its response
+]
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`start_s`: after the request's arrival at the gateway. Phases of one try do not overlap."""
+
+    name: PhaseName
+    process_id: str
+    start_s: float
+    duration_s: float
+    num_bytes: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+
+
+class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One placement. `outcome`: a finish reason, an error code, or why the next try followed."""
+
+    number: int
+    placement_id: str = ""  # hexadecimal; empty: never placed
+    scheduler_id: str = ""
+    worker_id: str = ""
+    prefill_worker_id: str = ""  # empty: the decode worker computed the prompt
+    outcome: str
+    phases: tuple[Phase, ...] = ()
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`started_at`: Unix time in seconds of the gateway's host. `ttft_s`: as clients measure it;
+    None: no token came. The phases until the first token add up to it.
+    """
+
+    request_id: str
+    tenant_id: str
+    gateway_id: str
+    model: str
+    dialect: str = ""
+    status: int = 200
+    outcome: str
+    started_at: float
+    duration_s: float
+    ttft_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_late_masks: int = 0
+    gateway_phases: tuple[Phase, ...] = ()  # before the first try and beside all of them
+    tries: tuple[Try, ...] = ()
+
+    @property
+    def num_resubmissions(self) -> int:
+        return max(0, len(self.tries) - 1)
