@@ -170,6 +170,11 @@ class HostStates:
         if (model := self.find(key)) is not None:
             model.memory = msgspec.structs.replace(model.memory, need=need)
 
+    def stalled(self, duration_s: float) -> None:
+        """This host was frozen for so long: no worker is given up for that time."""
+        for model in self.models():
+            model.since += duration_s
+
     # ── what to do ───────────────────────────────────────────────────────────────────────────────
 
     def next_actions(self, now: float) -> list[Action]:

@@ -156,6 +156,15 @@ def test_wake_that_never_ends_is_given_up_and_tried_again() -> None:
     assert states.next_actions(31.6) == [Start(key("a"), "cpu", 20)]
 
 
+def test_workers_of_a_host_that_was_frozen_are_not_given_up() -> None:
+    states = in_standby("a")
+    states.wake(key("a"), 1.0)
+    states.next_actions(1.0)
+    states.stalled(40.0)
+    assert states.next_actions(41.0) == []
+    assert states.next_actions(71.1) == [Kill(key("a"), "waking for 30 s")]
+
+
 def test_wake_of_a_model_that_was_never_started_ends_in_standby_first() -> None:
     states = host("a")
     states.wake(key("a"), 0.0)
@@ -232,6 +241,19 @@ def test_measured_sizes_beyond_the_budget_are_corrected() -> None:
     make_hot(states, "a", 1.0)
     states.put(memory("b", fixed=75), 2.0)
     assert states.next_actions(2.0)[0] == Stop(key("b"))
+
+
+def test_caches_shrink_by_what_measured_sizes_are_beyond_the_budget() -> None:
+    """Also by less than other changes are worth."""
+    states = in_standby("a", "b")
+    make_hot(states, "a", 1.0)
+    (grown,) = states.next_actions(3.0)
+    assert grown == Resize(key("a"), 80)
+    states.resized(key("a"), 80)
+    states.put(memory("b", fixed=14), 4.0)
+    assert states.next_actions(5.0) == [Resize(key("a"), 76)]
+    states.resized(key("a"), 76)
+    assert states.devices["cpu"].used_bytes == BUDGET
 
 
 def test_cold_model_wakes_on_the_device_with_room() -> None:
