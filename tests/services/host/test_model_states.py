@@ -188,8 +188,12 @@ def test_worker_that_keeps_dying_is_failed_and_says_why() -> None:
         assert isinstance(start, Start)
         states.ended(key("a"), "exit status 2: no such tensor", now)
         assert state_of(states, "a") == ("failed" if attempt == MAX_FAILURES - 1 else "cold")
+        found = states.find(key("a"))
+        assert found is not None and found.failure == "exit status 2: no such tensor"
         now += 30.0
-    with pytest.raises(NoCapacity, match="no such tensor") as raised:
+    with pytest.raises(
+        NoCapacity, match="the model 'a' cannot be served: its worker keeps ending"
+    ) as raised:
         states.wake(key("a"), 60.1)
     assert raised.value.retry_after_s is not None
     assert states.next_actions(now + 30.0) == [Start(key("a"), "cpu", None)]  # still tried
@@ -217,7 +221,9 @@ def test_lost_device_pauses_all_its_models() -> None:
 
 def test_model_that_never_fits_is_failed_for_good() -> None:
     states = host("a", fixed=90)
-    with pytest.raises(NoCapacity, match="the budget of cpu is 100 B") as raised:
+    with pytest.raises(
+        NoCapacity, match="its memory of 110 B is over the budget of 100 B"
+    ) as raised:
         states.wake(key("a"), 0.0)
     assert raised.value.retry_after_s is None
     states.put(memory("a"), 1.0)
