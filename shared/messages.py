@@ -806,7 +806,9 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a host can serve. `card`: as its worker announced it last; None until it has
-    been started once. Times are expected ones, from those measured last.
+    been started once. Times are expected ones, from those measured last. `failure`: why it has
+    failed, for operators; `public_failure`: the same for clients, without paths: a clause such as
+    "its source is missing".
     """
 
     name: Name
@@ -824,6 +826,7 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     is_pinned: bool = False
     priority: int = 0
     failure: str = ""
+    public_failure: str = ""
 
 
 class HostLoad(Message, frozen=True, kw_only=True):

@@ -6,16 +6,15 @@ Tenants are in `tenant_commands.py`.
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
+from services.cli.service_options import model_name_for
+from services.cli.start import up_options as given
 from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
-from services.local.named_models import named_models
 from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
 
@@ -29,11 +28,6 @@ OPERATE = "Operate"
 app = typer.Typer()
 
 
-class UpRole(StrEnum):
-    apart = "apart"
-    both = "both"
-
-
 @app.command(
     rich_help_panel=START,
     epilog="Examples:  hearth up  ·  hearth up --prefill 2 --decode 2  ·  "
@@ -42,106 +36,29 @@ class UpRole(StrEnum):
     "  ·  hearth up --role both --check",
 )
 def up(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]DIR",
-            help="Checkpoint directory, or a hub id such as org/name (default: the demo model). "
-            "Several: a host keeps those hot that are used, within its memory budget.",
-        ),
-    ] = None,
-    name: Annotated[
-        str, typer.Option(help="Model name for clients (default: the hub id or directory name).")
-    ] = "",
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers (default: 1).")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers (default: 1).")] = None,
-    both: Annotated[
-        int | None,
-        typer.Option(help="Workers that run prefill and decode (default: 0; on a single GPU 1)."),
-    ] = None,
-    role: Annotated[
-        UpRole | None,
-        typer.Option(help="both: one worker for prefill and decode; apart: one of each."),
-    ] = None,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="HTTP listen address (default: 127.0.0.1:8000, or a free port).",
-        ),
-    ] = None,
-    nats: Annotated[
-        str | None, typer.Option(metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS.")
-    ] = None,
-    redis: Annotated[
-        str | None,
-        typer.Option(metavar="URL", envvar="HEARTH_REDIS_URL", help="A running Redis."),
-    ] = None,
-    advertise: Annotated[
-        str,
-        typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
-    ] = "127.0.0.1",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[
-        str,
-        typer.Option(
-            envvar="HEARTH_DEVICE",
-            help="auto (one GPU per worker, else the CPU), cpu, cuda or cuda:N.",
-        ),
-    ] = "auto",
-    load_format: Annotated[
-        str,
-        typer.Option(
-            envvar="HEARTH_LOAD_FORMAT",
-            help="auto, or dummy: seeded weights from config.json alone.",
-        ),
-    ] = "auto",
-    weights: Annotated[
-        str,
-        typer.Option(
-            envvar="HEARTH_WEIGHTS",
-            help="Weight format in memory: auto, dense or compressed (lossless).",
-        ),
-    ] = "auto",
-    kv_cache_bytes: Annotated[
-        int | None,
-        typer.Option(
-            envvar="HEARTH_KV_CACHE_BYTES",
-            help="KV cache of each worker (default: 256 MiB on the CPU, free memory on CUDA).",
-        ),
-    ] = None,
-    max_batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            envvar="HEARTH_MAX_BATCH_TOKENS",
-            help="Tokens per step (default: 512; on CUDA 2048, prefill alone 8192).",
-        ),
-    ] = None,
-    tp: Annotated[
-        int, typer.Option(help="Ranks of each worker that share its layers: 1, 2, 4 or 8.")
-    ] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages of each worker.")] = 1,
-    prefill_tp: Annotated[
-        int | None, typer.Option(help="The same of prefill workers (default: --tp).")
-    ] = None,
-    decode_tp: Annotated[
-        int | None, typer.Option(help="The same of decode workers (default: --tp).")
-    ] = None,
-    experts: Annotated[
-        str,
-        typer.Option(
-            envvar="HEARTH_EXPERTS",
-            help="ep: each rank holds whole experts; tp: columns of all of them; auto.",
-        ),
-    ] = "auto",
-    activations: Annotated[
-        str,
-        typer.Option(
-            envvar="HEARTH_ACTIVATIONS",
-            help="plain, or bf16-exchange: ranks send half the bytes; other bits.",
-        ),
-    ] = "plain",
-    check: Annotated[bool, typer.Option("--check", help="Send one request, then stop.")] = False,
+    model: given.Model = None,
+    name: given.Name = "",
+    prefill: given.NumPrefill = None,
+    decode: given.NumDecode = None,
+    both: given.NumBoth = None,
+    role: given.Role = None,
+    http: given.Http = None,
+    nats: given.Nats = None,
+    redis: given.Redis = None,
+    advertise: given.Advertise = "127.0.0.1",
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
+    load_format: given.LoadFormat = "auto",
+    weights: given.Weights = "auto",
+    kv_cache_bytes: given.KvCacheBytes = None,
+    max_batch_tokens: given.MaxBatchTokens = None,
+    tp: given.Tp = 1,
+    pp: given.Pp = 1,
+    prefill_tp: given.PrefillTp = None,
+    decode_tp: given.DecodeTp = None,
+    experts: given.Experts = "auto",
+    activations: given.Activations = "plain",
+    check: given.Check = False,
 ) -> None:
     """Start a cluster on this machine, send a first request, and run until Ctrl-C.
 
@@ -149,30 +66,26 @@ def up(
     """
     from services.cli.up import run_up
 
-    texts = model or [str(DEMO_MODEL_DIR)]
-    several = named_models(texts) if len(texts) > 1 or "=" in texts[0] else ()
-    if len(several) == 1:
-        texts, name, several = [several[0].source], name or several[0].name, ()
-    if several and {prefill, decode, both, role} != {None}:
-        raise ConfigError("--prefill, --decode, --both and --role are for one --model")
-    if both is None and role is not None:
-        both = int(role is UpRole.both)
+    models = given.given_models(model, name)
     num_gpus = count_gpus() if device != "cpu" else 0
-    num_prefill, num_decode, num_both = worker_counts(
-        prefill, decode, both, device=device, num_gpus=num_gpus
+    counts = given.num_workers(
+        models,
+        prefill=prefill,
+        decode=decode,
+        both=both,
+        role=role,
+        device=device,
+        num_gpus=num_gpus,
     )
-    if several:
-        num_prefill, num_decode, num_both = 0, 0, 0
-    host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
+    host, port = given.host_and_port(http)
+    model_dir, model_name = given.source_of(models, needs_weights=load_format != "dummy")
     options = UpOptions(
-        model_dir=DEMO_MODEL_DIR
-        if several
-        else local_copy(Path(texts[0]), needs_weights=load_format != "dummy"),
-        model_name=name if several else model_name_for(Path(texts[0]), name),
-        models=several,
-        num_prefill=num_prefill,
-        num_decode=num_decode,
-        num_both=num_both,
+        model_dir=model_dir,
+        model_name=model_name,
+        models=models.several,
+        num_prefill=counts[0],
+        num_decode=counts[1],
+        num_both=counts[2],
         http_host=host,
         http_port=port,
         nats_url=nats,
@@ -193,13 +106,6 @@ def up(
         experts=experts,
     )
     run_up(options, is_check=check)
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--http {text!r} is not HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 @app.command(

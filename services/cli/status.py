@@ -37,9 +37,10 @@ from shared.transport.bus import NatsBus
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0
 FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
+EXPERTS = "experts"  # only where a worker has them
 WORKER_COLUMNS = (
     *("worker", "role", "model", "region", "running", "waiting"),
-    *("free blocks", "tokens/s", "prompt/s", "hits", "failed steps", "experts", "state"),
+    *("free blocks", "tokens/s", "prompt/s", "hits", "failed steps", EXPERTS, "state"),
 )
 
 SERVICE_COLUMNS = (
@@ -157,17 +158,13 @@ def tables(view: FleetView, *, is_connected: bool = True) -> Group:
     models, if any.
     """
     rows, hosts = view.rows(), view.hosts()
-    workers = Table(*WORKER_COLUMNS, box=None, header_style="bold", pad_edge=False)
-    for column in workers.columns[4:-1]:
-        column.justify = "right"
+    workers = _table_of_workers([row for row in rows if row.is_worker])
     services = Table(*SERVICE_COLUMNS, box=None, header_style="bold")
     services.pad_edge = False
     for column in services.columns[4:-1]:
         column.justify = "right"
     for row in rows:
-        if row.is_worker:
-            workers.add_row(*_worker_cells(row), style="dim" if row.is_lost else "")
-        else:
+        if not row.is_worker:
             services.add_row(*_service_cells(row))
     parts: list[RenderableType] = (
         [workers, Text(), services] if rows else [Text("no heartbeat received")]
@@ -181,6 +178,18 @@ def tables(view: FleetView, *, is_connected: bool = True) -> Group:
     if not is_connected:
         parts.append(Text("NATS does not respond: the rows are outdated", style="red"))
     return Group(*parts)
+
+
+def _table_of_workers(rows: list[ProcessView]) -> Table:
+    has_experts = any(row.expert_imbalance is not None for row in rows)
+    columns = [each for each in WORKER_COLUMNS if each != EXPERTS or has_experts]
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[4:-1]:
+        column.justify = "right"
+    for row in rows:
+        cells = dict(zip(WORKER_COLUMNS, _worker_cells(row), strict=True))
+        table.add_row(*(cells[each] for each in columns), style="dim" if row.is_lost else "")
+    return table
 
 
 def _worker_cells(row: ProcessView) -> list[str | Text]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from services.gateway.card_selection import CardSelection
@@ -101,6 +103,17 @@ class Catalog:
         hosts = (each.host for each in self._fleet.live("host") if each.host is not None)
         found = (each.start_s for host in hosts for each in host.models if each.name == model)
         return max(1.0, min(filter(None, found), default=START_S))
+
+    def failure_of(self, model: str, revisions: Collection[str]) -> str:
+        """Why all live hosts that have one of these revisions have failed to load it, as the first
+        of them says; else empty.
+        """
+        hosts = (each.host for each in self._fleet.live("host") if each.host is not None)
+        models = (each for host in hosts for each in host.models if each.name == model)
+        found = [each for each in models if each.revision in revisions]
+        if any(each.state != "failed" for each in found):
+            return ""
+        return next((each.public_failure for each in found if each.public_failure), "")
 
     def _place(self, card: ModelCard, now: float) -> CardSelection:
         if card.name == self.name:

@@ -20,6 +20,7 @@ from shared.store import StoreUnavailable
 log = structlog.get_logger(__name__)
 
 RETRY_S = 1.0  # while Redis is away
+SOURCE_CHANGED = "its source has changed since it was added"
 KNOWN_WAKE_S = 0.3  # expected before the first wake
 
 
@@ -132,4 +133,4 @@ class Admission:
             f"the catalogue has recorded {recorded}: restore it, or add it as a new revision"
         )
         log.error("digest_mismatch", model=str(hosted.key), found=found, recorded=recorded)
-        self._states.fail(hosted.key, reason, self._clock.now())
+        self._states.fail(hosted.key, reason, SOURCE_CHANGED, self._clock.now())

@@ -167,14 +167,16 @@ class DeviceModels:
     # ── sizes of caches ──────────────────────────────────────────────────────────────────────────
 
     def resize(self, now: float) -> Iterator[Action]:
-        """Follows the need while no model waits to become hot: first the caches that shrink."""
+        """Follows the need while no model waits to become hot: first the caches that shrink, by any
+        amount if that makes room, or if sizes that were measured meanwhile exceed the budget.
+        """
         is_busy = bool(self.becoming_hot() or self.wanted())
         if not self.is_elastic or is_busy or now - self.resized_at < LEAST_RESIZE_S:
             return
         starting = self.next_standby(now)
         sizes = self._sizes(starting)
         free = self.budget_bytes - self.used_bytes
-        is_short = starting is not None and free < starting.memory.fixed_bytes
+        is_short = free < (0 if starting is None else starting.memory.fixed_bytes)
         hot = [each for each in self.models.values() if each.state == "hot"]
         for model in hot:
             size = sizes[model.key]

@@ -10,6 +10,8 @@ from services.host.hosted_model import HostedState
 from services.host.model_states import HostStates
 from shared.messages import DeviceMemory, HostedModel, HostLoad
 
+SOURCE_UNUSABLE = "its source is missing, or is none that the host can serve"
+
 
 def host_load(states: HostStates, revisions: Iterable[HostedRevision], now: float) -> HostLoad:
     return HostLoad(
@@ -39,6 +41,7 @@ def _hosted_model(states: HostStates, hosted: HostedRevision, now: float) -> Hos
             state="failed" if hosted.failure else "cold",
             device=next(iter(states.devices)),
             failure=hosted.failure,
+            public_failure=SOURCE_UNUSABLE if hosted.failure else "",
         )
     return HostedModel(**common, **_measured(state, now))
 
@@ -55,4 +58,5 @@ def _measured(state: HostedState, now: float) -> dict[str, Any]:
         "start_s": state.start_s,
         "hot_s": max(0.0, now - state.hot_since) if state.state == "hot" else 0.0,
         "failure": state.failure,
+        "public_failure": state.public_failure,
     }

@@ -34,6 +34,7 @@ TRANSITIONS: dict[ModelState, frozenset[ModelState]] = {
 HAS_PROCESS: frozenset[ModelState] = frozenset(TRANSITIONS) - {"cold", "failed"}
 HAS_KV: frozenset[ModelState] = frozenset({"waking", "hot", "parking"})
 MAX_FAILURES = 3  # in a row, before a model counts as failed; it is still tried again
+WORKER_ENDS = "its worker keeps ending"
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # before a worker that ended is started again
 DEFAULT_START_S, DEFAULT_WAKE_S = 10.0, 0.5  # before they are measured
 FIRST_START_LIMIT_S = 1800.0  # converts the weights and compiles kernels
@@ -81,7 +82,7 @@ Action = Start | Wake | Park | Resize | Stop | Kill
 class HostedState:
     """`kv_bytes`: that its worker has or was given. `is_wake_wanted`: since `wanted_at`, until it
     is hot. `is_known`: it has been started once, here or before. `is_final`: it is not tried again
-    until its catalogue record changes.
+    until its catalogue record changes. `public_failure`: of clients, as in HostedModel.
     """
 
     memory: ModelMemory
@@ -101,6 +102,7 @@ class HostedState:
     num_failures: int = 0
     retry_at: float = -inf
     failure: str = ""
+    public_failure: str = ""
     is_final: bool = False
 
     @property
@@ -149,16 +151,16 @@ class HostedState:
         if state == "hot":
             self.hot_since = now
         if state in ("hot", "standby"):
-            self.num_failures, self.failure = 0, ""
+            self.num_failures, self.failure, self.public_failure = 0, "", ""
 
-    def ended(self, reason: str, now: float) -> None:
+    def ended(self, reason: str, now: float, public_reason: str = WORKER_ENDS) -> None:
         """Its worker has ended. One that served is wanted again; an intended end is no failure."""
         had_served = self.state in ("hot", "waking")
         if self.state == "stopping" and not self.is_killed:
             self.enter("failed" if self.is_final else "cold", now)
             return
         self.num_failures += 1
-        self.failure = reason
+        self.failure, self.public_failure = reason, public_reason
         self.retry_at = now + min(MAX_PAUSE_S, MIN_PAUSE_S * 2 ** (self.num_failures - 1))
         is_failed = self.is_final or self.num_failures >= MAX_FAILURES
         self.enter("failed" if is_failed else "cold", now)

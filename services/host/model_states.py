@@ -16,7 +16,15 @@ import msgspec
 
 from services.host.budget import ModelKey, ModelMemory, choose_device, never_fits, size_text
 from services.host.device_models import DeviceModels
-from services.host.hosted_model import HAS_KV, Action, HostedState, Kill, Park, Stop
+from services.host.hosted_model import (
+    HAS_KV,
+    WORKER_ENDS,
+    Action,
+    HostedState,
+    Kill,
+    Park,
+    Stop,
+)
 from shared.errors import NoCapacity, UnknownModel, WorkerBusy
 from shared.messages import ModelWaking
 
@@ -65,13 +73,16 @@ class HostStates:
         found.wake_s = found.wake_s if wake_s is None else wake_s
         found.start_s = found.start_s if start_s is None else start_s
         if (reason := never_fits(memory, self.budgets)) is not None:
-            self.fail(memory.key, reason, now)
+            needed, largest = memory.least_hot_bytes, max(self.budgets.values())
+            over = f"its memory of {size_text(needed)} is over the budget of {size_text(largest)}"
+            self.fail(memory.key, reason, over, now)
 
     def restore(self, key: ModelKey, now: float) -> None:
         """Tries a failed model again at once: its record has changed."""
         model = self.find(key)
         if model is not None and not model.has_process:
-            model.is_final, model.failure, model.retry_at = False, "", now
+            model.is_final, model.retry_at = False, now
+            model.failure = model.public_failure = ""
             if model.state == "failed":
                 model.enter("cold", now)
 
@@ -89,7 +100,8 @@ class HostStates:
         model = self._of(key)
         if model.state == "failed":
             wait_s = None if model.is_final else model.expected_s(now)
-            raise NoCapacity(f"model {key} failed here: {model.failure}", retry_after_s=wait_s)
+            reason = f"the model {key.name!r} cannot be served: {model.public_failure}"
+            raise NoCapacity(reason, retry_after_s=wait_s)
         if model.state != "hot" and not (model.is_wake_wanted or model.is_becoming_hot):
             self._place(model, now)
             model.want(now)
@@ -155,20 +167,26 @@ class HostStates:
         if lost_device:
             self.devices[model.device].lose(now)
             reason = f"device {model.device} was lost: {reason}"
-        model.ended(reason, now)
+        model.ended(reason, now, "its device was lost" if lost_device else WORKER_ENDS)
         if model.is_removed:
             del self.devices[model.device].models[key]
 
-    def fail(self, key: ModelKey, reason: str, now: float) -> None:
+    def fail(self, key: ModelKey, reason: str, public_reason: str, now: float) -> None:
         """For good: until `restore`. A worker that it has is stopped."""
         if (model := self.find(key)) is not None:
-            model.failure, model.is_final, model.is_wake_wanted = reason, True, False
+            model.failure, model.public_failure = reason, public_reason
+            model.is_final, model.is_wake_wanted = True, False
             if model.state == "cold":
                 model.enter("failed", now)
 
     def set_need(self, key: ModelKey, need: float) -> None:
         if (model := self.find(key)) is not None:
             model.memory = msgspec.structs.replace(model.memory, need=need)
+
+    def stalled(self, duration_s: float) -> None:
+        """This host was frozen for so long: no worker is given up for that time."""
+        for model in self.models():
+            model.since += duration_s
 
     # ── what to do ───────────────────────────────────────────────────────────────────────────────
 

@@ -45,6 +45,7 @@ from shared.transport.bus import Bus
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.1
+STALLED_S = 2.0  # between two ticks: this process was frozen
 SILENT_LIMIT_S = 10.0  # of a worker that hangs, before it is killed
 DEVICE_LOST_STATUS = 3
 STORE_TIMEOUT_S = 1.0
@@ -202,7 +203,13 @@ class HostService:
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
     async def _drive(self) -> None:
+        ticked_at = self._clock.now()
         while not self._is_leaving:
+            stalled_s = self._clock.now() - ticked_at
+            if stalled_s > STALLED_S:
+                log.warning("host_stalled", seconds=round(stalled_s, 3))
+                self.states.stalled(stalled_s)
+            ticked_at = self._clock.now()
             self._kill_silent()
             for action in self.states.next_actions(self._clock.now()):
                 self._carry_out(action)
@@ -244,6 +251,11 @@ class HostService:
         if hosted.worker_id is not None:
             self._workers.signal(hosted.worker_id, number)
 
+    def _kill(self, worker_id: str | None) -> None:
+        """Of a model that may have another worker by now."""
+        if worker_id is not None:
+            self._workers.signal(worker_id, signal.SIGKILL)
+
     async def _start(self, hosted: HostedRevision, device: str, kv_bytes: int | None) -> None:
         self._num_starts += 1
         worker_id = worker_id_of(
@@ -267,18 +279,19 @@ class HostService:
             log.info("worker_started", worker=worker_id, model=str(hosted.key), kv_bytes=kv_bytes)
 
     async def _wake(self, hosted: HostedRevision, kv_bytes: int) -> None:
-        began_at = self._clock.now()
+        began_at, worker_id = self._clock.now(), hosted.worker_id
         try:
             await self._control.wake(hosted, kv_bytes)
         except HearthError as error:
             log.error("wake_failed", model=str(hosted.key), reason=error.message)
-            self._signal(hosted, signal.SIGKILL)
+            self._kill(worker_id)
         else:
             self.states.hot(hosted.key, self._clock.now())
             self._admission.measured_wake(hosted, self._clock.now() - began_at)
         self._changed.set()
 
     async def _park(self, hosted: HostedRevision, done: asyncio.Future[None]) -> None:
+        worker_id = hosted.worker_id
         try:
             await self._control.park(hosted)
         except HearthError as error:
@@ -288,7 +301,7 @@ class HostService:
                 self.states.hot(hosted.key, self._clock.now())
             else:
                 log.error("park_failed", model=str(hosted.key), reason=error.message)
-                self._signal(hosted, signal.SIGKILL)
+                self._kill(worker_id)
         else:
             done.set_result(None)
             self.states.standby(hosted.key, self._clock.now())

@@ -13,6 +13,7 @@ from services.scheduler.backlog import ModelKey, QueuedRequest
 from services.scheduler.candidates import Candidates
 from services.scheduler.decode_starts import SILENT_GRACE_S
 from services.scheduler.residency.keeper import ResidencyKeeper
+from shared.errors import NoCapacity
 
 NO_WORKER_GRACE_S = 2.0
 
@@ -42,7 +43,7 @@ class UnservedRequests:
         if not ticket.is_queueable:
             if can_be_served:
                 raise self._residency.rejection(ticket, now)
-            raise self._candidates.error(ticket, now)
+            raise self._error(ticket, now)
         is_too_long = knows_all_workers and self._candidates.is_too_long(ticket, now)
         if is_too_long and not can_be_served:
             raise self._candidates.error(ticket, now)
@@ -69,7 +70,7 @@ class UnservedRequests:
             if error is not None:
                 self._end(ticket, error)
         elif now >= _give_up_at(ticket, ticket.unservable_since):
-            self._end(ticket, self._candidates.error(ticket, now))
+            self._end(ticket, self._error(ticket, now))
         else:
             ticket.waits_for_host = False
 
@@ -79,6 +80,11 @@ class UnservedRequests:
         """
         has_worker = self._candidates.has_excluded(ticket)
         return not has_worker and self._residency.can_serve(ticket)
+
+    def _error(self, ticket: QueuedRequest, now: float) -> NoCapacity:
+        has_worker = self._candidates.has_excluded(ticket)
+        failure = None if has_worker else self._residency.failure(ticket)
+        return self._candidates.error(ticket, now) if failure is None else failure
 
     def _end(self, ticket: QueuedRequest, error: Exception) -> None:
         del self._waiting[ticket]

@@ -24,6 +24,7 @@ from tests.chaos.chaos import Chaos
 from tests.chaos.checks.logs import suspicions
 from tests.chaos.checks.phases import PHASES, Phase
 from tests.chaos.frames import run_frames
+from tests.chaos.hosts.matrix import run_hosts
 from tests.chaos.outcome import FAULTS, Outcome, bars_of
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import RANK_VICTIMS, VICTIMS, can_befall, run_row
@@ -43,14 +44,17 @@ def main() -> int:
     if options.soak_minutes:
         return asyncio.run(_soak(options))
     outcome = Outcome()
-    if not options.frames:
+    if options.hosts:
+        asyncio.run(run_hosts(_folder(options), outcome.hosts))
+    elif not options.frames:
         asyncio.run(_matrix(options, outcome))
     if options.frames or options.is_full_matrix:
         asyncio.run(_frames(options, outcome))
     for name, counts in outcome.leftovers.items():
         print(f"{name} still holds {counts}")
     if options.is_full_matrix or options.save:
-        rows = [msgspec.to_builtins(row) for row in (*outcome.rows, *outcome.frames)]
+        found = (*outcome.rows, *outcome.frames, *outcome.hosts)
+        rows = [msgspec.to_builtins(row) for row in found]
         _save("chaos", options, rows, bars_of(outcome))
     return int(outcome.is_bad)
 
@@ -67,6 +71,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--constrained", action="store_true", help=about)
     about = "ranks of workers of the demo model: kill and freeze"
     parser.add_argument("--ranks", action="store_true", help=about)
+    about = "only a host of several models, all rows: its process is killed or frozen"
+    parser.add_argument("--hosts", action="store_true", help=about)
     about = "only KV frames that are spoilt on their way"
     parser.add_argument("--frames", action="store_true", help=about)
     about = "no faults: a steady load, and whether anybody suspects anybody"
@@ -75,7 +81,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
     is_part = options.victim or options.fault or options.phase or options.frames
-    is_short = options.nats or options.constrained or options.ranks
+    is_short = options.nats or options.constrained or options.ranks or options.hosts
     options.is_full_matrix = not (is_part or is_short)
     if options.ranks:
         options.demo_model = True
@@ -184,6 +190,7 @@ def _save(
 ) -> None:
     model = "_demo_model" if options.demo_model and not options.ranks else ""
     model += "_ranks" if options.ranks else ""
+    model += "_hosts" if options.hosts else ""
     model += "_nats" if options.nats else ""
     model += "_constrained" if options.constrained else ""
     write_result(name + model, rows, bars, ["-m", "tests.chaos", *sys.argv[1:]])

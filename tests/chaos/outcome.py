@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.report import Bar, at_least, at_most
 from tests.chaos.frames import FrameRow
+from tests.chaos.hosts.matrix import host_bars
+from tests.chaos.hosts.rows import HostRow
 from tests.chaos.rows import Fault, Row
 
 FAULTS: tuple[Fault, ...] = ("kill", "freeze", "device")
@@ -17,6 +19,7 @@ MAX_EXCESS_S = {"kill": 1.0, "freeze": 2.0, "device": 1.0}
 class Outcome:
     rows: list[Row] = field(default_factory=list)
     frames: list[FrameRow] = field(default_factory=list)
+    hosts: list[HostRow] = field(default_factory=list)
     leftovers: dict[str, dict[str, int]] = field(default_factory=dict)  # by process
     num_left: int = 0  # clients that left before their responses
     num_restarted: int = 0
@@ -26,7 +29,7 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        has_bad_row = any(row.is_bad for row in (*self.rows, *self.frames))
+        has_bad_row = any(row.is_bad for row in (*self.rows, *self.frames, *self.hosts))
         return has_bad_row or bool(self.leftovers or self.num_unclean or self.failed_in_restart)
 
 
@@ -37,6 +40,8 @@ def bars_of(outcome: Outcome) -> list[Bar]:
         bars += _row_bars(outcome)
     if outcome.frames:
         bars += _frame_bars(outcome.frames)
+    if outcome.hosts:
+        bars += host_bars(outcome.hosts)
     if outcome.num_restarted:
         bars += _restart_bars(outcome)
     return bars

@@ -135,6 +135,9 @@ class ServedModels:
         reason = f"no host has loaded the model {model.name!r} yet"
         if loaded:
             reason = f"no worker and no host has the model {model.name!r} now"
+        names = {name for each in model.revisions if each.weight > 0 for name in _names(each)}
+        if failure := self._catalog.failure_of(model.name, names):
+            reason = f"the model {model.name!r} cannot be served: {failure}"
         raise NoCapacity(reason, retry_after_s=self._catalog.start_s(model.name))
 
     async def _served(self, model: CatalogueModel, revision: CatalogueRevision) -> ServedModel:
@@ -158,6 +161,11 @@ class ServedModels:
 def _heaviest(model: CatalogueModel) -> CatalogueRevision:
     """The first of several."""
     return max(model.revisions, key=lambda each: each.weight)
+
+
+def _names(revision: CatalogueRevision) -> tuple[str, str]:
+    """By which hosts call it."""
+    return revision.name, revision.digest
 
 
 def _unknown(name: str) -> UnknownModel:

@@ -1,17 +1,22 @@
-"""Commands to the workers of a host: park, wake, resize. A worker gets one at a time."""
+"""Commands to the workers of a host: park, wake, resize. A worker gets one at a time.
+
+Each may be sent again: a worker that has carried it out replies at once. So a reply that is lost,
+as all are that arrive while this host is frozen, makes no worker count as hung.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TypeVar
 
 from services.host.hosted_catalogue import HostedRevision
-from shared.errors import HearthError, WorkerBusy
+from shared.errors import HearthError, RequestTimeout, WorkerBusy
 from shared.messages import Done, KvResized, ParkWorker, ResizeKv, WakeWorker
 from shared.subjects import lifecycle
 from shared.transport.bus import Bus
 
 PARK_DRAIN_S = 2.0  # that a worker waits for its requests before it refuses to park
-TIMEOUT_S = 20.0  # of a command: a large cache on a device takes seconds
+TRY_S, MAX_TRIES = 5.0, 4  # of a command: a large cache on a device takes seconds
 
 
 M = TypeVar("M", Done, KvResized)
@@ -20,8 +25,9 @@ M = TypeVar("M", Done, KvResized)
 class WorkerControl:
     """Every method raises a HearthError if the worker refuses or does not answer."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, try_s: float = TRY_S) -> None:
         self._bus = bus
+        self._try_s = try_s
 
     async def park(self, hosted: HostedRevision) -> None:
         """Raises WorkerBusy if it still has requests."""
@@ -41,12 +47,17 @@ class WorkerControl:
         command: ParkWorker | WakeWorker | ResizeKv,
         reply_type: type[M],
     ) -> M:
+        """To the worker that the model has now, not to one that replaces it meanwhile."""
+        worker_id = hosted.worker_id
         async with hosted.commands:
-            if hosted.worker_id is None:
-                raise HearthError(f"model {hosted.key} has no worker")
-            return await self._bus.request(
-                lifecycle("decode", hosted.worker_id), command, reply_type, timeout_s=TIMEOUT_S
-            )
+            for _ in range(MAX_TRIES):
+                if worker_id is None or hosted.worker_id != worker_id:
+                    raise HearthError(f"the worker of model {hosted.key} has ended")
+                with contextlib.suppress(RequestTimeout):
+                    return await self._bus.request(
+                        lifecycle("decode", worker_id), command, reply_type, timeout_s=self._try_s
+                    )
+        raise RequestTimeout(f"worker {worker_id} has not replied to {MAX_TRIES} commands")
 
 
 def is_refusal(error: HearthError) -> bool:

@@ -85,6 +85,17 @@ class Hosts:
             if any(self._fits(hosted, lane, num_context_tokens) for hosted in each.load.models)
         )
 
+    def failure(self, lane: Lane) -> str:
+        """Why all hosts that have the lane's model have failed to load it, as the first of them
+        says; else empty.
+        """
+        wanted = lane.model, lane.revision
+        models = (model for each in self._known.values() for model in each.load.models)
+        found = [each for each in models if self.model_of(each) == wanted]
+        if any(each.state != "failed" for each in found):
+            return ""
+        return next((each.public_failure for each in found if each.public_failure), "")
+
     def forget_lost(self, now: float) -> None:
         for host_id, each in list(self._known.items()):
             if each.lost_at is not None and now - each.lost_at > HOST_RETURN_S:

@@ -100,6 +100,14 @@ class ResidencyKeeper:
         retry_after_s = refusal.until - now if refusal.has_time else RETRY_AFTER_S
         return NoCapacity(refusal.message, retry_after_s=retry_after_s)
 
+    def failure(self, ticket: QueuedRequest) -> NoCapacity | None:
+        """The error of a ticket whose model no host could load."""
+        failure = self._hosts.failure(ticket.lane)
+        if not failure:
+            return None
+        message = f"the model {ticket.lane.model!r} cannot be served: {failure}"
+        return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
+
     def _serving(self, ticket: QueuedRequest) -> frozenset[str]:
         return self._hosts.serving(ticket.lane, num_context_tokens(ticket.request))
 

@@ -62,6 +62,7 @@ async def test_unknown_model_and_missing_source_are_clear_lines(
     await op.catalogue.add("missing", str(host.folder / "missing"))
     failed = await op.state("missing", "failed")
     assert failed.failure.startswith(f"source '{host.folder}/missing' is not a directory")
+    assert failed.public_failure.startswith("its source is missing")
     await op.catalogue.remove("missing")
     await op.until(lambda: op.model("missing") is None)
 
@@ -72,7 +73,8 @@ async def test_other_content_than_recorded_is_refused(op: Operator, host: LiveHo
     await op.catalogue.record_digest("altered", "r1", "0" * 32)
     failed = await op.state("altered", "failed")
     assert f"and the catalogue has recorded {'0' * 32}" in failed.failure
-    with pytest.raises(NoCapacity, match="has the digest"):
+    reason = "the model 'altered' cannot be served: its source has changed since it was added"
+    with pytest.raises(NoCapacity, match=f"^{reason}$"):
         await op.wake("altered")
     await op.catalogue.remove("altered")
 

@@ -156,6 +156,15 @@ def test_wake_that_never_ends_is_given_up_and_tried_again() -> None:
     assert states.next_actions(31.6) == [Start(key("a"), "cpu", 20)]
 
 
+def test_workers_of_a_host_that_was_frozen_are_not_given_up() -> None:
+    states = in_standby("a")
+    states.wake(key("a"), 1.0)
+    states.next_actions(1.0)
+    states.stalled(40.0)
+    assert states.next_actions(41.0) == []
+    assert states.next_actions(71.1) == [Kill(key("a"), "waking for 30 s")]
+
+
 def test_wake_of_a_model_that_was_never_started_ends_in_standby_first() -> None:
     states = host("a")
     states.wake(key("a"), 0.0)
@@ -179,8 +188,12 @@ def test_worker_that_keeps_dying_is_failed_and_says_why() -> None:
         assert isinstance(start, Start)
         states.ended(key("a"), "exit status 2: no such tensor", now)
         assert state_of(states, "a") == ("failed" if attempt == MAX_FAILURES - 1 else "cold")
+        found = states.find(key("a"))
+        assert found is not None and found.failure == "exit status 2: no such tensor"
         now += 30.0
-    with pytest.raises(NoCapacity, match="no such tensor") as raised:
+    with pytest.raises(
+        NoCapacity, match="the model 'a' cannot be served: its worker keeps ending"
+    ) as raised:
         states.wake(key("a"), 60.1)
     assert raised.value.retry_after_s is not None
     assert states.next_actions(now + 30.0) == [Start(key("a"), "cpu", None)]  # still tried
@@ -208,7 +221,9 @@ def test_lost_device_pauses_all_its_models() -> None:
 
 def test_model_that_never_fits_is_failed_for_good() -> None:
     states = host("a", fixed=90)
-    with pytest.raises(NoCapacity, match="the budget of cpu is 100 B") as raised:
+    with pytest.raises(
+        NoCapacity, match="its memory of 110 B is over the budget of 100 B"
+    ) as raised:
         states.wake(key("a"), 0.0)
     assert raised.value.retry_after_s is None
     states.put(memory("a"), 1.0)
@@ -232,6 +247,19 @@ def test_measured_sizes_beyond_the_budget_are_corrected() -> None:
     make_hot(states, "a", 1.0)
     states.put(memory("b", fixed=75), 2.0)
     assert states.next_actions(2.0)[0] == Stop(key("b"))
+
+
+def test_caches_shrink_by_what_measured_sizes_are_beyond_the_budget() -> None:
+    """Also by less than other changes are worth."""
+    states = in_standby("a", "b")
+    make_hot(states, "a", 1.0)
+    (grown,) = states.next_actions(3.0)
+    assert grown == Resize(key("a"), 80)
+    states.resized(key("a"), 80)
+    states.put(memory("b", fixed=14), 4.0)
+    assert states.next_actions(5.0) == [Resize(key("a"), 76)]
+    states.resized(key("a"), 76)
+    assert states.devices["cpu"].used_bytes == BUDGET
 
 
 def test_cold_model_wakes_on_the_device_with_room() -> None:

@@ -167,6 +167,7 @@ class SimulatedHost:
             start_s=model.start_s,
             hot_s=self._clock.now() - model.hot_since if model.state == "hot" else 0.0,
             failure=model.failure,
+            public_failure=model.public_failure,
         )
 
     def _worker_id(self, model: str) -> str:

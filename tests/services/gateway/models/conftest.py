@@ -35,6 +35,7 @@ USERS: tuple[tuple[CredentialRole, str], ...] = (
     ("gateway", "gateway-1"),
     ("scheduler", "scheduler-1"),
     ("host", "host-1"),
+    ("client", "client-1"),
     *(("decode", f"decode-{number}") for number in range(1, 6)),
 )
 KEYS = {"acme": "key-of-acme", "limited": "key-of-limited", "other": "key-of-other"}
@@ -116,6 +117,7 @@ async def _started(
     tenants = TenantAdmin(store, lambda: 1.0)
     for tenant, limits in {"acme": {}, "limited": {"allowed_models": ("en",)}, "other": {}}.items():
         await tenants.add(tenant, limits, KEYS[tenant])
+    await tenants.add_client("acme", "client-1")
     bus = await NatsBus.connect(nats.url("scheduler-1"), process_id="scheduler-1")
     scheduler = PeerScheduler(bus, [])
     config = GatewayConfig(

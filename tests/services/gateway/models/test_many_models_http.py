@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 
+from services.client.hearth_nats import ApiError, HearthClient
 from services.gateway.text.model_files import ModelFiles
 from shared import subjects
 from shared.block_hash import PUBLIC_TENANT_ID
@@ -33,6 +35,19 @@ NO_HOST_S = 5.0
 async def submitted(fleet: Fleet) -> Request:
     async with asyncio.timeout(5):
         return (await fleet.scheduler.submits.get()).request
+
+
+def of_host(model: HostedModel, *, number: int = 1) -> Heartbeat:
+    device = DeviceMemory(device="cpu", budget_bytes=1, used_bytes=1)
+    return Heartbeat(
+        process_id="host-1",
+        epoch=1,
+        sequence_number=number,
+        roles=("host",),
+        state="ready",
+        interval_s=5.0,
+        host=HostLoad(devices=(device,), models=(model,)),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -253,18 +268,8 @@ async def test_cold_model_is_prepared_with_the_card_of_a_host(fleet: Fleet) -> N
     await fleet.admin.record_digest("cold", "r1", "digest-cold")
     card = card_of("cold", "digest-cold")
     hosted = HostedModel(name="cold", revision="r1", state="standby", device="cpu", card=card)
-    device = DeviceMemory(device="cpu", budget_bytes=1, used_bytes=1)
     bus = await NatsBus.connect(fleet.nats.url("host-1"), process_id="host-1")
-    heartbeat = Heartbeat(
-        process_id="host-1",
-        epoch=1,
-        sequence_number=1,
-        roles=("host",),
-        state="ready",
-        interval_s=5.0,
-        host=HostLoad(devices=(device,), models=(hosted,)),
-    )
-    await bus.publish(subjects.heartbeat(("host",), "host-1"), heartbeat)
+    await bus.publish(subjects.heartbeat(("host",), "host-1"), of_host(hosted))
     await until(lambda: fleet.gateway.catalog.card_of("cold", "digest-cold"))
     await fleet.follow()
     fleet.scheduler.is_holding = True  # as it does while the model is woken
@@ -279,6 +284,44 @@ async def test_cold_model_is_prepared_with_the_card_of_a_host(fleet: Fleet) -> N
     listed = (await fleet.get("/v1/models")).json()["data"]
     assert "cold" in [each["id"] for each in listed]
     await bus.close()
+
+
+async def test_clients_are_told_why_no_host_can_serve_a_model(fleet: Fleet) -> None:
+    """Over HTTP and NATS, without the paths that operators see."""
+    await fleet.add("broken", str(fleet.dirs["de"]), "digest-broken")
+    bus = await NatsBus.connect(fleet.nats.url("host-1"), process_id="host-1")
+    client = await HearthClient.connect(fleet.nats.url("client-1"))
+    failed = HostedModel(
+        name="broken",
+        revision="digest-broken",
+        state="failed",
+        device="cpu",
+        failure=f"source '{fleet.dirs['de']}' has another digest",
+        public_failure="its source has changed",
+    )
+    subject = subjects.heartbeat(("host",), "host-1")
+    try:
+        await bus.publish(subject, of_host(failed, number=2))
+        reasons = fleet.gateway.catalog.failure_of
+        await until(lambda: reasons("broken", {"digest-broken"}))
+        message = "the model 'broken' cannot be served: its source has changed"
+        response = await fleet.chat("broken")
+        check_envelope(response, 503, "no_capacity", None)
+        assert response.json()["error"]["message"] == message
+        assert int(response.headers["retry-after"]) > 0
+        body = {"model": "broken", "messages": [{"role": "user", "content": "hello"}]}
+        with pytest.raises(ApiError) as raised:
+            await client.request("chat", body)
+        assert (raised.value.status, raised.value.message) == (503, message)
+        starting = msgspec.structs.replace(failed, state="starting")  # it may serve soon
+        await bus.publish(subject, of_host(starting, number=3))
+        await until(lambda: not reasons("broken", {"digest-broken"}))
+        assert (
+            "no worker and no host has the model 'broken' now" in (await fleet.chat("broken")).text
+        )
+    finally:
+        await client.close()
+        await bus.close()
 
 
 async def test_source_that_is_not_here_is_named(fleet: Fleet) -> None:

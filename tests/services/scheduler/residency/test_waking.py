@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from services.scheduler.residency.orders import PATIENCE, SLACK_S
 from services.scheduler.unserved import NO_WORKER_GRACE_S
@@ -53,6 +54,22 @@ def test_it_waits_longer_than_for_a_worker_that_nobody_can_start() -> None:
         assert failure_of(await rig.result())[0] == "no_capacity"
         assert rig.results()[0].request_id == "r1"
         assert isinstance(await rig.result(num=2), Placed)
+
+    scenario(test)
+
+
+def test_failed_model_is_refused_with_the_reason_for_clients() -> None:
+    async def test(rig: Rig) -> None:
+        host = await host_of(rig, models={"a": "failed"})
+        host.hosted["a"] = replace(
+            host.hosted["a"], failure="'/x' is missing", public_failure="its source is missing"
+        )
+        await host.health_monitor.transition_to("ready")  # sends it
+        await rig.submit(submit_of("r0", model="a"))
+        result = await rig.result()
+        assert isinstance(result, PlacementFailed)
+        message = "the model 'a' cannot be served: its source is missing"
+        assert result.failure.message == message
 
     scenario(test)
 
