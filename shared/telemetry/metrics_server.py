@@ -69,9 +69,10 @@ class _LoopCollector(Collector):
 
 
 class MetricsServer:
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, stall_limit_s: float = STALL_LIMIT_S) -> None:
         """Binds; port 0 is a free one. Raises ConfigError if the address cannot be had."""
         self._report: ProcessReport | None = None
+        self._stall_limit_s = stall_limit_s
         self._ticked_at = monotonic()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(FleetCollector(self._members))
@@ -103,18 +104,18 @@ class MetricsServer:
         while True:
             self._report = report()
             self._ticked_at = monotonic()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(min(TICK_S, self._stall_limit_s / 4))
 
     def _stall_s(self) -> float:
         return monotonic() - self._ticked_at
 
     def _members(self) -> Iterable[Member]:
         report = self._report
-        is_live = self._stall_s() < STALL_LIMIT_S
+        is_live = self._stall_s() < self._stall_limit_s
         return () if report is None else (Member(report.heartbeat, is_live),)
 
     def _respond(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        report, is_alive = self._report, self._stall_s() < STALL_LIMIT_S
+        report, is_alive = self._report, self._stall_s() < self._stall_limit_s
         match environ.get("PATH_INFO"):
             case "/healthz":
                 return _text(start_response, "ok" if is_alive else "stalled", is_ok=is_alive)
