@@ -120,7 +120,7 @@ class Stack:
     def local(self, text: str) -> str:
         for name in ("nats:4222", "redis:6379"):
             text = text.replace(f"@{name}", f"@127.0.0.1:{self.ports[name]}")
-        fixed = {"0.0.0.0": "127.0.0.1", "8000": str(self.ports["0.0.0.0"])}
+        fixed = {"0.0.0.0": "127.0.0.1", "8000": str(self.ports["0.0.0.0"]), "9464": "0"}
         fixed |= {"/model": str(self.model_dir)}
         return fixed.get(text, text)
 
@@ -251,8 +251,11 @@ def test_every_service_has_its_own_credential() -> None:
     assert set(re.findall(r'user: "([\w-]+)"', text)) == set(names)
 
 
-def test_secrets_have_no_default_and_only_gateway_is_published() -> None:
+def test_secrets_have_no_default_and_only_gateway_and_grafana_are_published() -> None:
     for name in SECRETS:
         assert f"${{{name}:-" not in (ROOT / "docker-compose.yml").read_text()
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"]}
+    assert published == {
+        "gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"],
+        "grafana": ["${HEARTH_GRAFANA:-127.0.0.1:3000}:3000"],
+    }

@@ -11,7 +11,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from shared.packing import unpack_hashes, unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster, until
-from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import CARD
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
@@ -216,7 +215,7 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
     assert f"vllm:request_success_total{{{labels}}} 1.0" in vllm
     assert 'vllm:num_requests_running{engine="decode-1",model_name="tiny"}' in vllm
     response = await cluster.http.get("/metrics", params={"names": "sglang"})
-    check_envelope(response, 400, "invalid_request", "names")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "names")
     document = (await cluster.http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     name = next(name for name in schemas if name.endswith("ChatCompletionRequest"))
