@@ -50,5 +50,8 @@ async def test_unlike_prefills_and_changes_of_numerics_are_in_metrics_and_heartb
         return None if heartbeat is None else heartbeat.gateway
 
     await until(
-        lambda: load_of_gateway() == GatewayLoad(num_unlike_prefills=1, num_numerics_changes=1)
+        lambda: (
+            load_of_gateway()
+            == GatewayLoad(num_unlike_prefills=1, num_numerics_changes=1, num_resubmissions=1)
+        )
     )
