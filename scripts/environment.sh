@@ -99,7 +99,7 @@ install_clients() {
 # promtool checks boards and alert rules in tests/deploy, which skip without it.
 install_promtool() {
   command -v "${HEARTH_PROMTOOL:-promtool}" >/dev/null && return
-  if [[ "$(id -u)" != 0 ]] || ! command -v apt-get >/dev/null; then
+  if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
     echo "No promtool: its tests are skipped (apt-get install prometheus, or set HEARTH_PROMTOOL)"
     return
   fi

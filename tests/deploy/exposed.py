@@ -40,6 +40,7 @@ def fleet() -> list[Member]:
 def gateway_metrics() -> GatewayMetrics:
     metrics = GatewayMetrics("gateway-1")
     metrics.watch_fleet(fleet)
+    metrics.watch_dropped_spans(lambda: 0)
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")
     metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.metrics.histograms import Histogram, ModelHistograms, own_histograms
@@ -54,6 +54,7 @@ class OwnCollector(Collector):
         )
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
+        self.num_dropped_spans: Callable[[], int] | None = None
         for each in (self.slow_clients, self.dropped_messages):
             each.add(count=0)  # a series without labels exists from the start
 
@@ -72,6 +73,12 @@ class OwnCollector(Collector):
             "Models whose tokenizer and chat template are loaded.",
             self.num_loaded_models(),
         )
+        if self.num_dropped_spans is not None:
+            yield CounterMetricFamily(
+                "hearth_spans_dropped",
+                "Spans of traces that no collector took.",
+                self.num_dropped_spans(),
+            )
         yield from own_histograms(SPECS, self.histograms)
 
     def finished(self) -> Mapping[tuple[str, str], float]:
@@ -110,6 +117,10 @@ class GatewayMetrics:
 
     def watch_loaded_models(self, count: Callable[[], int]) -> None:
         self.own.num_loaded_models = count
+
+    def watch_dropped_spans(self, count: Callable[[], int]) -> None:
+        """For a gateway that traces requests; others export no such metric."""
+        self.own.num_dropped_spans = count
 
     def watch_fleet(self, members: Callable[[], Iterable[Member]]) -> None:
         """Exports what heartbeats say, also this gateway's: every gateway exports the same."""
