@@ -98,8 +98,11 @@ async def test_probes_answer_while_the_event_loop_hangs() -> None:
 
 async def test_client_that_sends_nothing_holds_up_no_other() -> None:
     async with running() as process:
-        with socket.create_connection(("127.0.0.1", process.server.port)):
+        with socket.create_connection(("127.0.0.1", process.server.port)) as idle:
+            idle.setblocking(False)
             assert process.get("/healthz") == (200, "ok")
+            with pytest.raises(BlockingIOError):  # the server has not closed it
+                idle.recv(1)
 
 
 def test_address_in_use_is_one_line() -> None:
