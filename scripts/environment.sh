@@ -95,3 +95,15 @@ install_clients() {
   "$venv/bin/pip" install --quiet -r "$requirements"
   echo "$digest" >"$stamp"
 }
+
+# promtool checks boards and alert rules in tests/deploy, which skip without it.
+install_promtool() {
+  command -v "${HEARTH_PROMTOOL:-promtool}" >/dev/null && return
+  if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
+    echo "No promtool: its tests are skipped (apt-get install prometheus, or set HEARTH_PROMTOOL)"
+    return
+  fi
+  echo "Installing promtool"
+  apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus >/dev/null ||
+    echo "No promtool: apt-get cannot install prometheus; its tests are skipped"
+}

@@ -69,7 +69,10 @@ def _run_gateway(config: GatewayConfig) -> int:
     from shared.lifecycle.process import run_service
 
     return run_service(
-        config.process_id, lambda: build_gateway(config), drain_timeout_s=config.leave_timeout_s
+        config.process_id,
+        lambda: build_gateway(config),
+        drain_timeout_s=config.leave_timeout_s,
+        metrics=config.metrics_address,
     )
 
 
@@ -78,7 +81,10 @@ def _run_scheduler(config: SchedulerConfig) -> int:
     from shared.lifecycle.process import run_service
 
     return run_service(
-        config.process_id, lambda: build_scheduler(config), drain_timeout_s=config.drain_timeout_s
+        config.process_id,
+        lambda: build_scheduler(config),
+        drain_timeout_s=config.drain_timeout_s,
+        metrics=config.metrics_address,
     )
 
 
@@ -87,7 +93,10 @@ def _run_kv_index(config: KvIndexConfig) -> int:
     from shared.lifecycle.process import run_service
 
     return run_service(
-        config.process_id, lambda: build_kv_index(config), drain_timeout_s=config.drain_timeout_s
+        config.process_id,
+        lambda: build_kv_index(config),
+        drain_timeout_s=config.drain_timeout_s,
+        metrics=config.metrics_address,
     )
 
 
@@ -96,7 +105,10 @@ def _run_host(config: HostConfig) -> int:
     from shared.lifecycle.process import run_service
 
     return run_service(
-        config.process_id, lambda: build_host(config), drain_timeout_s=config.drain_timeout_s
+        config.process_id,
+        lambda: build_host(config),
+        drain_timeout_s=config.drain_timeout_s,
+        metrics=config.metrics_address,
     )
 
 
@@ -109,6 +121,7 @@ def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
         config.process_id,
         lambda: build_worker(config, roles),
         drain_timeout_s=config.drain_timeout_s,
+        metrics=config.metrics_address,
     )
 
 

@@ -38,6 +38,7 @@ from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import WORKER_ROLES, ModelCard, Role
 from shared.numerics import Numerics
 from shared.randomness import Randomness, SystemRandomness
+from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
@@ -86,6 +87,9 @@ class WorkerProcess:
             await handler.stop()
         await self._worker.stop()
         await self._bus.close()
+
+    def report(self) -> ProcessReport:
+        return self._worker.health_monitor.report()
 
 
 def load_model(

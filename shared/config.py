@@ -57,6 +57,12 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_nats_tls_first: bool = False  # the handshake precedes all that the server sends
     region: str = ""
     drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0  # of probes and metrics; 0: none
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        return (self.metrics_host, self.metrics_port) if self.metrics_port else None
 
     @property
     def nats_tls(self) -> TlsFiles:
@@ -68,6 +74,8 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         except ConfigError as error:
             yield error.message
         yield from positive_problems(self, "drain_timeout_s")
+        if not 0 <= self.metrics_port < 65536:
+            yield f"metrics_port {self.metrics_port} is not in [0, 65536)"
         yield from self.nats_tls.problems("nats")
         if (
             self.is_nats_tls_first or self.nats_tls != TlsFiles()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import redis
 import yaml
 
 from shared.config import GatewayConfig
+from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
 from tests.servers import Server, find_binary, free_port
 from tests.services.cli.chat_checkpoint import write_chat_checkpoint
@@ -65,6 +68,7 @@ class Stack:
         self.logs = directory
         self.model_dir = write_chat_checkpoint(directory / "model")
         self.ports = {"nats:4222": free_port(), "redis:6379": free_port(), "0.0.0.0": free_port()}
+        self.metrics_ports: dict[str, int] = {}
         self.servers = [self._nats(), self._redis()]
         self.processes = {service: self.start(service) for service in HEARTH_SERVICES}
 
@@ -75,6 +79,10 @@ class Stack:
     @property
     def redis_url(self) -> str:
         return self.local(environment("gateway")["HEARTH_REDIS_URL"])
+
+    def probe(self, service: str, path: str) -> httpx.Response:
+        url = f"http://127.0.0.1:{self.metrics_ports[service]}{path}"
+        return httpx.get(url, trust_env=False, timeout=5)
 
     def stop(self) -> None:
         for process in self.processes.values():
@@ -127,6 +135,8 @@ class Stack:
     def local_environment(self, service: str) -> dict[str, str]:
         """Here all services run on one host, which may not resolve its own name."""
         environ = {name: self.local(text) for name, text in environment(service).items()}
+        assert environ["HEARTH_METRICS_PORT"] == "9464"
+        environ["HEARTH_METRICS_PORT"] = str(self.metrics_ports.setdefault(service, free_port()))
         if environ.get("HEARTH_DATA_PLANE_HOST") == "0.0.0.0":
             environ["HEARTH_DATA_PLANE_ADVERTISED_HOST"] = "127.0.0.1"
         return environ
@@ -185,6 +195,7 @@ def test_replica_replaces_a_service_without_a_lost_request(stack: Stack) -> None
                 failures.append(repr(error))
 
     eventually(lambda: answers(stack.url, key), "an answer")
+    del stack.metrics_ports["decode"]  # in its own container each has port 9464
     replica = stack.start("decode")
     eventually(lambda: num_decode_workers() == 2, "two decode workers")
     thread = threading.Thread(target=load)
@@ -211,6 +222,33 @@ def test_redis_has_a_memory_limit_and_evicts_no_key(stack: Stack) -> None:
 @pytest.mark.parametrize("service", HEARTH_SERVICES)
 def test_health_check_succeeds_for_a_running_service(stack: Stack, service: str) -> None:
     assert health(stack, environment(service)["HEARTH_NATS_URL"]) == 0
+
+
+@pytest.mark.parametrize("service", HEARTH_SERVICES)
+def test_running_service_answers_its_probes(stack: Stack, service: str) -> None:
+    for path, text in (("/healthz", "ok\n"), ("/ready", "ready\n")):
+        eventually(lambda path=path, text=text: stack.probe(service, path).text == text, path)
+    metrics = stack.probe(service, "/metrics").text
+    assert f'hearth_process_ready{{process="{service.replace("_", "-")}.' in metrics
+    assert f'release="{installed_release()}"' in metrics
+    assert ("hearth_loaded_models" in metrics) == (service == "gateway")
+
+
+def test_frozen_worker_is_not_live_in_the_metrics_of_the_gateway(stack: Stack) -> None:
+    """Its own port, on a frozen thread, does not answer, so its probes fail too."""
+
+    def is_live(value: float) -> bool:
+        metrics = httpx.get(f"{stack.url}/metrics", trust_env=False).text
+        line = rf'hearth_process_live{{process="decode\.\w+",role="decode"}} {value}'
+        return re.search(line, metrics) is not None
+
+    eventually(lambda: is_live(1.0), "a live worker")
+    stack.processes["decode"].send_signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: is_live(0.0), "a lost worker")
+    finally:
+        stack.processes["decode"].send_signal(signal.SIGCONT)
+    eventually(lambda: is_live(1.0), "the worker again")
 
 
 def test_health_check_fails_for_an_absent_service(stack: Stack) -> None:
@@ -251,8 +289,11 @@ def test_every_service_has_its_own_credential() -> None:
     assert set(re.findall(r'user: "([\w-]+)"', text)) == set(names)
 
 
-def test_secrets_have_no_default_and_only_gateway_is_published() -> None:
+def test_secrets_have_no_default_and_only_gateway_and_grafana_are_published() -> None:
     for name in SECRETS:
         assert f"${{{name}:-" not in (ROOT / "docker-compose.yml").read_text()
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"]}
+    assert published == {
+        "gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"],
+        "grafana": ["${HEARTH_GRAFANA:-127.0.0.1:3000}:3000"],
+    }

@@ -48,7 +48,7 @@ MAX_GONE_S = 35.0
 SAMPLE_S = 0.1
 MAX_S = 300.0
 MIB = 1 << 20
-ENDED = "hearth_gateway_requests_total{"
+ENDED = "hearth_requests_total{"
 
 
 async def measure(rows: Sequence[str]) -> list[Bar]:

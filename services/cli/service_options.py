@@ -34,6 +34,9 @@ HELP = {
     "ROLE-<6 hex digits>).",
     "region": "Region of this process, for requests with allowed regions (data residency).",
     "drain_timeout_s": "Seconds that a stop waits for running requests.",
+    "metrics_host": "Listen address of --metrics-port.",
+    "metrics_port": "Port with /healthz, /ready and /metrics of this process, without a token "
+    "(default: none).",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
     "redis_read_url": "Near replica of that Redis, for API keys (default: none). A key that it "
     "lacks is looked up in the Redis server.",
@@ -186,7 +189,10 @@ def service_command(
         check(config)
         _leave(run(config, *arguments))
 
-    parameters = [_parameter(field) for field in msgspec.structs.fields(config_type)]
+    fields = msgspec.structs.fields(config_type)
+    if issubclass(config_type, RankConfig):  # its worker has them
+        fields = tuple(each for each in fields if not each.name.startswith("metrics_"))
+    parameters = [_parameter(field) for field in fields]
     parameters.append(_instance_parameter())
     if has_role_option:
         parameters.append(_role_parameter(role))

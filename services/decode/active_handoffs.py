@@ -40,7 +40,10 @@ class ActiveHandoffs:
 
     def counted(self, load: WorkerLoad) -> WorkerLoad:
         return msgspec.structs.replace(
-            load, num_handoffs=self._num_accepted, handoff_ack_s=self._ack_s
+            load,
+            num_handoffs_in_flight=len(self._under_way),
+            num_handoffs=self._num_accepted,
+            handoff_ack_s=self._ack_s,
         )
 
     def start(self, placement: RunningRequest, candidates: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
+from services.gateway.workers_ai.paths import dialect_of
 from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
@@ -66,7 +67,9 @@ class Admission:
             if options.get(IS_FREE):
                 await app(scope, receive, send)
                 return
-            reservation = await self._submission.reserve(tenant, state["request_id"])
+            reservation = await self._submission.reserve(
+                tenant, state["request_id"], dialect_of(scope["path"])
+            )
             state["reservation"], state["prompts"] = reservation, None
             body = self._budget.body(tenant.tenant_id)
             try:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 import structlog
@@ -24,7 +23,7 @@ from services.gateway.grammars.checks import (
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.model_list import TenantModels
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.model_names import ModelNames
@@ -68,8 +67,11 @@ from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
+from shared.lifecycle.release import installed_release
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable
+from shared.telemetry.families.member import Member
+from shared.telemetry.process_report import ProcessReport
 from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 from shared.transport.untyped_messages import UntypedMessages
@@ -111,7 +113,7 @@ class GatewayService:
         self.files = files
         self._clock = clock
         self._randomness = randomness
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(config.process_id)
         self._health_monitor = HealthMonitor(
             bus,
             clock,
@@ -146,7 +148,7 @@ class GatewayService:
         self._background = Background()
         self._is_leaving = False
         self.metrics.watch_open_streams(lambda: len(self._driver))
-        self.metrics.watch_fleet(self._health_monitor.fleet.everyone)
+        self.metrics.watch_fleet(self._members)
         self._certificate: Certificate | None = None
         if config.http_cert:
             self._certificate = Certificate(config.http_cert, config.http_key)
@@ -217,7 +219,7 @@ class GatewayService:
             keep_alive_s=self._config.keep_alive_s,
             max_body_bytes=self._config.max_body_bytes,
             body_budget=self._body_budget,
-            version=_installed_version(),
+            version=installed_release(),
             metrics_token=self._config.metrics_token,
             padding=self._randomness.bytes if self._config.padding else None,
         )
@@ -258,7 +260,7 @@ class GatewayService:
             max_requests=self._config.max_requests,
             process_id=self._config.process_id,
             service_id=self._randomness.bytes(11).hex(),
-            version=_installed_version(),
+            version=installed_release(),
             started_at=started_at,
         )
 
@@ -341,12 +343,22 @@ class GatewayService:
 
     def _count(self, report: Report) -> None:
         match report:
-            case ReportResubmission():
-                self.metrics.count_resubmission()
+            case ReportResubmission(cause=cause):
+                self.metrics.count_resubmission(cause)
             case ReportNumericsChange():
                 self.metrics.count_numerics_change()
             case ReportUnlikePrefill():
                 self.metrics.count_unlike_prefill()
+
+    def _members(self) -> list[Member]:
+        """All processes that are known, this one too."""
+        fleet, own = self._health_monitor.fleet, self._health_monitor.describe()
+        others = (each for each in fleet.everyone() if each.process_id != own.process_id)
+        return [Member(own), *(Member(each, fleet.is_live(each.process_id)) for each in others)]
+
+    def report(self) -> ProcessReport:
+        own = self._health_monitor.describe()
+        return ProcessReport(own, takes_work=self.readiness().ready, own=self.metrics.own)
 
     def readiness(self) -> Readiness:
         """Ready over HTTP and NATS."""
@@ -413,10 +425,3 @@ def own_family(config: GatewayConfig, files: ModelFiles) -> Family:
 
 def own_setup(config: GatewayConfig, files: ModelFiles) -> ProcessSetup:
     return process_setup(files, own_family(config, files), config.tool_format)
-
-
-def _installed_version() -> str:
-    try:
-        return version("hearth")
-    except PackageNotFoundError:
-        return "0"

@@ -40,6 +40,7 @@ from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, 
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.subjects import host_models
+from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
@@ -118,6 +119,9 @@ class HostService:
         await self._store.close()
         await self._bus.close()
         self._records.close()
+
+    def report(self) -> ProcessReport:
+        return self.health_monitor.report()
 
     # ── what happens outside ─────────────────────────────────────────────────────────────────────
 

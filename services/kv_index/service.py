@@ -43,6 +43,7 @@ from shared.messages import (
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
+from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus, Unsubscribe
 
 log = structlog.get_logger(__name__)
@@ -126,6 +127,9 @@ class KvIndexService:
         await self.health_monitor.stop()
         await self._bus.close()
         await self._store.close()
+
+    def report(self) -> ProcessReport:
+        return self.health_monitor.report()
 
     def _load(self) -> IndexLoad:
         num_inexact = self.index.num_inexact_workers

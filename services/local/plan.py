@@ -40,6 +40,7 @@ _COMMANDS: dict[CredentialRole, str] = {
 MAX_LOCAL_PREFILL_TOKENS = 512
 DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
+METRICS_VARIABLE = "HEARTH_METRICS_PORT"
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
@@ -323,7 +324,8 @@ def _service(
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
-    environ = {name: value for name, value in environ.items() if name != SECRET_VARIABLE}
+    hidden = (SECRET_VARIABLE, METRICS_VARIABLE)  # several processes cannot have one port
+    environ = {name: value for name, value in environ.items() if name not in hidden}
     if credential.role in ("gateway", "kv_index"):
         environ[SECRET_VARIABLE] = endpoints.cluster_secret
     if credential.role == "gateway":

@@ -162,6 +162,11 @@ class Admission:
         message = "no worker has room for this request now"
         return Overloaded(message, retry_after_s=backlog.retry_after_s())
 
+    def oldest_wait_s(self, now: float) -> float:
+        """Of the requests held, waiting or being placed; 0 without any."""
+        first = next(iter(self._held.values()), None)  # they are in order of arrival
+        return 0.0 if first is None else now - first.queued_at
+
     def has_any(self, lane: Lane) -> bool:
         """Whether a request of this lane is held, waiting or being placed."""
         backlog = self._lanes.get(lane)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 
+import msgspec
 import structlog
 
 from services.scheduler.admission import Admission, num_context_tokens
@@ -54,9 +55,11 @@ from shared.messages import (
     Queued,
     QueueKeepalive,
     Request,
+    SchedulerLoad,
     SubmitRequest,
 )
 from shared.randomness import Randomness, SystemRandomness
+from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)
@@ -87,7 +90,7 @@ class SchedulerService:
             randomness,
             roles=("scheduler",),
             region=config.region,
-            scheduler=lambda: self._role_changes.load(),
+            scheduler=self._load,
         )
         self._requests = self.health_monitor.requests
         self._config = config
@@ -161,6 +164,16 @@ class SchedulerService:
         await self._background.stop()
         await self.health_monitor.stop()
         await self._bus.close()
+
+    def report(self) -> ProcessReport:
+        return self.health_monitor.report()
+
+    def _load(self) -> SchedulerLoad:
+        return msgspec.structs.replace(
+            self._role_changes.load(),
+            num_queued_requests=len(self._admission),
+            oldest_wait_s=self._admission.oldest_wait_s(self._clock.now()),
+        )
 
     # ── incoming messages ────────────────────────────────────────────────────────────────────────
 

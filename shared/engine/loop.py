@@ -141,6 +141,7 @@ class EngineLoop:
             num_computed_prompt_tokens=engine.num_computed_prompt_tokens,
             num_busy_steps=self._num_busy_steps,
             busy_s=self._busy_s,
+            num_preemptions=engine.batcher.num_preemptions,
             num_failed_steps=self._failed_steps.num_failed,
             num_failed_zeroings=self._num_failed_zeroings,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,

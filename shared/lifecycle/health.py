@@ -184,7 +184,7 @@ class Fleet:
 
     def everyone(self) -> Iterator[Heartbeat]:
         """The last heartbeats of all peers that are not forgotten."""
-        return (peer.heartbeat for peer in self._peers.values())
+        return (peer.heartbeat for peer in list(self._peers.values()))
 
     def is_live(self, process_id: str) -> bool:
         """Known and not suspect; it may be draining."""

@@ -14,6 +14,7 @@ from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
 from shared.lifecycle.identity import name_in_use
+from shared.lifecycle.release import installed_release
 from shared.messages import (
     Alive,
     GatewayLoad,
@@ -31,6 +32,7 @@ from shared.messages import (
 )
 from shared.randomness import Randomness
 from shared.subjects import HEARTBEATS, alive, heartbeat
+from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus
 from shared.transport.timed_requests import TimedRequests
 
@@ -240,9 +242,9 @@ class HealthMonitor:
             is_use=False,
         )
 
-    async def _send(self) -> None:
-        self._sequence_number += 1
-        message = Heartbeat(
+    def describe(self) -> Heartbeat:
+        """This process's state now, as its next heartbeat reports it."""
+        return Heartbeat(
             process_id=self._bus.process_id,
             epoch=self.epoch,
             sequence_number=self._sequence_number,
@@ -260,8 +262,15 @@ class HealthMonitor:
             scheduler=None if self._scheduler is None else self._scheduler(),
             possible_roles=self._possible_roles,
             host=None if self._host is None else self._host(),
+            release=installed_release(),
         )
+
+    def report(self) -> ProcessReport:
+        return ProcessReport(self.describe(), takes_work=self.state == "ready")
+
+    async def _send(self) -> None:
+        self._sequence_number += 1
         try:
-            await self._bus.publish(self._subject, message)
+            await self._bus.publish(self._subject, self.describe())
         except DependencyUnavailable as error:
             log.warning("heartbeat_send_failed", error=error.message)

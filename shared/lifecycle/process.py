@@ -21,9 +21,10 @@ from typing import Any, NoReturn, Protocol
 import structlog
 import uvloop
 
-from shared.background import TASK_FAILED
+from shared.background import TASK_FAILED, Background
 from shared.errors import HearthError
 from shared.log import configure_logging
+from shared.telemetry.process_report import ProcessReport
 
 log = structlog.get_logger(__name__)
 
@@ -45,24 +46,38 @@ class Service(Protocol):
         """Closes everything; called once, also after a failed or cancelled start."""
         ...
 
+    def report(self) -> ProcessReport:
+        """Its state now, for probes and metrics."""
+        ...
+
 
 def run_service(
-    process_id: str, build: Callable[[], Awaitable[Service]], *, drain_timeout_s: float
+    process_id: str,
+    build: Callable[[], Awaitable[Service]],
+    *,
+    drain_timeout_s: float,
+    metrics: tuple[str, int] | None = None,
 ) -> int:
     """Runs a service until it stops. Returns the exit status: 0, or 2 after a HearthError, which is
-    printed in one line.
+    printed in one line. `metrics`: host and port of its probes and metrics.
     """
     configure_logging(process_id)
     try:
-        uvloop.run(_live(build, drain_timeout_s))
+        uvloop.run(_live(build, drain_timeout_s, metrics))
     except HearthError as error:
         print(f"{process_id}: {error.message}", file=sys.stderr, flush=True)
         return HEARTH_ERROR_STATUS
     return 0
 
 
-async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float) -> None:
+async def _live(
+    build: Callable[[], Awaitable[Service]],
+    drain_timeout_s: float,
+    metrics: tuple[str, int] | None,
+) -> None:
     asyncio.get_running_loop().set_exception_handler(_die)
+    if metrics is not None:
+        build = _reporting(build, *metrics)
     stopping = _on_signals()
     starting = asyncio.create_task(_start(build))
     stopped = asyncio.create_task(stopping.wait())
@@ -83,6 +98,28 @@ async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float)
     finally:
         await service.stop()
     log.info("stopped")
+
+
+def _reporting(
+    build: Callable[[], Awaitable[Service]], host: str, port: int
+) -> Callable[[], Awaitable[Service]]:
+    """Serves probes and metrics from before the build until the process exits. Raises ConfigError
+    if the address cannot be had.
+    """
+    from shared.telemetry.metrics_server import MetricsServer  # only for processes that serve it
+
+    server = MetricsServer(host, port)
+    built: list[Service] = []
+    Background().start(server.follow(lambda: built[0].report() if built else None))
+    server.start()
+    log.info("metrics_listening", host=host, port=server.port)
+
+    async def build_and_report() -> Service:
+        service = await build()
+        built.append(service)
+        return service
+
+    return build_and_report
 
 
 async def _start(build: Callable[[], Awaitable[Service]]) -> Service:

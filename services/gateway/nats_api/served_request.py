@@ -17,7 +17,7 @@ import structlog
 
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.errors import RouteNotFound
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.nats_api.endpoints import API_ENDPOINTS, ApiEndpoint
 from services.gateway.nats_api.generation import write_response
 from services.gateway.nats_api.listeners import Listeners
@@ -54,6 +54,9 @@ class RequestMessage:
     arrived_at: float
 
 
+DIALECT = "nats"  # in metrics
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
     """What all requests share. `answers`: the endpoints that do not generate, by name."""
@@ -80,6 +83,7 @@ class ServedRequest:
         self._task: asyncio.Task[None] | None = None
         self._cancel_open: Callable[[HearthError], None] | None = None
         self._listener = ""
+        self._tenant_id = ""  # until it is known
         self._error: HearthError | None = None  # with which it was cancelled
         self.has_passed = asyncio.Event()  # it is submitted, or has ended
 
@@ -110,7 +114,9 @@ class ServedRequest:
             self._parts.listeners.close(self._listener)
         if error is not None:
             if self._cancel_open is None:  # else counted with its output
-                self._parts.metrics.count_request(error.code)
+                self._parts.metrics.count_refused(
+                    error.code, dialect=DIALECT, tenant=self._tenant_id
+                )
             await self._reply.fail(error)
         return error
 
@@ -139,6 +145,7 @@ class ServedRequest:
         try:
             held.add(len(message.data))
             tenant = await parts.api_keys.tenant_of_client(message.client_id)
+            self._tenant_id = tenant.tenant_id
             if endpoint.is_free:
                 await self._reply.finish(await self._answer(endpoint, tenant))
             else:
@@ -149,7 +156,7 @@ class ServedRequest:
     async def _respond_charged(
         self, endpoint: ApiEndpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
     ) -> None:
-        reservation = await self._parts.submission.reserve(tenant, self.request_id)
+        reservation = await self._parts.submission.reserve(tenant, self.request_id, DIALECT)
         body = self._parts.budget.body(tenant.tenant_id)
         try:
             self._reply.limit_headers = reservation.headers

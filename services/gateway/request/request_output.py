@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.events import (
     EndReason,
     Event,
@@ -178,11 +178,14 @@ class RequestOutput:
         metrics: GatewayMetrics,
         clock: Clock,
         *,
+        dialect: str = "openai",
         on_end: Callable[[RequestOutput], None] = lambda output: None,
     ) -> None:
         sampling = prepared.request.sampling
         self.request_id = prepared.request.request_id
         self._model = prepared.request.model
+        self._tenant = prepared.request.tenant_id
+        self._dialect = dialect
         self.num_prompt_tokens = len(prepared.prompt_token_ids)
         self.echo = prepared.echo
         self.warnings = prepared.warnings
@@ -200,6 +203,7 @@ class RequestOutput:
             sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
         )
         self._metrics = metrics
+        self._ttft, self._itl = metrics.ttft_of(self._model), metrics.itl_of(self._model)
         self._clock = clock
         self._on_end = on_end
         self._opened_at = clock.now()
@@ -294,19 +298,31 @@ class RequestOutput:
 
     def on_end(self, end: StreamEnd) -> None:
         self.end = end
-        if end.error is None:
-            self._metrics.count_request(self._texts[0].finish_reason or "stop", self._model)
-        else:
-            self._metrics.count_request(end.error.code, self._model)
-        self._metrics.count_tokens(
-            prompt=self.num_prompt_tokens,
-            cached=self.num_cached_tokens or 0,
-            output=self.num_output_tokens,
-        )
+        self._count(end.error)
         self._on_end(self)
         self.on_update()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _count(self, error: HearthError | None) -> None:
+        outcome = self._texts[0].finish_reason or "stop" if error is None else error.code
+        is_cut = error is not None and self.num_output_tokens > 0
+        self._metrics.count_ended(
+            outcome,
+            model=self._model,
+            dialect=self._dialect,
+            tenant=self._tenant,
+            is_lost=is_cut and not isinstance(error, ClientDisconnected),
+        )
+        self._metrics.count_tokens(
+            model=self._model,
+            tenant=self._tenant,
+            prompt=self.num_prompt_tokens,
+            cached=self.num_cached_tokens or 0,
+            output=self.num_output_tokens,
+            reasoning=self.num_reasoning_tokens,
+        )
+        self._metrics.count_tool_calls("complete", sum(each.num_calls for each in self._texts))
 
     def _count_taken(self, taken: Sequence[Event]) -> None:
         if self.has_more:
@@ -325,9 +341,9 @@ class RequestOutput:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""
         now = self._clock.now()
         if text.last_token_at is not None:
-            self._metrics.observe_itl(now - text.last_token_at)
+            self._itl.observe(now - text.last_token_at)
         elif all(each.last_token_at is None for each in self._texts):
-            self._metrics.observe_ttft(now - self._opened_at)
+            self._ttft.observe(now - self._opened_at)
         text.last_token_at = now
 
 

@@ -37,6 +37,7 @@ class Reservation:
         lease: LimitLease,
         on_end: Callable[[Reservation], None],
         on_close: Callable[[LimitLease, Sequence[RequestOutput]], None],
+        dialect: str = "openai",
     ) -> None:
         """`lease`: replaced when the tokens are charged. `model`: once it is chosen, the same for
         all prompts of the response.
@@ -44,6 +45,7 @@ class Reservation:
         self.request_id = request_id
         self.model: ServedModel | None = None
         self.lease = lease
+        self.dialect = dialect
         self._on_end = on_end
         self._on_close = on_close
         self._num_open = 0

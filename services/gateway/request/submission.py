@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.grammars.grammar_request import CheckedPlan
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.generation_request import (
@@ -91,14 +91,20 @@ class Submission:
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
-    async def reserve(self, tenant: TenantRecord, request_id: str) -> Reservation:
+    async def reserve(
+        self, tenant: TenantRecord, request_id: str, dialect: str = "openai"
+    ) -> Reservation:
         """Charges one request and takes its place under `concurrency`, before its body is read.
 
         The caller closes the reservation. Raises LimitIsZero or RateLimited.
         """
         lease = await self._limits.admit(tenant, request_id)
         reservation = Reservation(
-            request_id, lease, on_end=self._count_last_usage, on_close=self._settle
+            request_id,
+            lease,
+            on_end=self._count_last_usage,
+            on_close=self._settle,
+            dialect=dialect,
         )
         self._reservations.add(reservation)
         return reservation
@@ -222,7 +228,12 @@ class Submission:
             assembler_of(prepared, each.choice_index) for each in prepared.request.choices
         ]
         output = RequestOutput(
-            prepared, assemblers, self._metrics, self._clock, on_end=reservation.ended
+            prepared,
+            assemblers,
+            self._metrics,
+            self._clock,
+            dialect=reservation.dialect,
+            on_end=reservation.ended,
         )
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key

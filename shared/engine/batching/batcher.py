@@ -66,6 +66,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_admitted_tokens = 0  # since the start, each sequence once
+        self.num_preemptions = 0
         self.num_admitted_cached_tokens = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
@@ -269,6 +270,7 @@ class Batcher:
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         self._wait_first(sequence)
 
     def _wait_first(self, sequence: Sequence) -> None:

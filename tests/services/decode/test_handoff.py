@@ -163,6 +163,7 @@ def test_frozen_prefill_is_replaced_by_the_next_candidate():
             candidates = ("prefill-1", "prefill-2")
             placement_id = await it.peer.place("decode-1", request_of(PROMPT), candidates)
             await asyncio.sleep(0.2)
+            assert it.decode.worker.health_monitor.describe().load.num_handoffs_in_flight == 1
             it.network.freeze("prefill-1")
             it.prefills[0].runner._cost = StepCost(base_s=20.0)  # its step hangs, too
             received = await it.peer.finished(placement_id)
@@ -170,6 +171,7 @@ def test_frozen_prefill_is_replaced_by_the_next_candidate():
             assert received.finish.served.prefill_worker_id == "prefill-2"
             it.network.thaw("prefill-1")
             await it.settled()
+            assert it.decode.worker.health_monitor.describe().load.num_handoffs_in_flight == 0
 
     run(main())
 

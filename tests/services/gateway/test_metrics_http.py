@@ -19,12 +19,12 @@ async def test_metrics_require_token(
         valid = {"authorization": "Bearer of-the-scraper"}
         response = await cluster.http.get("/metrics", headers=valid)
         assert response.status_code == 200
-        assert "hearth_gateway_tokens" in response.text
+        assert "hearth_tokens" in response.text
         for given in (f"Bearer {API_KEY}", "Bearer of-the", "", "Basic x"):
             response = await cluster.http.get("/metrics", headers={"authorization": given})
             assert response.status_code == 401, given
             assert response.json()["error"]["code"] == "invalid_api_key"
-            assert "hearth_gateway" not in response.text
+            assert "hearth_tokens" not in response.text
 
 
 @pytest.mark.parametrize("given", ["", "Bearer anything"])

@@ -246,7 +246,7 @@ def test_cluster_secret_is_given_to_gateways_and_the_index_alone(tmp_path: Path)
         plan_credentials(given),
         msgspec.structs.replace(ENDPOINTS, cluster_secret="of the cluster"),
         num_cores=2,
-        environ={"HEARTH_CLUSTER_SECRET": "of the shell"},
+        environ={"HEARTH_CLUSTER_SECRET": "of the shell", "HEARTH_METRICS_PORT": "9464"},
     )
     holders = {
         spec.process_id: spec.environ["HEARTH_CLUSTER_SECRET"]
@@ -254,6 +254,7 @@ def test_cluster_secret_is_given_to_gateways_and_the_index_alone(tmp_path: Path)
         if "HEARTH_CLUSTER_SECRET" in spec.environ
     }
     assert holders == {"gateway-1": "of the cluster", "kv_index-1": "of the cluster"}
+    assert not any("HEARTH_METRICS_PORT" in spec.environ for spec in specs), "one for all of them"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,23 @@ def test_request_is_placed_and_forgotten() -> None:
     scenario(test)
 
 
+def test_heartbeats_report_the_queue() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", reply=busy)
+        await rig.submit(submit_of("r0"))
+        await asyncio.sleep(2)
+        await rig.submit(submit_of("r1"))
+        load = rig.service.health_monitor.describe().scheduler
+        assert load is not None
+        assert load.num_queued_requests == 2
+        assert 2.0 <= load.oldest_wait_s < 2.1
+        rig.service._admission.remove("r0")
+        load = rig.service.health_monitor.describe().scheduler
+        assert load is not None and load.oldest_wait_s < 0.1
+
+    scenario(test)
+
+
 def test_busy_worker_is_followed_by_next_with_a_new_id() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", reply=busy)

@@ -8,6 +8,7 @@ from shared.errors import NameInUse
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import check_name
+from shared.lifecycle.release import installed_release
 from shared.messages import Heartbeat, Role, WorkerLoad
 from shared.subjects import heartbeat
 from shared.transport.round_trips import IN_USE_S, PROBE_INTERVAL_S, UNKNOWN_S
@@ -64,6 +65,7 @@ def test_processes_see_each_other_live() -> None:
         own = [each for each in processes[0].received if each.process_id == "decode-0"]
         assert 8 <= len(own) <= 10
         assert {each.interval_s for each in own} == {HEARTBEAT_INTERVAL_S}
+        assert {each.release for each in own} == {installed_release()}
 
     run(scenario())
 

@@ -24,6 +24,7 @@ from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.openai.test_refusals import check_envelope
+from tests.services.gateway.samples import sample_sum
 
 KEY = "key-of-acme"
 RECEIVE_BYTES = 4096
@@ -64,10 +65,6 @@ def connect(cluster: Cluster, body: dict[str, Any]) -> socket.socket:
     return client
 
 
-def metric(cluster: Cluster, name: str, **labels: str) -> float:
-    return cluster.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_unread_response_holds_its_lease_until_it_is_closed(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles, stream: bool
@@ -80,7 +77,7 @@ async def test_unread_response_holds_its_lease_until_it_is_closed(
         check_envelope(await cluster.http.post(CHAT, json=BODY), 429, "concurrency_exceeded", None)
         assert gateway.submission._unsent.num_bytes("acme") > 20_000
         await until(lambda: not gateway._limits.num_open)
-        assert metric(cluster, "hearth_gateway_slow_clients_total") == 1
+        assert sample_sum(cluster.gateway, "hearth_slow_clients_total") == 1
         assert gateway.submission._unsent.num_bytes("acme") == 0
         with pytest.raises(ConnectionResetError):  # an end would look like a complete answer
             while await asyncio.get_running_loop().sock_recv(client, 1 << 16):
@@ -102,7 +99,7 @@ async def test_running_request_of_a_client_that_does_not_read_is_aborted(
         async with asyncio.timeout(20):
             assert (await decode.aborts.get()).reason == "client_gone"
         await until(lambda: not cluster.gateway._limits.num_open)
-        assert metric(cluster, "hearth_gateway_requests_total", outcome="client_slow") == 1
+        assert sample_sum(cluster.gateway, "hearth_requests_total", outcome="client_slow") == 1
         client.close()
 
 

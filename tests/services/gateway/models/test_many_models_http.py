@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from tests.services.gateway.models.conftest import (
     card_of,
 )
 from tests.services.gateway.openai.test_refusals import check_envelope
+from tests.services.gateway.samples import sample_sum
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NO_HOST_S = 5.0
@@ -243,12 +245,12 @@ async def test_stream_ends_on_its_revision_while_the_name_moves_and_leaves(fleet
             reply = await fleet.chat("m", max_tokens=60)
             assert reply.json()["choices"][0]["message"]["content"] == GERMAN
             assert (await submitted(fleet)).revision == "new"
-        metrics = (await fleet.http.get("/metrics")).text
-        assert 'hearth_gateway_model_requests_total{model="m",outcome="stop"} 3.0' in metrics
+        ended = partial(sample_sum, fleet.gateway, "hearth_requests_total", model="m")
+        assert ended(outcome="stop") == 3
         await fleet.admin.remove("m")
         await until(lambda: "m" not in fleet.gateway.models.names, timeout_s=2.0)  # by its poll
         check_envelope(await fleet.chat("m"), 404, "model_not_found", "model")
-        assert 'model="m"' not in (await fleet.http.get("/metrics")).text
+        assert ended() == 0
         old.released.set()
         chunks = [json.loads(each[6:]) async for each in lines if each.startswith("data: {")]
     texts = [each["choices"][0]["delta"].get("content", "") for each in chunks if each["choices"]]

@@ -205,9 +205,17 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
     response = await cluster.http.get("/metrics")
     assert response.headers["content-type"] == CONTENT_TYPE_LATEST
     metrics = response.text
-    assert 'hearth_gateway_requests_total{outcome="stop"} 1.0' in metrics
-    assert "hearth_gateway_ttft_seconds_count 1.0" in metrics
-    assert "hearth_gateway_open_streams 0.0" in metrics
+    labels = 'dialect="openai",model="tiny",outcome="stop",tenant="tenant-1"'
+    assert f"hearth_requests_total{{{labels}}} 1.0" in metrics
+    assert 'hearth_time_to_first_token_seconds_count{model="tiny"} 1.0' in metrics
+    assert 'hearth_gateway_open_streams{gateway="gateway-1"} 0.0' in metrics
+    assert 'hearth_process_live{process="decode-1",role="decode"} 1.0' in metrics
+    vllm = (await cluster.http.get("/metrics", params={"names": "vllm"})).text
+    labels = 'engine="gateway-1",finished_reason="stop",model_name="tiny"'
+    assert f"vllm:request_success_total{{{labels}}} 1.0" in vllm
+    assert 'vllm:num_requests_running{engine="decode-1",model_name="tiny"}' in vllm
+    response = await cluster.http.get("/metrics", params={"names": "sglang"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "names")
     document = (await cluster.http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     name = next(name for name in schemas if name.endswith("ChatCompletionRequest"))

@@ -18,6 +18,7 @@ from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import EMBEDDING
+from tests.services.gateway.samples import sample_sum
 from tests.services.gateway.streams.test_recovery_http import WAIT_S
 
 ROUTE = "/v1/embeddings"
@@ -42,8 +43,8 @@ async def test_response_and_submitted_request(cluster: Cluster) -> None:
     assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert (request.pooling, request.sampling.max_tokens) == ("last", 1)
     assert [choice.choice_index for choice in request.choices] == [0]
-    metrics = (await cluster.http.get("/metrics")).text
-    assert 'hearth_gateway_tokens_total{kind="output"} 0.0' in metrics
+    assert sample_sum(cluster.gateway, "hearth_tokens_total", kind="prompt") == num_tokens
+    assert sample_sum(cluster.gateway, "hearth_tokens_total", kind="output") == 0
 
 
 async def test_extensions(cluster: Cluster) -> None:

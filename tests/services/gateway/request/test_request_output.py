@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.models.served_text import ServedModel
 from services.gateway.output.events import Finished
 from services.gateway.request.generation_request import GenerationRequest

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.grammars.constraint import OutputConstraint
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.models.served_text import ServedModel
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.request.conversation import ReasoningOptions

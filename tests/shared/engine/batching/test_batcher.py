@@ -125,7 +125,7 @@ def test_newest_sequence_is_preempted_without_free_blocks() -> None:
     assert step(batcher) == [(old, 8), (new, 8)]
     assert step(batcher) == [(old, 1)]
     assert (new.state, new.num_held_blocks, new.num_computed_tokens) == (WAITING, 0, 0)
-    assert (new.num_preemptions, old.num_preemptions) == (1, 0)
+    assert (new.num_preemptions, old.num_preemptions, batcher.num_preemptions) == (1, 0, 1)
     assert list(batcher.waiting) == [new]
 
 

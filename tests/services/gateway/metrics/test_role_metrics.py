@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from services.gateway.metrics import GatewayMetrics
-from tests.shared.lifecycle.test_role_demands import demand, scheduler
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from shared.telemetry.families.member import Member
+from tests.shared.telemetry.test_role_demands import demand, scheduler
 
 
 def test_gateway_exports_gauges_by_model_and_role() -> None:
     metrics = GatewayMetrics()
-    metrics.watch_fleet(lambda: [scheduler(1, demand("a", 3, 4)), scheduler(2, demand("a", 5, 1))])
+    beats = [scheduler(1, demand("a", 3, 4)), scheduler(2, demand("a", 5, 1))]
+    metrics.watch_fleet(lambda: [Member(each) for each in beats])
     text = metrics.render().decode()
     for line in (
         'hearth_wanted_workers{model="a",role="prefill"} 5.0',

@@ -1,0 +1,54 @@
+"""Counters by labels whose number of series is bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+MAX_TENANTS = 200
+OTHER = "other"  # of all further tenants
+
+
+class TenantLabels:
+    """The first MAX_TENANTS tenants have their own series, as long as the process lives."""
+
+    def __init__(self, limit: int = MAX_TENANTS) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def of(self, tenant_id: str) -> str:
+        """An empty id, of a request without a known tenant, stays empty."""
+        if not tenant_id or tenant_id in self._known:
+            return tenant_id
+        if len(self._known) >= self._limit:
+            return OTHER
+        self._known.add(tenant_id)
+        return tenant_id
+
+
+class LabelCounts(Collector):
+    """Only the event loop adds; any thread may collect."""
+
+    def __init__(self, name: str, text: str, *labels: str) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self.counts: Counter[tuple[str, ...]] = Counter()
+
+    def add(self, *values: str, count: float = 1) -> None:
+        self.counts[values] += count  # type: ignore[assignment]
+
+    def retain(self, label: str, values: Collection[str]) -> None:
+        """Forgets the series with another value of this label, except the empty one."""
+        place = self._labels.index(label)
+        kept = {key: n for key, n in self.counts.items() if not key[place] or key[place] in values}
+        self.counts = Counter(kept)
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, count in self.counts.copy().items():
+            family.add_metric(values, count)
+        yield family

@@ -1,0 +1,58 @@
+"""All families that heartbeats make: of a whole fleet in a gateway, of itself in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shared.telemetry.families.member import Member
+from shared.telemetry.families.role_demands import role_demands
+from shared.telemetry.families.services import service_families
+from shared.telemetry.families.worker import worker_families
+
+
+class FleetCollector(Collector):
+    def __init__(self, members: Callable[[], Iterable[Member]]) -> None:
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        members = tuple(self._members())
+        yield from process_families(members)
+        yield from worker_families(members)
+        yield from service_families(members)
+        yield from role_demands(each.heartbeat for each in members)
+
+
+def process_families(members: Iterable[Member]) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "hearth_process_info",
+        "1, with a process's release.",
+        labels=["process", "release", "region"],
+    )
+    live = GaugeMetricFamily(
+        "hearth_process_live",
+        "1: heartbeats and steps come in time; 0: lost, frozen, or hanging.",
+        labels=["process", "role"],
+    )
+    ready = GaugeMetricFamily(
+        "hearth_process_ready", "1: live, and takes work.", labels=["process", "role"]
+    )
+    uptime = GaugeMetricFamily(
+        "hearth_process_uptime_seconds", "Since a process's start.", labels=["process"]
+    )
+    mismatches = CounterMetricFamily(
+        "hearth_impostor_messages",
+        "Messages that a process rejected because the stated sender had not sent them.",
+        labels=["process"],
+    )
+    for heartbeat, is_live in members:
+        process_id = heartbeat.process_id
+        info.add_metric([process_id, heartbeat.release, heartbeat.region], 1)
+        for role in heartbeat.roles:
+            live.add_metric([process_id, role], is_live)
+            ready.add_metric([process_id, role], is_live and heartbeat.state == "ready")
+        uptime.add_metric([process_id], heartbeat.uptime_s)
+        mismatches.add_metric([process_id], heartbeat.num_impostors)
+    yield from (info, live, ready, uptime, mismatches)

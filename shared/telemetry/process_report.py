@@ -1,0 +1,22 @@
+"""What a process says of itself to its own probes and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shared.messages import Heartbeat
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """`takes_work`: whether it would accept a request now. `own`: metrics beside those that
+    heartbeats make; any thread may collect them.
+    """
+
+    heartbeat: Heartbeat
+    takes_work: bool
+    own: Collector | None = None

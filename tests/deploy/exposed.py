@@ -1,0 +1,68 @@
+"""All that a gateway and a process's own port expose, from one process of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from shared.messages import (
+    DeviceMemory,
+    GatewayLoad,
+    HostedModel,
+    HostLoad,
+    IndexLoad,
+    SchedulerLoad,
+)
+from shared.telemetry.families.member import Member
+from shared.telemetry.metrics_server import MetricsServer
+from tests.services.gateway.metrics.test_gateway_metrics import timeline
+from tests.services.gateway.peer import CARD
+from tests.shared.telemetry.test_families import heartbeat, worker_load
+from tests.shared.telemetry.test_role_demands import demand
+
+
+def fleet() -> list[Member]:
+    load = worker_load(num_total_blocks=10, num_free_blocks=5, expert_imbalance=1.5)
+    device = DeviceMemory(device="cpu", budget_bytes=2, used_bytes=1)
+    hosted = HostedModel(name="m", revision="r", state="hot", device="cpu")
+    loads = (
+        heartbeat("gateway-1", gateway=GatewayLoad()),
+        heartbeat("scheduler-1", scheduler=SchedulerLoad(demands=(demand("m", 1, 1),))),
+        heartbeat("kv_index-1", index=IndexLoad(state="exact")),
+        heartbeat("host-1", host=HostLoad(devices=(device,), models=(hosted,))),
+        *(heartbeat(f"{role}-1", load=load, model=CARD) for role in ("prefill", "decode")),
+    )
+    return [Member(each) for each in loads]
+
+
+def gateway_metrics() -> GatewayMetrics:
+    metrics = GatewayMetrics("gateway-1")
+    metrics.watch_fleet(fleet)
+    metrics.watch_dropped_spans(lambda: 0)
+    metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
+    metrics.count_refused("overloaded", dialect="openai", tenant="t")
+    metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)
+    metrics.count_resubmission("worker_lost")
+    metrics.count_tool_calls("complete", 1)
+    metrics.ttft_of("m").observe(0.1)
+    metrics.itl_of("m").observe(0.1)
+    metrics.observe_timeline(timeline())
+    return metrics
+
+
+def process_metrics() -> str:
+    server = MetricsServer("127.0.0.1", 0)
+    server.start()
+    try:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        return httpx.get(url, trust_env=False).text
+    finally:
+        server.stop()
+
+
+def names_of(exposition: str) -> Iterator[str]:
+    for line in exposition.splitlines():
+        if line and not line.startswith("#"):
+            yield line.partition("{")[0].partition(" ")[0]

@@ -1,0 +1,111 @@
+"""The shipped boards and alert rules: valid, and about metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import services.deploy
+from tests.deploy.exposed import gateway_metrics, names_of, process_metrics
+from tests.deploy.promtool import needs_promtool, promtool
+
+DEPLOY = Path(services.deploy.__file__).parent
+BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.json")]
+ALERTS = DEPLOY / "alerts.yml"
+TESTS = Path(__file__).with_name("alert_tests.yml")
+VLLM = Path(__file__).with_name("vllm_expressions.txt")
+VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$worker": ".*"}
+METRIC = re.compile(r"\b(?:hearth_|vllm:)\w+")
+
+
+def panels(board: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(board.read_text())["panels"]
+    return found
+
+
+def expressions(board: Path) -> Iterator[str]:
+    for panel in panels(board):
+        for target in panel["targets"]:
+            expression: str = target["expr"]
+            for name, value in VARIABLES.items():
+                expression = expression.replace(name, value)
+            yield expression
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def all_expressions() -> list[str]:
+    shown = [each for board in BOARDS for each in expressions(board)]
+    return [*shown, *(each["expr"] for each in rules())]
+
+
+def test_each_metric_of_boards_and_alerts_is_exposed() -> None:
+    exposed = {*names_of(gateway_metrics().render().decode()), *names_of(process_metrics())}
+    named = {name for each in all_expressions() for name in METRIC.findall(each)}
+    assert len(named) > 40
+    assert named - exposed == set()
+
+
+def test_each_metric_of_boards_made_for_vllm_is_exposed() -> None:
+    named = set(METRIC.findall(VLLM.read_text()))
+    assert named - set(names_of(gateway_metrics().render("vllm").decode())) == set()
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
+def test_panels_are_whole(board: Path) -> None:
+    content = json.loads(board.read_text())
+    assert content["uid"] == board.stem
+    assert content["templating"]["list"][0]["type"] == "datasource"
+    ids = [each["id"] for each in content["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in content["panels"]:
+        assert panel["title"] and panel["datasource"]["uid"] == "${datasource}"
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+def test_each_alert_has_a_test_and_a_line_in_the_runbook() -> None:
+    names = {each["alert"] for each in rules()}
+    tested = {
+        rule["alertname"]
+        for test in yaml.safe_load(TESTS.read_text())["tests"]
+        for rule in test["alert_rule_test"]
+        if rule.get("exp_alerts")
+    }
+    assert tested == names
+    runbook = (DEPLOY / "README.md").read_text()
+    assert {name for name in names if f"`{name}`" not in runbook} == set()
+
+
+@needs_promtool
+def test_prometheus_accepts_rules_and_their_tests() -> None:
+    promtool("check", "rules", str(ALERTS))
+    promtool("test", "rules", str(TESTS))
+    promtool("check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml"))
+
+
+@needs_promtool
+def test_prometheus_accepts_each_expression_of_the_boards(tmp_path: Path) -> None:
+    shown = [*(each for board in BOARDS for each in expressions(board))]
+    shown += [each for each in VLLM.read_text().splitlines() if each and each[0] != "#"]
+    recorded = [{"record": f"panel:{n}", "expr": each} for n, each in enumerate(shown)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    promtool("check", "rules", "--lint=none", str(file))
+
+
+@needs_promtool
+@pytest.mark.parametrize("names", ["hearth", "process", "vllm"])
+def test_prometheus_finds_no_fault_in_the_exposition(names: str) -> None:
+    given = process_metrics() if names == "process" else gateway_metrics().render(names).decode()
+    # Prometheus leaves colons to recording rules; vLLM's names have them
+    assert promtool("check", "metrics", given=given.replace("vllm:", "vllm_")) == ""

@@ -1,0 +1,125 @@
+"""What heartbeats become, of each kind of process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from shared.messages import (
+    DeviceMemory,
+    GatewayLoad,
+    Heartbeat,
+    HostedModel,
+    HostLoad,
+    IndexLoad,
+    SchedulerLoad,
+    WorkerLoad,
+)
+from shared.telemetry.families.fleet import FleetCollector
+from shared.telemetry.families.member import Member
+
+
+def heartbeat(process_id: str, **fields: Any) -> Heartbeat:
+    fields = {"roles": (process_id.partition("-")[0],), "state": "ready", **fields}
+    return Heartbeat(process_id=process_id, epoch=1, sequence_number=1, interval_s=0.25, **fields)
+
+
+def exposition(*members: Member) -> str:
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(lambda: members))
+    return generate_latest(registry).decode()
+
+
+def worker_load(**fields: Any) -> WorkerLoad:
+    return WorkerLoad(step=1, step_budget_s=1.0, **fields)
+
+
+def test_worker() -> None:
+    decode = worker_load(
+        num_running=3,
+        num_total_blocks=100,
+        num_free_blocks=25,
+        num_preemptions=2,
+        num_handoffs_in_flight=4,
+        num_kv_frames=70,
+        num_corrupt_kv_frames=2,
+        num_late_masks=4,
+        num_failed_grammars=1,
+    )
+    prefill = worker_load(saved_kv_bytes=4096, num_failed_steps=3, expert_imbalance=1.5)
+    text = exposition(
+        Member(heartbeat("decode-1", load=decode)), Member(heartbeat("prefill-1", load=prefill))
+    )
+    for line in (
+        'hearth_worker_running_requests{worker="decode-1"} 3.0',
+        'hearth_worker_kv_usage_ratio{worker="decode-1"} 0.75',
+        'hearth_worker_kv_usage_ratio{worker="prefill-1"} 0.0',
+        'hearth_worker_preemptions_total{worker="decode-1"} 2.0',
+        'hearth_worker_handoffs_in_flight{worker="decode-1"} 4.0',
+        'hearth_worker_kv_frames_total{outcome="taken",worker="decode-1"} 70.0',
+        'hearth_worker_kv_frames_total{outcome="corrupt",worker="decode-1"} 2.0',
+        'hearth_worker_kv_saved_bytes_total{worker="prefill-1"} 4096.0',
+        'hearth_worker_failed_steps_total{operation="step",worker="prefill-1"} 3.0',
+        'hearth_worker_failed_steps_total{operation="zeroing",worker="decode-1"} 0.0',
+        'hearth_worker_expert_imbalance{worker="prefill-1"} 1.5',
+        'hearth_worker_grammars_total{outcome="late_mask",worker="decode-1"} 4.0',
+        'hearth_worker_grammars_total{outcome="failed",worker="decode-1"} 1.0',
+        'hearth_worker_grammars_total{outcome="abandoned_thread",worker="decode-1"} 0.0',
+    ):
+        assert line in text
+    assert 'hearth_worker_expert_imbalance{worker="decode-1"}' not in text
+    assert 'hearth_worker_kv_frames_total{outcome="taken",worker="prefill-1"}' not in text
+
+
+def test_process_is_live_and_ready() -> None:
+    text = exposition(
+        Member(heartbeat("decode-1", roles=("prefill", "decode"), release="1.2", region="eu")),
+        Member(heartbeat("decode-2", state="standby", num_impostors=3)),
+        Member(heartbeat("decode-3"), is_live=False),
+    )
+    for line in (
+        'hearth_process_info{process="decode-1",region="eu",release="1.2"} 1.0',
+        'hearth_process_live{process="decode-1",role="prefill"} 1.0',
+        'hearth_process_ready{process="decode-1",role="decode"} 1.0',
+        'hearth_process_live{process="decode-2",role="decode"} 1.0',
+        'hearth_process_ready{process="decode-2",role="decode"} 0.0',
+        'hearth_process_live{process="decode-3",role="decode"} 0.0',
+        'hearth_process_ready{process="decode-3",role="decode"} 0.0',
+        'hearth_impostor_messages_total{process="decode-2"} 3.0',
+    ):
+        assert line in text
+
+
+def test_scheduler_index_gateway_and_host() -> None:
+    device = DeviceMemory(device="cuda:0", budget_bytes=100, used_bytes=60)
+    models = tuple(
+        HostedModel(name=name, revision="r", state=state, device="cuda:0")
+        for name, state in (("a", "hot"), ("b", "standby"), ("c", "standby"))
+    )
+    text = exposition(
+        Member(
+            heartbeat(
+                "scheduler-1", scheduler=SchedulerLoad(num_queued_requests=5, oldest_wait_s=1.5)
+            )
+        ),
+        Member(
+            heartbeat("kv_index-1", index=IndexLoad(state="exact", num_blocks=5, num_resyncs=2))
+        ),
+        Member(heartbeat("kv_index-2", index=IndexLoad(state="degraded"))),
+        Member(heartbeat("gateway-1", gateway=GatewayLoad(num_open_streams=7, num_lost_streams=1))),
+        Member(heartbeat("host-1", host=HostLoad(devices=(device,), models=models))),
+    )
+    for line in (
+        'hearth_scheduler_queued_requests{scheduler="scheduler-1"} 5.0',
+        'hearth_scheduler_oldest_wait_seconds{scheduler="scheduler-1"} 1.5',
+        'hearth_kv_index_exact{process="kv_index-1"} 1.0',
+        'hearth_kv_index_exact{process="kv_index-2"} 0.0',
+        'hearth_kv_index_blocks{process="kv_index-1"} 5.0',
+        'hearth_kv_index_resyncs_total{process="kv_index-1"} 2.0',
+        'hearth_gateway_open_streams{gateway="gateway-1"} 7.0',
+        'hearth_gateway_lost_streams_total{gateway="gateway-1"} 1.0',
+        'hearth_host_memory_used_bytes{device="cuda:0",host="host-1"} 60.0',
+        'hearth_host_models{host="host-1",state="standby"} 2.0',
+    ):
+        assert line in text
