@@ -142,7 +142,8 @@ LAYERS = {
         " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
-        "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
+        "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers |"
+        " page cluster |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
