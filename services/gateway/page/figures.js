@@ -2,6 +2,7 @@
 
 import { count, make, percentile, seconds, setText } from "./dom.js";
 
+const MIN_GAP_MS = 0.5;
 const NAMES = ["First token", "Between p50", "Between p99", "Tokens/s", "Tokens", "Cached"];
 
 export class Figures {
@@ -9,6 +10,7 @@ export class Figures {
   #last = null;
   #first = null;
   #gaps = [];
+  #batch = { from: 0, size: 0 };
   #num = 0;
   #cells = {};
 
@@ -25,9 +27,20 @@ export class Figures {
   arrived() {
     const now = performance.now();
     if (this.#first === null) this.#first = now;
-    else this.#gaps.push((now - this.#last) / 1000);
+    else if (now - this.#last < MIN_GAP_MS && this.#batch.size) this.#spread(this.#last, this.#batch.size + 1);
+    else {
+      this.#batch = { from: this.#last, size: 0 };
+      this.#spread(now, 1);
+    }
     this.#last = now;
     this.#num += 1;
+  }
+
+  // Chunks that arrive together share the time since the chunk before them.
+  #spread(now, size) {
+    this.#gaps.length -= this.#batch.size;
+    for (let index = 0; index < size; index += 1) this.#gaps.push((now - this.#batch.from) / 1000 / size);
+    this.#batch.size = size;
   }
 
   get ttft() {

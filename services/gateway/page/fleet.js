@@ -103,7 +103,7 @@ export class Fleet {
   #group({ region = "", role }) {
     const place = `${region}\n${role}`;
     if (this.#groups.has(place)) return this.#groups.get(place);
-    const title = `${region || "no region"} · ${role.replaceAll("+", " and ")}`;
+    const title = [region, role.replaceAll("+", " and ")].filter(Boolean).join(" · ");
     const list = make("ul", { class: "tiles" });
     const group = make("section", { class: "group", "aria-label": title }, make("h2", {}, title), list);
     const before = [...byId("regions").children].find((other) => other.getAttribute("aria-label") > title);
