@@ -51,7 +51,7 @@ export class Fleet {
     for (const name of FLOW) {
       const card = { value: make("b", {}, "–"), text: make("span", { class: "hint" }), canvas: make("canvas", { "aria-hidden": "true" }) };
       card.line = new Sparkline(card.canvas);
-      card.element = make("li", { class: "panel stage" }, make("h3", {}, name), make("p", {}, card.value, " ", card.text), card.canvas);
+      card.element = make("li", { class: "panel stage" }, make("h2", {}, name), make("p", {}, card.value, " ", card.text), card.canvas);
       byId("flow").append(card.element);
       this.#flow.set(name, card);
     }
