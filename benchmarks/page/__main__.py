@@ -32,10 +32,10 @@ from services.local.servers import free_port
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
 from shared.numerics import Numerics
-from shared.subjects import heartbeat
+from shared.subjects import NatsUser, heartbeat
 from shared.tenancy.tenant_admin import save_api_key
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
+from tests.servers import PASSWORD, NatsServer, RedisServer
 
 PYTHON = ROOT / ".venv-clients" / "browser" / "bin" / "python"
 API_KEY, TOKEN = "key-of-the-page", "token-of-the-page"
@@ -51,6 +51,10 @@ CARD = ModelCard(
     vocab_size=4096,
     numerics=Numerics("exact", "timing", "uint8", "1"),
 )
+
+
+def region_of(index: int) -> str:
+    return REGIONS[index % len(REGIONS)]
 
 
 @dataclass
@@ -107,7 +111,7 @@ class Workers:
     async def _connect(self, index: int) -> Worker:
         name = f"decode-{index}"
         bus = await NatsBus.connect(self._server.url(name), process_id=name)
-        return Worker(bus, REGIONS[index % len(REGIONS)])
+        return Worker(bus, region_of(index))
 
     async def _beat(self, workers: list[Worker]) -> None:
         """Spread over the interval, as those of separate processes are."""
@@ -237,9 +241,10 @@ async def measure_page(python: Path, server: NatsServer, redis: RedisServer) -> 
 
 async def measure(python: Path) -> None:
     size = sum(len(file.data) for file in read_files().values())
-    users = [("gateway", "gateway-1"), *(("decode", f"decode-{n}") for n in range(1, 201))]
+    workers = (NatsUser("decode", f"decode-{n}", PASSWORD, region_of(n)) for n in range(1, 201))
+    users = [NatsUser("gateway", "gateway-1", PASSWORD), *workers]
     with tempfile.TemporaryDirectory() as folder:
-        server, redis = NatsServer(Path(folder), users), RedisServer()  # type: ignore[arg-type]
+        server, redis = NatsServer(Path(folder), users), RedisServer()
         await save_api_key(redis.url, API_KEY, "tenant-1")
         page = await measure_page(python, server, redis)
         rows = [await measure_fleet(python, server, redis, num) for num in FLEETS]
