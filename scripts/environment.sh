@@ -83,6 +83,20 @@ install_oldest_triton() {
   echo "${packages[*]}" >"$OLDEST/.installed"
 }
 
+# Installs the distribution's Chromium for the tests of the gateway's page, where that is allowed:
+# tests without one are skipped, and say so.
+install_chromium() {
+  [[ -n "${HEARTH_CHROMIUM:-}" ]] && return
+  command -v chromium >/dev/null && return
+  if [[ "$(id -u)" != 0 ]] || ! command -v apt-get >/dev/null; then
+    echo "No chromium, and no right to install it: the browser's tests are skipped"
+    return
+  fi
+  echo "Installing chromium"
+  { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 ||
+    echo "chromium could not be installed: the browser's tests are skipped"
+}
+
 # Installs the outside clients of the requirements file $1 in an environment named like the file.
 install_clients() {
   local requirements="$1" venv digest stamp

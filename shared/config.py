@@ -133,6 +133,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     max_unsent_bytes: int = 8 * 1024 * 1024  # of one stream: text and packed logprobs
     max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required
+    operator_token: str = ""  # required to read /v1/cluster; empty: nobody may
+    page: bool = True  # at /
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise

@@ -142,7 +142,8 @@ LAYERS = {
         " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
-        "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
+        "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers |"
+        " page cluster |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
         " models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
@@ -150,7 +151,9 @@ LAYERS = {
         "keeper policies | demand_policy lru_policy devices"
         " | room hosts orders arrival_rates | view"
     ),
-    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | telemetry | transport | grammar",
+    "shared": (
+        "engine | kv_wire | catalogue fleet | lifecycle tenancy | telemetry | transport | grammar"
+    ),
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
         " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"

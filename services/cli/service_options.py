@@ -66,6 +66,9 @@ HELP = {
     "max_unsent_bytes": "Maximum output of one stream that its client has not read.",
     "max_tenant_unsent_bytes": "Maximum output that waits for all clients of a tenant.",
     "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
+    "operator_token": "Bearer token of operators, for /v1/cluster and its view on the page; empty: "
+    "closed. Give it as HEARTH_OPERATOR_TOKEN.",
+    "page": "Serve the page with playground, cluster and timelines at /.",
     "tool_format": "template (a chat template without tools rejects requests that have them) or "
     "hermes: such a template gets tools, calls and results as text.",
     "response_template": "How the model writes tool calls and reasoning: a file in the format of "

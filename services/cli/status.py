@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.demand_table import table_of_demands
-from services.cli.fleet_view import FleetView, ProcessView
 from services.cli.hosts.host_tables import STYLES, table_of_hosts, table_of_models
 from services.cli.tables import table_console
 from services.local.credentials import process_id_for
@@ -26,6 +25,7 @@ from services.local.state import clusters_dir, running_cluster
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
+from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.log import configure_logging
 from shared.messages import Heartbeat

@@ -138,6 +138,7 @@ class StartupDisplay:
 
 
 def _show_gateway(cluster: LocalCluster, console: Console) -> None:
+    console.print(f"page     {cluster.url}/   operator token {cluster.operator_token}")
     console.print(f"API key  {cluster.api_key}")
     console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
     console.print("chat     hearth chat")

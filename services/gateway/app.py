@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
 from services.gateway.catalog import Readiness
+from services.gateway.cluster.routes import ClusterRoutes
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import error_of_http
 from services.gateway.http.response import error_headers
@@ -38,6 +39,7 @@ from services.gateway.openai.routes import (
     EmbeddingBody,
     OpenAIRoutes,
 )
+from services.gateway.page_handlers import page_handlers
 from services.gateway.prefixes.bodies import (
     DeletedPrefix,
     DryRunBody,
@@ -195,6 +197,9 @@ def build_app(
     max_body_bytes: int,
     body_budget: BodyBudget,
     version: str,
+    cluster: ClusterRoutes,
+    http_host: str,
+    has_page: bool = True,
     metrics_token: str = "",
     padding: Callable[[int], bytes] | None = None,
 ) -> Litestar:
@@ -231,6 +236,7 @@ def build_app(
             *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
             *_state_handlers(routes),
+            *page_handlers(cluster, http_host=http_host, has_page=has_page),
         ],
         exception_handlers={
             HearthError: routes.on_hearth_error,

@@ -14,6 +14,9 @@ from litestar.types import ASGIApp
 
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
+from services.gateway.cluster.feed import ClusterFeed
+from services.gateway.cluster.routes import ClusterRoutes
+from services.gateway.cluster.state import ClusterState
 from services.gateway.grammars.checks import (
     CHECK_NICENESS,
     CHECK_PROCESS,
@@ -122,6 +125,8 @@ class GatewayService:
             region=config.region,
             gateway=self.metrics.load,
         )
+        fleet = self._health_monitor.fleet
+        self._cluster = ClusterFeed(ClusterState(fleet, clock.now, wall_clock))
         public = PublicPrefixes(root_key(config.cluster_secret))
         setup = None if files is None else own_setup(config, files)
         self._pool = preparation_pool(setup) if pool is None else pool
@@ -220,6 +225,9 @@ class GatewayService:
             max_body_bytes=self._config.max_body_bytes,
             body_budget=self._body_budget,
             version=installed_release(),
+            cluster=ClusterRoutes(self._cluster, self._config.operator_token),
+            http_host=self._config.http_host,
+            has_page=self._config.page,
             metrics_token=self._config.metrics_token,
             padding=self._randomness.bytes if self._config.padding else None,
         )
@@ -286,6 +294,8 @@ class GatewayService:
         await self._driver.start()
         self._health_monitor.on_heartbeat(self.catalog.observe)
         self._health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
+        self._health_monitor.on_heartbeat(self._cluster.observe)
+        self._health_monitor.on_lost(self._cluster.lose)
         await self.api_keys.warm_up()
         self._limits.start()
         self._usage.start(self.submission.count_usage)
@@ -313,6 +323,7 @@ class GatewayService:
         await self._health_monitor.transition_to("draining")
         await self._clock.sleep(self._config.lame_duck_s)
         self.submission.is_draining = True
+        await self._cluster.close()
         await self._driver.idle()
         if self._nats_api is not None:
             await self._nats_api.idle()
@@ -321,6 +332,7 @@ class GatewayService:
     async def stop(self) -> None:
         self.submission.is_draining = True
         self._driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
+        await self._cluster.close()
         await self._web_server.stop()
         if self._nats_api is not None:
             await self._nats_api.stop()

@@ -13,6 +13,7 @@ import msgspec
 
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
+    OPERATOR_VARIABLE,
     ROLES_WITH_PROCESS,
     SECRET_VARIABLE,
     Endpoints,
@@ -79,6 +80,7 @@ class LocalCluster:
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
         self._warming: Child | None = None
         self.url = self._endpoints.http_url
+        self.operator_token = self._endpoints.operator_token
 
     @property
     def state_dir(self) -> Path:
@@ -250,6 +252,7 @@ class LocalCluster:
             http_host=options.http_host,
             http_port=choose_http_port(options.http_host, options.http_port),
             cluster_secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32),
+            operator_token=os.environ.get(OPERATOR_VARIABLE) or secrets.token_urlsafe(16),
         )
 
     def _nats_spec(self, binary: str) -> ProcessSpec:
@@ -280,7 +283,10 @@ class LocalCluster:
 
     def _description(self) -> ClusterState:
         description = ClusterState(
-            url=self.url, api_key=self.api_key, redis_url=self._endpoints.redis_url
+            url=self.url,
+            api_key=self.api_key,
+            operator_token=self.operator_token,
+            redis_url=self._endpoints.redis_url,
         )
         if self._nats is None:
             return description

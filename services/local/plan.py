@@ -41,6 +41,8 @@ MAX_LOCAL_PREFILL_TOKENS = 512
 DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 METRICS_VARIABLE = "HEARTH_METRICS_PORT"
+OPERATOR_VARIABLE = "HEARTH_OPERATOR_TOKEN"
+SECRETS = frozenset({SECRET_VARIABLE, OPERATOR_VARIABLE})  # not of all processes
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
@@ -89,6 +91,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int
     nats_url: str | None = None
     cluster_secret: str = ""
+    operator_token: str = ""
 
     @property
     def http_url(self) -> str:
@@ -324,12 +327,13 @@ def _service(
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
-    hidden = (SECRET_VARIABLE, METRICS_VARIABLE)  # several processes cannot have one port
+    hidden = {*SECRETS, METRICS_VARIABLE}  # several processes cannot have one port
     environ = {name: value for name, value in environ.items() if name not in hidden}
     if credential.role in ("gateway", "kv_index"):
         environ[SECRET_VARIABLE] = endpoints.cluster_secret
     if credential.role == "gateway":
         arguments += ["--http-host", endpoints.http_host, "--http-port", str(endpoints.http_port)]
+        environ[OPERATOR_VARIABLE] = endpoints.operator_token
         arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway
     return ProcessSpec(
         process_id=credential.process_id,

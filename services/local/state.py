@@ -36,6 +36,7 @@ _REDIS_DIR = "appendonlydir"  # of Redis 7; Redis 6 has a file
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     api_key: str
+    operator_token: str = ""  # of the gateway's /v1/cluster
     nats_host: str = ""  # empty: the cluster uses an external NATS
     nats_port: int = 0
     redis_url: str = ""

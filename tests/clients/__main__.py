@@ -19,6 +19,7 @@ from tests.clients.account import (
     AGENT_MODEL,
     AGENTS,
     ALIAS,
+    BROWSER,
     LIMITED,
     MODEL,
     OTHER,
@@ -28,7 +29,7 @@ from tests.clients.account import (
     Account,
     write_accounts,
 )
-from tests.end_to_end.cluster import run_cluster
+from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.services.cli.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.running import run_hearth
 from tests.wide.checkpoint import write_wide_checkpoint
@@ -74,13 +75,21 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
     with (
         run_cluster(folder, "--model", str(model)) as cluster,
         run_cluster(folder / AGENTS, "--model", str(wide)) as agents,
+        run_cluster(folder / BROWSER, "--decode", "2") as browser,
     ):
         keys = {name: hearth(folder, "tenant", "add", name, *TENANTS[name]) for name in TENANTS}
         hearth(folder, "model", "alias", ALIAS, MODEL)
         hearth(folder, "model", "alias", OWN_ALIAS, MODEL, "--tenant", ACCOUNT)
         keys[ACCOUNT] = cluster.state.api_key
         accounts = [Account(cluster.url, name, key) for name, key in keys.items()]
-        yield [*accounts, Account(agents.url, AGENTS, agents.state.api_key)]
+        accounts.append(Account(agents.url, AGENTS, agents.state.api_key))
+        yield [*accounts, browser_account(browser)]
+
+
+def browser_account(cluster: Cluster) -> Account:
+    pids = {name: cluster.pid_of(name) for name in ("decode-1", "decode-2")}
+    state = cluster.state
+    return Account(cluster.url, BROWSER, state.api_key, state.operator_token, pids)
 
 
 def hearth(state_home: Path, *arguments: str) -> str:

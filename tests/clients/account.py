@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 VARIABLE = "HEARTH_CLIENTS"
@@ -20,6 +20,7 @@ OTHER = "other"
 LIMITED = "limited"  # to one request a minute
 RESTRICTED = "restricted"  # to another model
 AGENTS = "agents"  # of a second cluster, which serves AGENT_MODEL alone
+BROWSER = "browser"  # of a third cluster, with the demo model and two decode workers
 AGENT_MODEL = "wide"  # calls the tools that it is offered
 
 
@@ -30,6 +31,8 @@ class Account:
     url: str
     id: str
     token: str
+    operator_token: str = ""
+    pids: dict[str, int] = field(default_factory=dict)  # of workers that its tests may end
 
     @property
     def v4(self) -> str:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.hosts.host_view import HostView, ModelView
+from shared.fleet.host_view import HostView, ModelView
 
 HOST_COLUMNS = ("host", "region", "device", "used", "budget", "models", "state")
 MODEL_COLUMNS = (

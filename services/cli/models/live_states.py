@@ -7,12 +7,12 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.cli.fleet_view import FleetView
-from services.cli.hosts.host_view import ModelView
 from services.cli.status import find_nats
 from services.local.credentials import process_id_for
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
+from shared.fleet.fleet_view import FleetView
+from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.log import configure_logging
 from shared.messages import Heartbeat

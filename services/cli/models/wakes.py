@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from services.cli.hosts.host_tables import short_digest
-from services.cli.hosts.host_view import ModelView
 from services.cli.models.live_states import connected, observed_models
 from services.cli.status import find_nats
 from shared.errors import ConfigError
+from shared.fleet.host_view import ModelView
 from shared.messages import Done, ModelWaking, ParkModel, WakeModel
 from shared.subjects import host_models
 from shared.transport.bus import Bus

@@ -7,9 +7,9 @@ import json
 import pytest
 from rich.console import Console
 
-from services.cli.fleet_view import FleetView
 from services.cli.hosts.host_tables import size_text
 from services.cli.status import print_json, tables
+from shared.fleet.fleet_view import FleetView
 from shared.lifecycle.health import SILENCE_LIMIT_S, TICK_S
 from tests.services.cli.hosts.heartbeats import GIB, host_heartbeat, hosted
 

@@ -13,11 +13,11 @@ import pytest
 import redis
 from rich.console import Console
 
-from services.cli.hosts.host_view import ModelView
 from services.cli.models.catalogue_table import Catalogue, table_of_catalogue
 from shared.catalogue.admin import CatalogueAdmin
 from shared.catalogue.record import CATALOGUE, CatalogueModel, CatalogueRevision
 from shared.clock import MonotonicClock
+from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.store import RedisStore
 from shared.subjects import heartbeat

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.hosts.host_view import ModelView
 from services.cli.models.wakes import chosen_models, park, wake
 from shared.errors import ConfigError, NoCapacity
+from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import Done, ModelWaking, ParkModel, WakeModel
 from shared.subjects import heartbeat, host_models

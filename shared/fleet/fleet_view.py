@@ -1,4 +1,4 @@
-"""The state of a fleet for `hearth status`: processes, their speeds, lost processes. No I/O.
+"""The state of a fleet as people see it: processes, their speeds, lost processes. No I/O.
 
 Speeds are differences of the counters in heartbeats over the last WINDOW_S. A silent, stuck or
 stopped process is shown as such for SHOW_LOST_S.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.cli.hosts.host_view import HostView, ModelView, host_view, in_order, model_views
+from shared.fleet.host_view import HostView, ModelView, host_view, in_order, model_views
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import Heartbeat, IndexState, Role, RoleDemand, WorkerLoad
 from shared.telemetry.role_demands import total_demands
@@ -45,6 +45,11 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     # since the start of a gateway: see GatewayLoad
     num_unlike_prefills: int | None = None
     num_numerics_changes: int | None = None
+    num_open_streams: int | None = None  # of a gateway, now
+    num_queued_requests: int | None = None  # of a scheduler
+    oldest_wait_s: float | None = None
+    num_handoffs_in_flight: int | None = None
+    saved_kv_bytes: int | None = None
 
     @property
     def is_worker(self) -> bool:
@@ -69,19 +74,24 @@ class _KnownProcess:
 
 
 class FleetView:
-    def __init__(self) -> None:
-        self._fleet = Fleet(_OWN_ID)
+    """`fleet`: of a process that observes its peers itself, and calls `lose` (default: an own one,
+    to which `echo` and `tick` belong).
+    """
+
+    def __init__(self, fleet: Fleet | None = None) -> None:
+        self._fleet = Fleet(_OWN_ID) if fleet is None else fleet
+        self._is_own_fleet = fleet is None
         self._known: dict[str, _KnownProcess] = {}
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
-        loss = self._fleet.observe(heartbeat, now)
+        loss = self._fleet.observe(heartbeat, now) if self._is_own_fleet else None
         known = self._known.get(heartbeat.process_id)
         if heartbeat.state == "stopped":
-            self._lose(heartbeat.process_id, Loss.STOPPED, now)
+            self.lose(heartbeat.process_id, Loss.STOPPED, now)
             return
-        if self._fleet.heartbeat_of(heartbeat.process_id) is None:  # above the peer limit
+        if not self._is_known(heartbeat.process_id):  # above the peer limit
             return
-        if known is None or loss is Loss.RESTARTED:
+        if known is None or loss is Loss.RESTARTED or known.heartbeat.epoch != heartbeat.epoch:
             known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
         known.heartbeat = heartbeat
         is_stuck = self._fleet.is_lost(heartbeat.process_id)  # not silent, as it sends
@@ -97,7 +107,11 @@ class FleetView:
 
     def tick(self, now: float) -> None:
         for process_id, loss in self._fleet.tick(now):
-            self._lose(process_id, loss, now)
+            self.lose(process_id, loss, now)
+        self.forget(now)
+
+    def forget(self, now: float) -> None:
+        """Drops the processes that were lost more than SHOW_LOST_S ago."""
         for process_id, known in list(self._known.items()):
             if known.loss is not None and now - known.lost_at > SHOW_LOST_S:
                 del self._known[process_id]
@@ -126,7 +140,14 @@ class FleetView:
         known = (each for each in self._known.values() if "host" in each.heartbeat.roles)
         return sorted(known, key=lambda each: each.heartbeat.process_id)
 
-    def _lose(self, process_id: str, loss: Loss, now: float) -> None:
+    def __contains__(self, process_id: str) -> bool:
+        return process_id in self._known
+
+    def _is_known(self, process_id: str) -> bool:
+        is_own = process_id == self._fleet.own_process_id
+        return is_own or self._fleet.heartbeat_of(process_id) is not None
+
+    def lose(self, process_id: str, loss: Loss, now: float) -> None:
         known = self._known.get(process_id)
         if known is not None and known.loss is not loss:
             known.loss, known.lost_at = loss, now
@@ -170,6 +191,13 @@ def _view(known: _KnownProcess) -> ProcessView:
             view,
             num_unlike_prefills=heartbeat.gateway.num_unlike_prefills,
             num_numerics_changes=heartbeat.gateway.num_numerics_changes,
+            num_open_streams=heartbeat.gateway.num_open_streams,
+        )
+    if heartbeat.scheduler is not None:
+        return msgspec.structs.replace(
+            view,
+            num_queued_requests=heartbeat.scheduler.num_queued_requests,
+            oldest_wait_s=round(heartbeat.scheduler.oldest_wait_s, 1),
         )
     if load is None:
         return view
@@ -188,6 +216,8 @@ def _view(known: _KnownProcess) -> ProcessView:
         ),
         num_failed_steps=load.num_failed_steps,
         expert_imbalance=round(load.expert_imbalance, 2) or None,
+        num_handoffs_in_flight=load.num_handoffs_in_flight,
+        saved_kv_bytes=load.saved_kv_bytes,
     )
 
 

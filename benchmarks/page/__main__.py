@@ -1,0 +1,273 @@
+"""What the gateway's page costs: size, first paint, frames of a fast answer, and the gateway's CPU
+and the browser's longest task while a tab shows a fleet.
+
+    python -m benchmarks.page
+
+It needs chromium, and .venv-clients/browser, which `scripts/test --clients` makes.
+
+The gateway is real. One process sends the heartbeats of all workers, each over its own connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from benchmarks.report import ROOT, Row, at_least, at_most, write_result
+from services.gateway.page.files import read_files
+from services.local.servers import free_port
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.messages import Heartbeat, ModelCard, WorkerLoad
+from shared.numerics import Numerics
+from shared.subjects import NatsUser, heartbeat
+from shared.tenancy.tenant_admin import save_api_key
+from shared.transport.bus import NatsBus
+from tests.servers import PASSWORD, NatsServer, RedisServer
+
+PYTHON = ROOT / ".venv-clients" / "browser" / "bin" / "python"
+API_KEY, TOKEN = "key-of-the-page", "token-of-the-page"
+SECONDS = 20.0
+FLEETS = (3, 200)
+REGIONS = ("eu-west", "eu-north", "us-east", "ap-south")
+CARD = ModelCard(
+    name="hearth-demo",
+    revision="r",
+    kv_format="k",
+    block_size=16,
+    max_context_tokens=4096,
+    vocab_size=4096,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
+)
+
+
+def region_of(index: int) -> str:
+    return REGIONS[index % len(REGIONS)]
+
+
+@dataclass
+class Worker:
+    """Heartbeats of a decode worker under load."""
+
+    bus: NatsBus
+    region: str
+    number: int = 0
+
+    async def beat(self) -> None:
+        self.number += 1
+        load = WorkerLoad(
+            step=self.number,
+            step_budget_s=1.0,
+            num_running=self.number % 32,
+            num_waiting=self.number % 5,
+            num_free_blocks=1000 - self.number % 900,
+            num_total_blocks=1000,
+            num_generated_tokens=self.number * (300 + self.number % 90),
+            num_prompt_tokens=self.number * 100,
+            num_cached_prompt_tokens=self.number * (40 + self.number % 7),
+        )
+        message = Heartbeat(
+            process_id=self.bus.process_id,
+            epoch=1,
+            sequence_number=self.number,
+            roles=("decode",),
+            state="ready",
+            interval_s=HEARTBEAT_INTERVAL_S,
+            region=self.region,
+            load=load,
+            model=CARD,
+        )
+        await self.bus.publish(heartbeat(("decode",), self.bus.process_id, self.region), message)
+
+
+class Workers:
+    """A fleet that sends heartbeats until it is stopped, in a thread's event loop of its own."""
+
+    def __init__(self, server: NatsServer, num: int) -> None:
+        self._server = server
+        self._num = num
+        self.silent: set[str] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        workers = [await self._connect(index) for index in range(1, self._num + 1)]
+        beating = asyncio.create_task(self._beat(workers))
+        yield
+        beating.cancel()
+        await asyncio.gather(*(each.bus.close() for each in workers))
+
+    async def _connect(self, index: int) -> Worker:
+        name = f"decode-{index}"
+        bus = await NatsBus.connect(self._server.url(name), process_id=name)
+        return Worker(bus, region_of(index))
+
+    async def _beat(self, workers: list[Worker]) -> None:
+        """Spread over the interval, as those of separate processes are."""
+        while True:
+            started = time.monotonic()
+            for index, each in enumerate(workers):
+                due = started + HEARTBEAT_INTERVAL_S * index / len(workers)
+                if (left := due - time.monotonic()) > 0.002:
+                    await asyncio.sleep(left)
+                if each.bus.process_id not in self.silent:
+                    await each.beat()
+            await asyncio.sleep(max(0.0, started + HEARTBEAT_INTERVAL_S - time.monotonic()))
+
+
+@contextlib.contextmanager
+def gateway(server: NatsServer, redis: RedisServer) -> Iterator[tuple[str, int]]:
+    """Yields its address and its pid."""
+    port = free_port("127.0.0.1")
+    environ = os.environ | {
+        "HEARTH_NATS_URL": server.url("gateway-1"),
+        "HEARTH_REDIS_URL": redis.url,
+        "HEARTH_OPERATOR_TOKEN": TOKEN,
+        "HEARTH_LAME_DUCK_S": "0",
+    }
+    command = [sys.executable, "-m", "services", "gateway", "--http-port", str(port)]
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _answers(url):
+            assert process.poll() is None, "the gateway ended"
+            time.sleep(0.1)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def share_of_core(pid: int, duration_s: float) -> float:
+    before, started = cpu_s(pid), time.monotonic()
+    await asyncio.sleep(duration_s)
+    return (cpu_s(pid) - before) / (time.monotonic() - started)
+
+
+def open_tab(python: Path, mode: str, url: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [python, "-m", "benchmarks.page.tab", mode, url, API_KEY, TOKEN, *arguments]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
+
+
+async def figures(tab: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line of a tab."""
+    output: IO[str] | None = tab.stdout
+    assert output is not None
+    line = await asyncio.to_thread(output.readline)
+    assert line, "the tab ended"
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+async def bytes_per_s(url: str, duration_s: float = 5.0) -> float:
+    """Of the stream of events, without its snapshot."""
+    num_bytes, started = 0, None
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with (
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http,
+        http.stream("GET", "/v1/cluster/events") as response,
+    ):
+        async for chunk in response.aiter_raw():
+            if started is None:
+                started = time.monotonic()
+                continue
+            num_bytes += len(chunk)
+            if time.monotonic() - started > duration_s:
+                break
+    assert started is not None
+    return num_bytes / (time.monotonic() - started)
+
+
+async def measure_fleet(python: Path, server: NatsServer, redis: RedisServer, num: int) -> Row:
+    fleet = Workers(server, num)
+    with gateway(server, redis) as (url, pid):
+        async with fleet.running():
+            await asyncio.sleep(3.0)
+            closed = await share_of_core(pid, SECONDS / 2)
+            watched = f"decode-{num}"
+            tab = open_tab(python, "cluster", url, watched)
+            await figures(tab)
+            opened = await share_of_core(pid, SECONDS - 1)
+            longest = await figures(tab)
+            fleet.silent.add(watched)
+            silent_at = time.time()
+            lost = await figures(tab)
+            tab.wait()
+            rate = await bytes_per_s(url)
+    return {
+        "workers": num,
+        "gateway_cpu_without_tab": round(closed, 4),
+        "gateway_cpu_with_tab": round(opened, 4),
+        "longest_task_ms": longest["longest_task_ms"],
+        "silent_worker_shown_s": round(lost["lost_at"] - silent_at, 2),
+        "kb_per_s": round(rate / 1000, 2),
+    }
+
+
+async def measure_page(python: Path, server: NatsServer, redis: RedisServer) -> Row:
+    found: Row = {}
+    with gateway(server, redis) as (url, _):
+        async with Workers(server, 1).running():
+            for mode in ("paint", "stream"):
+                tab = open_tab(python, mode, url)
+                found |= await figures(tab)
+                tab.wait()
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+async def measure(python: Path) -> None:
+    size = sum(len(file.data) for file in read_files().values())
+    workers = (NatsUser("decode", f"decode-{n}", PASSWORD, region_of(n)) for n in range(1, 201))
+    users = [NatsUser("gateway", "gateway-1", PASSWORD), *workers]
+    with tempfile.TemporaryDirectory() as folder:
+        server, redis = NatsServer(Path(folder), users), RedisServer()
+        await save_api_key(redis.url, API_KEY, "tenant-1")
+        page = await measure_page(python, server, redis)
+        rows = [await measure_fleet(python, server, redis, num) for num in FLEETS]
+        server.stop()
+        redis.stop()
+    small, large = rows
+    tab_cost = small["gateway_cpu_with_tab"] - small["gateway_cpu_without_tab"]
+    bars = [
+        at_most("size of the page", size / 1024, 80, "KiB"),
+        at_most("first paint on loopback", page["first_paint_ms"], 100, "ms"),
+        at_least("frames while 20,000 tokens stream", page["frames_per_s"], 30, "1/s"),
+        at_most("an idle tab: CPU of the gateway", tab_cost, 0.01, "cores"),
+        at_most("an idle tab: bytes", small["kb_per_s"], 5, "kB/s"),
+        at_most("a frozen worker is shown", large["silent_worker_shown_s"], 2, "s"),
+    ]
+    write_result("page", [{**page, "size_bytes": size}, *rows], bars, ["-m", "benchmarks.page"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the gateway's page.")
+    parser.add_argument("--python", type=Path, default=PYTHON, help="Python with Playwright")
+    asyncio.run(measure(parser.parse_args().python))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""`GET /v1/cluster` and `GET /v1/cluster/events`, for the operator alone: a tenant learns nothing
+of the others, and their timing is a secret, too.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+from litestar.response import Response, Stream
+
+from services.gateway.cluster.feed import ClusterFeed
+from services.gateway.cluster.state import ClusterSnapshot
+from services.gateway.http.server import ON_AUTHENTICATED
+from services.gateway.tenancy.api_keys import bearer_of
+from shared.errors import AuthenticationFailed, Overloaded
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+_STREAMED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+class ClusterRoutes:
+    """`operator_token`: empty: nobody may read."""
+
+    def __init__(self, feed: ClusterFeed, operator_token: str) -> None:
+        self._feed = feed
+        self._operator_token = operator_token.encode()
+
+    def is_operator(self, header: str | None) -> bool:
+        """Of an Authorization header."""
+        given = bearer_of(header).encode()
+        return hmac.compare_digest(given, self._operator_token) and bool(self._operator_token)
+
+    async def authorize(self, connection: Connection, _: BaseRouteHandler) -> None:
+        try:
+            is_operator = self.is_operator(connection.headers.get("authorization"))
+        except AuthenticationFailed:
+            is_operator = False
+        if not is_operator:
+            raise AuthenticationFailed("the operator token is not valid")
+        on_authenticated = connection.scope["state"].get(ON_AUTHENTICATED)
+        if on_authenticated is not None:
+            on_authenticated()
+
+    async def snapshot(self) -> Response[ClusterSnapshot]:
+        return Response(self._feed.state.snapshot(), headers={"cache-control": "no-store"})
+
+    async def events(self) -> Stream:
+        if self._feed.is_full:
+            raise Overloaded("too many clients read the cluster's events")
+        return Stream(self._feed.events(), media_type="text/event-stream", headers=_STREAMED)

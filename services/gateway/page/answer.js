@@ -1,0 +1,125 @@
+// One answer as it streams: text, folded thinking, tool calls, figures.
+// While it streams, text is appended to one node a frame; Markdown is built once, at the end.
+
+import { byId, make } from "./dom.js";
+import { Figures } from "./figures.js";
+import { render } from "./markdown.js";
+
+const SENTENCE_END = /[.!?:。！？]\s|\n/g;
+
+export class Answer {
+  text = "";
+  reasoning = "";
+  calls = [];
+  info = null;
+  #pending = "";
+  #frame = 0;
+  #spoken = 0;
+  #usage = null;
+  #node = document.createTextNode("");
+  #thinkingNode = document.createTextNode("");
+
+  constructor() {
+    this.figures = new Figures();
+    this.content = make("div", { class: "content plain" }, this.#node);
+    this.thinking = make("details", { class: "thinking", hidden: true },
+      make("summary", {}, "Thinking"), make("div", { class: "plain" }, this.#thinkingNode));
+    this.callList = make("div", { class: "calls" });
+    this.badges = make("span", { class: "badges" });
+    this.element = make("article", { class: "turn assistant", "aria-label": "Answer" },
+      make("header", {}, make("strong", {}, "Answer"), this.badges),
+      this.thinking, this.content, this.callList,
+      make("footer", {}, this.figures.element, this.figures.workers));
+  }
+
+  take(chunk) {
+    const delta = chunk.choices?.[0]?.delta ?? {};
+    const thought = delta.reasoning_content ?? delta.reasoning;
+    if (delta.content || thought || delta.tool_calls) this.figures.arrived();
+    if (thought) this.reasoning += thought;
+    if (delta.content) {
+      this.text += delta.content;
+      this.#pending += delta.content;
+    }
+    for (const part of delta.tool_calls ?? []) this.#takeCall(part);
+    if (chunk.usage) this.#usage = chunk.usage;
+    if (chunk.hearth) this.info = chunk.hearth;
+    if (!this.#frame) this.#frame = requestAnimationFrame(() => this.#draw());
+  }
+
+  end(note, schema) {
+    cancelAnimationFrame(this.#frame);
+    this.#draw();
+    this.content.classList.remove("plain");
+    this.content.replaceChildren(render(this.text));
+    this.#speak(true);
+    if (this.info) this.figures.drawWorkers(this.info);
+    if (note) this.badge(note, "warn");
+    if (schema) this.#badgeSchema();
+  }
+
+  badge(text, kind = "") {
+    this.badges.append(make("span", { class: `badge ${kind}` }, text));
+  }
+
+  // As the next request needs it.
+  get message() {
+    const message = { role: "assistant", content: this.text || null };
+    if (this.calls.length) {
+      message.tool_calls = this.calls.map(({ id, name, args }) => (
+        { id, type: "function", function: { name, arguments: args } }));
+    }
+    return message;
+  }
+
+  #takeCall(part) {
+    const index = part.index ?? 0;
+    let call = this.calls[index];
+    if (!call) {
+      call = { id: "", name: "", args: "", title: make("strong"), code: make("code") };
+      this.calls[index] = call;
+      this.callList.append(make("div", { class: "call" },
+        make("div", {}, make("span", { class: "badge" }, "tool call"), " ", call.title), make("pre", { tabindex: "0" }, call.code)));
+    }
+    call.id ||= part.id ?? "";
+    call.name ||= part.function?.name ?? "";
+    call.args += part.function?.arguments ?? "";
+  }
+
+  #draw() {
+    this.#frame = 0;
+    const isAtEnd = innerHeight + scrollY > document.documentElement.scrollHeight - 80;
+    if (this.#pending) this.#node.appendData(this.#pending);
+    this.#pending = "";
+    if (this.reasoning) {
+      this.thinking.hidden = false;
+      this.#thinkingNode.appendData(this.reasoning.slice(this.#thinkingNode.length));
+    }
+    for (const call of this.calls) {
+      call.title.textContent = call.name;
+      call.code.textContent = call.args;
+    }
+    this.figures.draw(this.#usage);
+    this.#speak(false);
+    if (isAtEnd) scrollTo(0, document.documentElement.scrollHeight);
+  }
+
+  // Screen readers get finished sentences.
+  #speak(isEnd) {
+    const rest = this.text.slice(this.#spoken);
+    let end = isEnd ? rest.length : 0;
+    if (!isEnd) for (const found of rest.matchAll(SENTENCE_END)) end = found.index + found[0].length;
+    if (!end) return;
+    this.#spoken += end;
+    byId("spoken").replaceChildren(make("p", {}, rest.slice(0, end)));
+  }
+
+  #badgeSchema() {
+    try {
+      JSON.parse(this.text);
+      this.badge("valid JSON", "good");
+    } catch {
+      this.badge("not JSON", "bad");
+    }
+  }
+}

@@ -1,0 +1,79 @@
+// Requests to this gateway with the keys of this tab; server-sent events from a fetch.
+
+const NAMES = { tenant: "hearth.api_key", operator: "hearth.operator_token" };
+
+export const keyOf = (who) => sessionStorage.getItem(NAMES[who]) || "";
+
+export function storeKey(who, key) {
+  if (key) sessionStorage.setItem(NAMES[who], key);
+  else sessionStorage.removeItem(NAMES[who]);
+}
+
+export class ApiError extends Error {
+  constructor(message, status, retryAfter = 0) {
+    super(message);
+    this.status = status;
+    this.retryAfter = retryAfter;
+  }
+}
+
+export async function request(path, { who = "tenant", body, signal } = {}) {
+  const headers = { Authorization: `Bearer ${keyOf(who)}` };
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, {
+      method: body === undefined ? "GET" : "POST",
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal,
+      cache: "no-store",
+      credentials: "omit",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The gateway does not answer.", 0);
+  }
+  if (!response.ok) throw await errorOf(response);
+  return response;
+}
+
+async function errorOf(response) {
+  let message = `The gateway answered ${response.status}.`;
+  try {
+    message = (await response.json()).error.message || message;
+  } catch {
+    // not JSON, such as a proxy's page
+  }
+  return new ApiError(message, response.status, Number(response.headers.get("retry-after")) || 0);
+}
+
+// Yields {event, data} of each whole event; half an event at the end of the stream is dropped.
+export async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const found = parseEvent(block);
+        if (found) yield found;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parseEvent(block) {
+  let event = "message";
+  const data = [];
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event:")) event = line.slice(6).trim();
+    else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
+  }
+  return data.length ? { event, data: data.join("\n") } : null;
+}

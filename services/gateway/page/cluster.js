@@ -1,0 +1,77 @@
+// The cluster as it moves: a stream of deltas from the gateway, for holders of the operator token.
+
+import { keyOf, readEvents, request } from "./api.js";
+import { byId, setText } from "./dom.js";
+import { Fleet } from "./fleet.js";
+
+const RETRY_MS = 1000;
+const MAX_EVENTS = 50;
+
+const fleet = new Fleet();
+let processes = new Map();
+let events = [];
+let reading = null; // AbortController
+
+const status = (text) => setText(byId("cluster-status"), text);
+
+export function showCluster() {
+  if (reading) return;
+  if (!keyOf("operator")) {
+    byId("cluster-body").hidden = true;
+    status("The cluster is for its operators: enter the operator token under Keys. `hearth up` prints it.");
+    return;
+  }
+  reading = new AbortController();
+  status("Connecting …");
+  read(reading.signal);
+}
+
+export function hideCluster() {
+  reading?.abort();
+  reading = null;
+}
+
+async function read(signal) {
+  while (!signal.aborted) {
+    try {
+      const response = await request("/v1/cluster/events", { who: "operator", signal });
+      for await (const { event, data } of readEvents(response)) take(event, JSON.parse(data));
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error.status === 401 || error.status === 404) {
+        byId("cluster-body").hidden = true;
+        status("This operator token is not valid. Enter another one under Keys.");
+        reading = null;
+        return;
+      }
+    }
+    if (signal.aborted) return;
+    status("The gateway does not answer; trying again …");
+    fleet.setStale(true);
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+function take(event, data) {
+  if (event === "snapshot") {
+    processes = new Map(Object.entries(data.processes));
+    events = data.events;
+    byId("cluster-body").hidden = false;
+    fleet.setStale(false);
+    status("");
+  } else {
+    for (const [id, fields] of Object.entries(data.changed ?? {})) merge(id, fields);
+    for (const id of data.removed ?? []) processes.delete(id);
+    events = [...events, ...(data.events ?? [])].slice(-MAX_EVENTS);
+  }
+  fleet.draw(processes, events, event === "snapshot" || Boolean(data.events));
+}
+
+function merge(id, fields) {
+  const merged = { ...processes.get(id) };
+  for (const [name, value] of Object.entries(fields)) {
+    if (value === null) delete merged[name];
+    else merged[name] = value;
+  }
+  processes.set(id, merged);
+}

@@ -1,0 +1,40 @@
+"""The page's files, read once, with strong ETags."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+FOLDER = Path(__file__).parent
+INDEX = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+class PageFile(msgspec.Struct, frozen=True):
+    data: bytes
+    media_type: str
+    etag: str
+
+    def is_fresh(self, if_none_match: str) -> bool:
+        """Whether a client's copy with these tags is the same."""
+        tags = {each.strip().removeprefix("W/") for each in if_none_match.split(",")}
+        return self.etag in tags or "*" in tags
+
+
+def read_files(folder: Path = FOLDER) -> dict[str, PageFile]:
+    """Returns the files by name."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix in TYPES)
+    return {path.name: _file(path) for path in paths}
+
+
+def _file(path: Path) -> PageFile:
+    data = path.read_bytes()
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return PageFile(data, TYPES[path.suffix], f'"{digest}"')

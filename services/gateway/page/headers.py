@@ -1,0 +1,43 @@
+"""The security headers of the page, and the check of Host that stops DNS rebinding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar.connection import ASGIConnection
+from litestar.exceptions import NotFoundException
+from litestar.handlers import BaseRouteHandler
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+SECURITY_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class HostCheck:
+    """A guard. Bound to loopback, only the names of loopback reach the page and the cluster: a
+    foreign name that resolves to this machine is another site's script.
+    """
+
+    def __init__(self, http_host: str) -> None:
+        self._is_loopback = http_host in {"localhost", "::1"} or http_host.startswith("127.")
+
+    async def __call__(self, connection: Connection, _: BaseRouteHandler) -> None:
+        if self._is_loopback and not _is_loopback_name(connection.headers.get("host", "")):
+            raise NotFoundException
+
+
+def _is_loopback_name(host: str) -> bool:
+    name, _, port = host.rpartition(":")
+    if not port.isdigit():
+        name = host
+    return name.lower() in LOOPBACK_NAMES or name.startswith("127.")

@@ -1,0 +1,32 @@
+"""The routes of the page and of the cluster that it shows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from litestar import HttpMethod, route
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import Guard
+
+from services.gateway.cluster.routes import ClusterRoutes
+from services.gateway.page.headers import HostCheck
+from services.gateway.page.routes import PageRoutes
+
+_HIDDEN = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD], include_in_schema=False)
+
+
+def page_handlers(
+    cluster: ClusterRoutes, *, http_host: str, has_page: bool
+) -> list[HTTPRouteHandler]:
+    host_check = HostCheck(http_host)
+    guards: list[Guard] = [host_check, cluster.authorize]
+    snapshot = _HIDDEN("/v1/cluster", guards=guards)(cluster.snapshot)
+    events = route(
+        "/v1/cluster/events", http_method=HttpMethod.GET, include_in_schema=False, guards=guards
+    )
+    handlers: list[HTTPRouteHandler] = [snapshot, events(cluster.events)]
+    if has_page:
+        page = PageRoutes()
+        handlers.append(_HIDDEN("/", guards=[host_check])(page.index))
+        handlers.append(_HIDDEN("/page/{name:str}", guards=[host_check])(page.file))
+    return handlers

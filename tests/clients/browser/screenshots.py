@@ -1,0 +1,94 @@
+"""The browser's part of `scripts/screenshots`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.clients.account import BROWSER, Account, read_accounts
+from tests.clients.browser.page import HearthPage, find_chromium, launch
+
+FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "page" / "screenshots"
+MAX_BYTES = 200_000
+DESKTOP = {"viewport": {"width": 1280, "height": 800}}
+PHONE = {"viewport": {"width": 390, "height": 780}, "device_scale_factor": 1.5}
+
+
+def open_tab(browser: Browser, account: Account, fragment: str, **options: Any) -> HearthPage:
+    tab = HearthPage(browser.new_context(**options).new_page(), account)
+    tab.open(fragment)
+    return tab
+
+
+def save(tab: HearthPage, name: str) -> None:
+    path = FOLDER / f"{name}.png"
+    tab.page.screenshot(path=path)
+    assert path.stat().st_size <= MAX_BYTES, f"{path} is larger than {MAX_BYTES} bytes"
+
+
+def take_playground(browser: Browser, account: Account) -> str:
+    """Returns the address of its timeline."""
+    tab = open_tab(browser, account, "", **DESKTOP)
+    tab.answer("What is Hearth?")
+    tab.page.click("summary:text-is('Tools')")
+    tab.page.click("#tools-example")
+    tab.fill_extra('{"tool_choice": "required", "temperature": 0}')
+    tab.answer("What is the weather in Oslo?")
+    tab.page.locator(".workers a").last.wait_for()
+    tab.page.evaluate("document.querySelector('#settings').scrollTo(0, 0)")
+    save(tab, "playground")
+    return tab.page.locator(".workers a").first.get_attribute("href") or ""
+
+
+def take_timeline(browser: Browser, account: Account, address: str) -> None:
+    tab = open_tab(browser, account, address, **DESKTOP)
+    tab.page.locator(".waterfall, #request-status:has-text('not know')").wait_for()
+    if tab.page.locator(".waterfall").count():
+        save(tab, "timeline")
+    else:
+        print("this gateway has no timelines: no picture of one")
+
+
+def take_cluster(browser: Browser, account: Account) -> None:
+    tab = open_tab(browser, account, "#cluster", color_scheme="dark", **DESKTOP)
+    tab.page.locator(".tile").nth(2).wait_for()
+    talking = open_tab(browser, account, "", **DESKTOP)
+    for _ in range(12):
+        talking.answer("What does a decode worker do?")
+    os.kill(account.pids["decode-2"], signal.SIGSTOP)
+    try:
+        tab.page.locator(".tile.lost").wait_for()
+        talking.ask("What is paged attention?")
+        tab.page.wait_for_timeout(1500)
+        save(tab, "cluster")
+    finally:
+        os.kill(account.pids["decode-2"], signal.SIGCONT)
+
+
+def take_phone(browser: Browser, account: Account) -> None:
+    tab = open_tab(browser, account, "", **PHONE)
+    tab.answer("What is the KV cache?")
+    tab.page.locator(".workers a").wait_for()
+    save(tab, "phone")
+
+
+def main() -> None:
+    chromium = find_chromium()
+    if chromium is None:
+        sys.exit("screenshots: no chromium on the PATH, and $HEARTH_CHROMIUM is not set")
+    account = read_accounts()[BROWSER]
+    FOLDER.mkdir(exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = launch(playwright, chromium)
+        take_timeline(browser, account, take_playground(browser, account))
+        take_phone(browser, account)
+        take_cluster(browser, account)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The playground, against a cluster with the demo model."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.clients.browser.page import HearthPage
+
+TOOL_CHOICE = '{"tool_choice": "required", "temperature": 0}'
+
+
+def test_answer_streams_with_its_figures(tab: HearthPage) -> None:
+    tab.open()
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        text = tab.answer("What is Hearth?")
+    assert "Hearth is an open-source server" in text
+    assert json.loads(sent.value.post_data or "")["stream"] is True
+    assert sent.value.headers["authorization"] == f"Bearer {tab.account.token}"
+    figures = tab.page.locator(".turn.assistant .figures").inner_text()
+    assert re.search(r"First token\s+[\d.]+ (ms|s)", figures), figures
+    assert re.search(r"Cached\s+\d+ of \d+", figures), figures
+    workers = tab.page.locator(".workers").inner_text()
+    assert re.search(r"decode decode-\d", workers), workers
+    assert tab.page.locator(".workers a").get_attribute("href").startswith("#request/")
+
+
+def test_finished_sentences_are_spoken(tab: HearthPage) -> None:
+    tab.open()
+    text = tab.answer("What is Hearth?")
+    assert tab.page.locator("#turns").get_attribute("aria-live") == "off"
+    assert tab.page.locator("#spoken").inner_text().strip() in text
+
+
+def test_stop_ends_the_answer_and_frees_the_worker(tab: HearthPage) -> None:
+    tab.open()
+    tab.fill_extra('{"ignore_eos": true, "max_tokens": 8000, "bad_words": []}')
+    tab.ask("Count.")
+    tab.wait_until("document.querySelector('.assistant .content').textContent.length")
+    tab.page.click("#stop-answer")
+    tab.page.get_by_text("stopped", exact=True).wait_for()
+    tab.page.click("nav >> text=Cluster")
+    running = tab.page.locator(".tile p:first-of-type b:first-child")
+    running.first.wait_for()
+    tab.wait_until(
+        "[...document.querySelectorAll('.tile')].every((tile) =>"
+        " tile.querySelector('b').textContent === '0')"
+    )
+
+
+def test_turn_is_edited_and_run_again(tab: HearthPage) -> None:
+    tab.open()
+    tab.answer("What is Hearth?")
+    tab.answer("What is the KV cache?")
+    tab.page.get_by_role("button", name="Edit").first.click()
+    assert tab.page.locator(".turn").count() == 0
+    assert tab.page.input_value("#prompt") == "What is Hearth?"
+    assert "Hearth" in tab.answer("What is Hearth?")
+    assert tab.page.locator(".turn").count() == 2
+
+
+def test_tool_call_is_shown_and_takes_a_result(tab: HearthPage) -> None:
+    tab.open()
+    tab.page.click("summary:text-is('Tools')")
+    tab.page.click("#tools-example")
+    tab.fill_extra(TOOL_CHOICE)
+    tab.answer("What is the weather in Oslo?")
+    call = tab.page.locator(".call").first
+    assert "get_weather" in call.inner_text()
+    assert json.loads(call.locator("pre").inner_text())["city"] in ("Lisbon", "Oslo")
+    tab.fill_extra("")
+    tab.page.fill("input[aria-label='Result of get_weather'] >> nth=0", "sunny")
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        tab.page.get_by_role("button", name="Send results").click()
+    messages = json.loads(sent.value.post_data or "")["messages"]
+    assert [each["role"] for each in messages][:3] == ["user", "assistant", "tool"]
+    assert messages[2]["content"] == "sunny"
+    tab.wait_for_end()
+
+
+def test_answer_in_a_schema_has_a_badge(tab: HearthPage) -> None:
+    tab.open()
+    tab.page.click("summary:text-is('JSON schema of the answer')")
+    tab.page.click("#schema-example")
+    json.loads(tab.answer("Rate the KV cache."))
+    assert tab.page.locator(".badge.good").inner_text() == "valid JSON"
+
+
+@pytest.mark.parametrize(
+    ("box", "text", "place"),
+    [
+        ("tools", '[{"type": "function",\n  oops}]', "Line 2, column 3"),
+        ("schema", '{"type": ', "Line 1, column 10"),
+        ("extra", "[1]", "JSON object"),
+        ("temperature", "warm", "a number from 0 to 2"),
+        ("top_k", "1.5", "a whole number"),
+    ],
+)
+def test_bad_setting_is_marked_and_nothing_is_sent(
+    tab: HearthPage, box: str, text: str, place: str
+) -> None:
+    tab.open()
+    tab.page.evaluate(f"document.querySelector('#{box}').closest('details').open = true")
+    tab.page.fill(f"#{box}", text)
+    tab.ask("What is Hearth?")
+    field = tab.page.locator(f"#{box}")
+    assert field.get_attribute("aria-invalid") == "true"
+    assert field.evaluate("(element) => element === document.activeElement")
+    error = "sampling" if box in ("temperature", "top_k") else box
+    assert place in tab.page.locator(f"#{error}-error").inner_text()
+    assert not [url for url in tab.requests if "completions" in url]
+    assert tab.page.input_value("#prompt") == "What is Hearth?"
+
+
+def test_wrong_key_asks_for_another_and_keys_stay_in_the_tab(tab: HearthPage) -> None:
+    tab.open(has_keys=False)
+    with tab.page.expect_response("**/v1/models") as response:
+        tab.enter_keys("wrong", "")
+    assert response.value.status == 401
+    tab.page.get_by_text("This API key is not valid").wait_for()
+    tab.problems.clear()  # the browser logs each 401
+    assert tab.page.evaluate("Object.keys(localStorage)") == []
+    assert tab.page.evaluate("document.cookie") == ""
+    assert tab.page.evaluate("Object.keys(sessionStorage)") == ["hearth.api_key"]
+    assert not [url for url in tab.requests if "wrong" in url]
+
+
+def test_parameters_of_the_address_send_nothing(tab: HearthPage) -> None:
+    tab.open()
+    tab.page.goto(f"{tab.account.url}/?q=hello&prompt=hello#play/hello")
+    tab.wait_until("document.querySelector('#model').options.length > 0")
+    assert tab.page.input_value("#prompt") == ""
+    assert not [url for url in tab.requests if "completions" in url]
+
+
+def test_copied_program_has_no_key(tab: HearthPage) -> None:
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.open()
+    tab.page.fill("#prompt", "It's a test")
+    for button, expected in (("#copy-curl", "curl -N"), ("#copy-python", "from openai import")):
+        tab.page.click(button)
+        tab.wait_until("document.querySelector('#copied').textContent")
+        tab.page.evaluate("document.querySelector('#copied').textContent = ''")
+        program = tab.page.evaluate("navigator.clipboard.readText()")
+        assert expected in program
+        assert tab.account.token not in program
+        assert "HEARTH_API_KEY" in program

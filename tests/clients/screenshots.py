@@ -1,0 +1,30 @@
+"""Takes the README's pictures of the gateway's page: `scripts/screenshots`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.clients.__main__ import FOLDER, ROOT, browser_account, python_of
+from tests.clients.account import VARIABLE, write_accounts
+from tests.end_to_end.cluster import run_cluster
+
+REQUIREMENTS = FOLDER / "browser" / "browser.txt"
+
+
+def main() -> int:
+    """Returns the exit status of the browser's part."""
+    with tempfile.TemporaryDirectory(prefix="hearth-screenshots-") as folder:
+        accounts = Path(folder) / "accounts.json"
+        with run_cluster(Path(folder), "--decode", "2") as cluster:
+            write_accounts(accounts, [browser_account(cluster)])
+            command = [python_of(REQUIREMENTS), "-m", "tests.clients.browser.screenshots"]
+            environ = os.environ | {VARIABLE: str(accounts)}
+            return subprocess.run(command, cwd=ROOT, env=environ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

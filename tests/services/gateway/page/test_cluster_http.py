@@ -1,0 +1,110 @@
+"""The cluster's state over HTTP: for the operator alone, one computation for all readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from services.gateway.text.model_files import ModelFiles
+from shared.config import GatewayConfig
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import API_KEY, Cluster, running_cluster, until
+
+TOKEN = "of-the-operator"
+PATHS = ("/v1/cluster", "/v1/cluster/events")
+
+
+@pytest.fixture
+async def open_cluster(
+    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
+) -> AsyncIterator[Cluster]:
+    config = msgspec.structs.replace(gateway_config, operator_token=TOKEN)
+    async with running_cluster(nats_server, config, model_files) as cluster:
+        cluster.http.headers["authorization"] = f"Bearer {TOKEN}"
+        yield cluster
+
+
+async def read(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """The events of a stream."""
+    name = ""
+    async for line in response.aiter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, msgspec.json.decode(line.removeprefix("data: "))
+
+
+async def test_cluster_is_closed_without_operator_token(cluster: Cluster) -> None:
+    for path in PATHS:
+        for given in ("Bearer", "", "Bearer x", f"Bearer {API_KEY}"):
+            response = await cluster.http.get(path, headers={"authorization": given})
+            assert response.status_code == 401, (path, given)
+
+
+async def test_only_the_operator_reads_the_cluster(open_cluster: Cluster) -> None:
+    for path in PATHS:
+        for given in (f"Bearer {API_KEY}", f"Bearer {TOKEN}x", f"Basic {TOKEN}", ""):
+            response = await open_cluster.http.get(path, headers={"authorization": given})
+            assert response.status_code == 401, (path, given)
+            assert "decode-1" not in response.text
+    snapshot = (await open_cluster.http.get("/v1/cluster")).json()
+    assert snapshot["gateway_id"] == "gateway-1"
+    assert {"gateway-1", "decode-1", "decode-2"} <= snapshot["processes"].keys()
+    assert snapshot["processes"]["decode-1"]["role"] == "decode"
+    assert {"joined"} == {event["kind"] for event in snapshot["events"]}
+
+
+async def test_events_start_with_a_snapshot_and_go_on_with_deltas(open_cluster: Cluster) -> None:
+    async with open_cluster.http.stream("GET", "/v1/cluster/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-store"
+        events = read(response)
+        name, snapshot = await anext(events)
+        assert name == "snapshot"
+        await open_cluster.decodes[1].stop()
+        lost: dict[str, Any] = {}
+        async with asyncio.timeout(10):
+            while "decode-2" not in lost:
+                name, delta = await anext(events)
+                assert name == "delta"
+                snapshot["number"] += 1
+                assert delta["number"] == snapshot["number"]
+                lost |= delta.get("changed", {})
+        assert lost["decode-2"]["state"] == "stopped"
+        assert delta["events"][-1]["process_id"] == "decode-2"
+        assert delta["events"][-1]["kind"] == "stopped"
+
+
+async def test_readers_share_one_computation_that_ends_with_the_last(open_cluster: Cluster) -> None:
+    feed = open_cluster.gateway._cluster
+    async with (
+        open_cluster.http.stream("GET", "/v1/cluster/events") as first,
+        open_cluster.http.stream("GET", "/v1/cluster/events") as second,
+    ):
+        one, other = read(first), read(second)
+        seen: list[dict[int, Any]] = [{}, {}]
+        async with asyncio.timeout(10):
+            while not set(seen[0]) & set(seen[1]):
+                feed._urgent.set()
+                for found, events in zip(seen, (one, other), strict=True):
+                    name, data = await anext(events)
+                    found |= {data["number"]: data} if name == "delta" else {}
+        for number in set(seen[0]) & set(seen[1]):
+            assert seen[0][number] == seen[1][number]
+        assert feed._num_readers == 2
+        assert len(feed._background._tasks) == 1
+    await until(lambda: feed._num_readers == 0 and not feed._background._tasks)
+
+
+async def test_closed_feed_ends_its_streams(open_cluster: Cluster) -> None:
+    async with open_cluster.http.stream("GET", "/v1/cluster/events") as response:
+        events = read(response)
+        await anext(events)
+        await open_cluster.gateway._cluster.close()
+        async with asyncio.timeout(10):
+            assert [name async for name, _ in events] in ([], ["delta"])
