@@ -152,6 +152,7 @@ BARS = {
     "quantised_memory": "Peak memory of 2,048 prompt tokens with INT4 experts on a CPU",
     "quantised": "Weights of four and eight bits beside BF16 on a CPU",
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
+    "parked_workers": "Eight parked workers of one host, 125 M in BF16, weights shared",
     "chaos_nats": "The same faults, requests over NATS",
     "chaos_constrained": "Kills and freezes of decode, streams under grammars and calls of tools",
     "ranks": "Workers of several ranks beside one process",
