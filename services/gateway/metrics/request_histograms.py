@@ -73,10 +73,10 @@ _BY_PHASE: dict[PhaseName, str] = {
 
 
 def observe(histograms: ModelHistograms, timeline: Timeline) -> None:
-    """Phases of a repeated try count again: each was spent."""
-    histograms.observe(REQUEST, timeline.duration_s)
+    """Phases of a repeated try count again: each was spent. A rejected request has none."""
     if not timeline.tries:
         return
+    histograms.observe(REQUEST, timeline.duration_s)
     histograms.observe(PROMPT_TOKENS, timeline.num_prompt_tokens)
     histograms.observe(OUTPUT_TOKENS, timeline.num_output_tokens)
     for each in timeline.tries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
@@ -69,6 +70,7 @@ def test_buckets_of_vllm_count_the_same_values() -> None:
 def test_timeline_fills_the_histograms_of_phases() -> None:
     metrics = GatewayMetrics("g")
     metrics.observe_timeline(timeline())
+    metrics.observe_timeline(msgspec.structs.replace(timeline(), tries=()))  # rejected
     text = metrics.render().decode()
     for line in (
         'hearth_queue_seconds_sum{model="m"} 0.25',
