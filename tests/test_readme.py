@@ -23,6 +23,8 @@ PATH = re.compile(
     r"`((?:services|shared|kernels|tests|benchmarks|scripts)/[\w./-]*|[\w/]+\.(?:py|md|yml|toml)"
     r"|[\w/]+/|LICENSE|Dockerfile)`"
 )
+PICTURE = re.compile(r'<img src="([^"]+)"')
+MAX_PICTURE_BYTES = 200_000
 HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MULTILINE)
 SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|tests|services)[\w.]*)")
@@ -54,6 +56,13 @@ def test_every_path_exists():
         if not (ROOT / (path := match[1])).exists() and not (readme.parent / path).exists()
     ]
     assert missing == []
+
+
+def test_every_picture_exists_and_is_small():
+    pictures = [readme.parent / match[1] for readme, match in found_in_readmes(PICTURE)]
+    assert len(pictures) > 1
+    assert [path for path in pictures if not path.exists()] == []
+    assert [path for path in pictures if path.stat().st_size > MAX_PICTURE_BYTES] == []
 
 
 def test_figures_equal_the_committed_results():
