@@ -236,6 +236,7 @@ class Placed(Message, frozen=True, kw_only=True):
     needs: FeatureNames = ()  # of the request, as its scheduler knows them: an older one drops them
     queued_s: Duration = 0.0  # at the scheduler, until it chose a worker
     placement_s: Duration = 0.0  # from the choice to the worker's reply
+    scheduler_id: ProcessId | None = None
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
