@@ -144,7 +144,7 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
         " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
-        " models | grammars | tools | streams tenancy output | text | catalog | metrics"
+        " telemetry | models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

@@ -24,7 +24,8 @@ from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
-from shared.errors import PayloadTooLarge
+from services.gateway.workers_ai.paths import has_own_envelope
+from shared.errors import HearthError, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
@@ -59,20 +60,26 @@ class Admission:
     def middleware(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
             state = scope["state"]
-            state["request_id"] = self._new_request_id()
+            path, request_id = scope["path"], self._new_request_id()
+            state["request_id"] = request_id
+            dialect = "workers_ai" if has_own_envelope(path) else "openai"
+            record = self._submission.begin(request_id, dialect=dialect)
             tenant = await self._authenticate(scope)
             state["tenant"] = tenant
             options = scope["route_handler"].opt
             if options.get(IS_FREE):
                 await app(scope, receive, send)
                 return
-            reservation = await self._submission.reserve(tenant, state["request_id"])
+            reservation = await self._submission.reserve(tenant, record)
             state["reservation"], state["prompts"] = reservation, None
             body = self._budget.body(tenant.tenant_id)
             try:
                 if BODY_KIND in options:
                     receive = await self._with_body(scope, receive, body, reservation, options)
                 await app(scope, receive, send)
+            except HearthError as error:
+                record.error = error
+                raise
             finally:
                 # A connection holds the scope of its last request, which has the body.
                 ScopeState.from_scope(scope).body = Empty

@@ -150,6 +150,7 @@ class Routes:
         response = _error_response(request.scope["path"], error, request_id)
         reservation: Reservation | None = request.state.get("reservation")
         if reservation is not None:
+            reservation.record.error = error
             response.headers = {**reservation.headers, **response.headers}
         return response
 

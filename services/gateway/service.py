@@ -49,6 +49,7 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
 )
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.telemetry.telemetry import RequestTelemetry
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
@@ -141,6 +142,7 @@ class GatewayService:
         self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
         self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
+        self.telemetry = RequestTelemetry(config.process_id, clock, wall_clock)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
         self._background = Background()
@@ -171,6 +173,7 @@ class GatewayService:
             max_payload_bytes=lambda: self._bus.max_payload_bytes,
             unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
             slots_per_tenant=config.preparations_per_tenant,
+            telemetry=self.telemetry,
         )
 
     def _prefixes(

@@ -205,6 +205,13 @@ class RequestOutput:
         self._opened_at = clock.now()
 
     @property
+    def outcome(self) -> str:
+        """A finish reason, or an error code; of the first choice, once it has ended."""
+        if self.end is not None and self.end.error is not None:
+            return self.end.error.code
+        return self._texts[0].finish_reason or "stop"
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(text.assembler.num_tokens for text in self._texts)
 
@@ -294,10 +301,7 @@ class RequestOutput:
 
     def on_end(self, end: StreamEnd) -> None:
         self.end = end
-        if end.error is None:
-            self._metrics.count_request(self._texts[0].finish_reason or "stop", self._model)
-        else:
-            self._metrics.count_request(end.error.code, self._model)
+        self._metrics.count_request(self.outcome, self._model)
         self._metrics.count_tokens(
             prompt=self.num_prompt_tokens,
             cached=self.num_cached_tokens or 0,

@@ -41,9 +41,11 @@ from services.gateway.request.request_output import ClientDisconnected, RequestO
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.telemetry.request_record import RequestRecord
+from services.gateway.telemetry.telemetry import RequestTelemetry
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
-from services.gateway.tenancy.request_cost import LimitLease, RequestCost
+from services.gateway.tenancy.request_cost import RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.template_renderer import NO_VARIABLES, Messages
@@ -75,6 +77,7 @@ class Submission:
         max_payload_bytes: Callable[[], int],
         unsent: UnsentOutput,
         slots_per_tenant: int,
+        telemetry: RequestTelemetry,
     ) -> None:
         self._max_requests = max_requests
         self._preparation = preparation
@@ -87,18 +90,24 @@ class Submission:
         self._max_payload_bytes = max_payload_bytes
         self._unsent = unsent
         self._slots = PreparationSlots(slots_per_tenant)
+        self._telemetry = telemetry
         self._num_preparing = 0
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
-    async def reserve(self, tenant: TenantRecord, request_id: str) -> Reservation:
+    def begin(self, request_id: str, *, dialect: str) -> RequestRecord:
+        """Call when the request arrives."""
+        return self._telemetry.begin(request_id, dialect=dialect)
+
+    async def reserve(self, tenant: TenantRecord, record: RequestRecord) -> Reservation:
         """Charges one request and takes its place under `concurrency`, before its body is read.
 
         The caller closes the reservation. Raises LimitIsZero or RateLimited.
         """
-        lease = await self._limits.admit(tenant, request_id)
+        lease = await self._limits.admit(tenant, record.request_id)
+        record.tenant_id = tenant.tenant_id
         reservation = Reservation(
-            request_id, lease, on_end=self._count_last_usage, on_close=self._settle
+            record, lease, on_end=self._count_last_usage, on_close=self._settle
         )
         self._reservations.add(reservation)
         return reservation
@@ -120,7 +129,8 @@ class Submission:
                 await asyncio.sleep(0)
             request_id = reservation.request_id
             own_id = f"{request_id}-{index}" if index else request_id
-            prepared.append(await self.prepare(reservation.tenant, own_id, generation, model))
+            prepared.append(await self.prepare(reservation, own_id, generation, model))
+        reservation.record.begin("submit", self._clock.now())
         check_logprobs(prepared)
         await self.charge(reservation, prepared)
         outputs: list[RequestOutput] = []
@@ -139,6 +149,7 @@ class Submission:
             headers=reservation.headers,
             unsent=self._unsent.open(reservation.tenant.tenant_id),
             on_close=reservation.close,
+            on_send=reservation.record.record_send,
         )
 
     async def choose(self, reservation: Reservation, name: str) -> ServedModel:
@@ -158,20 +169,23 @@ class Submission:
 
     async def prepare(
         self,
-        tenant: TenantRecord,
+        reservation: Reservation,
         request_id: str,
         generation: GenerationRequest,
         model: ServedModel,
     ) -> PreparedRequest:
         """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
+        tenant, record = reservation.tenant, reservation.record
         self._check_admission()
         check_dimensions(generation, model.text.files.limits.hidden_size)
         check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
         async with self._preparing(tenant.tenant_id):
+            record.begin("render", self._clock.now())
             generation, checked = await self._rendered_and_checked(
                 generation, tenant.tenant_id, model.text
             )
+            record.begin("tokenize", self._clock.now())
             prepare = partial(
                 self._preparation.prepare,
                 generation,
@@ -273,15 +287,18 @@ class Submission:
         """Counts usage after every prompt of a response has ended."""
         self._reservations.discard(reservation)
         self._count_usage(reservation)
+        self._telemetry.ended(reservation.record, reservation.model_name, reservation.outputs)
 
     def _count_usage(self, reservation: Reservation) -> None:
         if reservation.model is not None:  # else nothing was generated
             tenant_id, model = reservation.tenant.tenant_id, reservation.model.card.name
             self._usage.count(tenant_id, model, reservation.take_usage())
 
-    def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
+    def _settle(self, reservation: Reservation) -> None:
         """Settles limits after the last byte of a response has left."""
-        self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
+        outputs = reservation.outputs
+        self._limits.settle(reservation.lease, sum(each.num_output_tokens for each in outputs))
+        self._telemetry.closed(reservation.record, reservation.model_name, outputs)
 
     async def _rendered_and_checked(
         self, generation: GenerationRequest, tenant_id: str, text: ServedText
