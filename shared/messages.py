@@ -34,6 +34,7 @@ from shared.grammar.spec import GrammarSpec
 from shared.kv_layout import MAX_GROUPS, KvShard, Reach
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
+from shared.telemetry.timeline import Timeline
 
 Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "host"]
 WorkerRole = Literal["prefill", "decode"]
@@ -367,6 +368,16 @@ class ResendTokens(Message, frozen=True, kw_only=True):
 
 class AckFinished(Message, frozen=True, kw_only=True):
     placement_ids: tuple[PlacementId, ...]
+
+
+class ReadTimeline(Message, frozen=True, kw_only=True):
+    """Of an observer, to a gateway."""
+
+    request_id: Name
+
+
+class TimelineRead(Message, frozen=True, kw_only=True):
+    timeline: Timeline | None = None  # None: unknown here, or forgotten
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):

@@ -143,7 +143,7 @@ LAYERS = {
     ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
-        " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
+        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai | http | request |"
         " telemetry | models | grammars | tools | streams tenancy output | text | catalog | metrics"
     ),
     "services/scheduler/residency": (

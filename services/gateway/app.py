@@ -50,7 +50,9 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
+from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
+from services.gateway.timeline_routes import TimelineRoutes
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
 from services.gateway.tokenization.routes import (
     DetokenizeBody,
@@ -65,6 +67,7 @@ from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
 from services.gateway.workers_ai_handlers import workers_ai_handlers
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
+from shared.telemetry.timeline import Timeline
 
 log = structlog.get_logger(__name__)
 
@@ -181,6 +184,7 @@ def build_app(
     max_body_bytes: int,
     body_budget: BodyBudget,
     version: str,
+    timelines: TimelineRing,
     metrics_token: str = "",
     padding: Callable[[int], bytes] | None = None,
 ) -> Litestar:
@@ -216,6 +220,7 @@ def build_app(
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
+            _timeline_handler(TimelineRoutes(timelines), known),
             *_state_handlers(routes),
         ],
         exception_handlers={
@@ -311,6 +316,16 @@ def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTP
         list_prefixes(prefixes.list),
         try_prefix(prefixes.dry_run),
     ]
+
+
+def _timeline_handler(timelines: TimelineRoutes, known: dict[str, Any]) -> HTTPRouteHandler:
+    timeline = get(
+        "/v1/requests/{request_id:str}/timeline",
+        opt={IS_FREE: True},
+        responses=_responses(Timeline, 401, 404),
+        **known,
+    )
+    return timeline(timelines.timeline)
 
 
 def _tokenization_handlers(

@@ -69,8 +69,10 @@ from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
+from shared.messages import ReadTimeline, TimelineRead
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable
+from shared.subjects import trace
 from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 from shared.transport.untyped_messages import UntypedMessages
@@ -222,6 +224,7 @@ class GatewayService:
             body_budget=self._body_budget,
             version=_installed_version(),
             metrics_token=self._config.metrics_token,
+            timelines=self.telemetry.ring,
             padding=self._randomness.bytes if self._config.padding else None,
         )
 
@@ -290,6 +293,7 @@ class GatewayService:
         await self.api_keys.warm_up()
         self._limits.start()
         self._usage.start(self.submission.count_usage)
+        await self._bus.serve(trace(self._bus.process_id), ReadTimeline, self._read_timeline)
         await self._health_monitor.start()
         with suppress(StoreUnavailable):  # it is read again and again
             await self._catalogue.refresh()
@@ -338,6 +342,9 @@ class GatewayService:
         await self._prefix_redis.close()
         if self._redis_replica is not None:
             await self._redis_replica.close()
+
+    def _read_timeline(self, question: ReadTimeline) -> TimelineRead:
+        return TimelineRead(timeline=self.telemetry.ring.get(question.request_id))
 
     def new_request_id(self) -> str:
         return self._randomness.bytes(12).hex()

@@ -129,7 +129,11 @@ class Submission:
                 await asyncio.sleep(0)
             request_id = reservation.request_id
             own_id = f"{request_id}-{index}" if index else request_id
-            prepared.append(await self.prepare(reservation, own_id, generation, model))
+            prepared.append(
+                await self.prepare(
+                    reservation.tenant, own_id, generation, model, record=reservation.record
+                )
+            )
         reservation.record.begin("submit", self._clock.now())
         check_logprobs(prepared)
         await self.charge(reservation, prepared)
@@ -169,23 +173,25 @@ class Submission:
 
     async def prepare(
         self,
-        reservation: Reservation,
+        tenant: TenantRecord,
         request_id: str,
         generation: GenerationRequest,
         model: ServedModel,
+        record: RequestRecord | None = None,
     ) -> PreparedRequest:
         """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
-        tenant, record = reservation.tenant, reservation.record
         self._check_admission()
         check_dimensions(generation, model.text.files.limits.hidden_size)
         check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
         async with self._preparing(tenant.tenant_id):
-            record.begin("render", self._clock.now())
+            if record is not None:
+                record.begin("render", self._clock.now())
             generation, checked = await self._rendered_and_checked(
                 generation, tenant.tenant_id, model.text
             )
-            record.begin("tokenize", self._clock.now())
+            if record is not None:
+                record.begin("tokenize", self._clock.now())
             prepare = partial(
                 self._preparation.prepare,
                 generation,
