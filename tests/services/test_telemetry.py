@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 
+import msgspec
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from services.gateway.telemetry.timeline_ring import TimelineRing
 from shared.telemetry.timeline import Phase, Timeline
@@ -106,3 +109,23 @@ async def test_ring_forgets_the_oldest(cluster: LiveCluster) -> None:
     assert ring.get("a") is None
     assert ring.get("c") is not None
     assert ring.num_bytes / len(ring) < 700
+
+
+async def test_no_text_is_logged_or_kept(cluster: LiveCluster) -> None:
+    canary = "the canary of the prompt sings xylophone"
+    redis = cluster.relays["redis"]
+    with capture_logs() as logs:
+        timeline = await timeline_of(cluster, canary + PROMPT)
+        async with asyncio.timeout(10):
+            while not any(each["event"] == "request_ended" for each in logs):
+                await asyncio.sleep(0.01)
+    response = await cluster.chat(canary + PROMPT)
+    answer = response.json()["choices"][0]["message"]["content"]
+    ended = next(each for each in logs if each["event"] == "request_ended")
+    assert ended["request_id"] == timeline.request_id
+    assert (ended["worker"], ended["prefill_worker"]) == ("decode-1", "prefill-1")
+    assert (ended["status"], ended["outcome"], ended["num_output_tokens"]) == (200, "length", 8)
+    kept = (repr(logs) + msgspec.json.encode(timeline).decode()).encode() + redis.recorded
+    for text in (canary, answer):
+        assert len(text) > 4
+        assert text.encode() not in kept
