@@ -56,7 +56,7 @@ RULES = {
     ),
     "services/kv_index": rule("services.kv_index shared", BASE, excluded="shared.engine"),
     "services/gateway": rule(
-        "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
+        "services.gateway shared", BASE, WEB, {"regex", "opentelemetry"}, excluded="shared.engine"
     ),
     "services/host": rule(
         "services.host services.local services.processes services.worker shared", BASE

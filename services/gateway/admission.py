@@ -63,7 +63,9 @@ class Admission:
             path, request_id = scope["path"], self._new_request_id()
             state["request_id"] = request_id
             dialect = "workers_ai" if has_own_envelope(path) else "openai"
-            record = self._submission.begin(request_id, dialect=dialect)
+            record = self._submission.begin(
+                request_id, dialect=dialect, traceparent=_header(scope, b"traceparent")
+            )
             tenant = await self._authenticate(scope)
             state["tenant"] = tenant
             options = scope["route_handler"].opt

@@ -163,6 +163,15 @@ class _Durations(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum_s)
 
 
+class _DroppedSpans(Collector):
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Spans of traces that the collector did not take."
+        yield CounterMetricFamily("hearth_spans_dropped", text, value=self._count())
+
+
 class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -216,6 +225,9 @@ class GatewayMetrics:
     def watch_open_streams(self, count: Callable[[], int]) -> None:
         gauge = Gauge("hearth_gateway_open_streams", "Requests open now.", registry=self.registry)
         gauge.set_function(count)
+
+    def watch_dropped_spans(self, count: Callable[[], int]) -> None:
+        self.registry.register(_DroppedSpans(count))
 
     def watch_loaded_models(self, count: Callable[[], int]) -> None:
         text = "Models whose tokenizer and chat template are loaded."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,6 +51,7 @@ from services.gateway.streams.actions import (
 )
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.telemetry.telemetry import RequestTelemetry
+from services.gateway.telemetry.tracing import open_tracing
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
@@ -144,7 +146,10 @@ class GatewayService:
         self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
         self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
-        self.telemetry = RequestTelemetry(config.process_id, clock, wall_clock)
+        self.telemetry = RequestTelemetry(
+            config.process_id, clock, wall_clock, open_tracing(os.environ, randomness.bytes)
+        )
+        self.metrics.watch_dropped_spans(lambda: self.telemetry.num_dropped_spans)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
         self._background = Background()
@@ -334,6 +339,7 @@ class GatewayService:
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
         await self._health_monitor.stop()
+        await asyncio.to_thread(self.telemetry.close)
         await self._pool.close()
         await self._checks.close()
         self._texts.close()

@@ -149,7 +149,9 @@ class ServedRequest:
     async def _respond_charged(
         self, endpoint: ApiEndpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
     ) -> None:
-        record = self._parts.submission.begin(self.request_id, dialect="nats")
+        record = self._parts.submission.begin(
+            self.request_id, dialect="nats", traceparent=headers.traceparent
+        )
         reservation = await self._parts.submission.reserve(tenant, record)
         body = self._parts.budget.body(tenant.tenant_id)
         try:

@@ -10,6 +10,7 @@ the way. Every dialect submits `GenerationRequest`s here and reads their deltas 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -39,6 +40,7 @@ from services.gateway.request.preparation_slots import PreparationSlots
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
+from services.gateway.request.span_attributes import span_attributes
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.telemetry.request_record import RequestRecord
@@ -95,9 +97,11 @@ class Submission:
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
-    def begin(self, request_id: str, *, dialect: str) -> RequestRecord:
-        """Call when the request arrives."""
-        return self._telemetry.begin(request_id, dialect=dialect)
+    def begin(
+        self, request_id: str, *, dialect: str, traceparent: str | None = None
+    ) -> RequestRecord:
+        """Call when the request arrives. `traceparent`: the caller's header."""
+        return self._telemetry.begin(request_id, dialect=dialect, traceparent=traceparent)
 
     async def reserve(self, tenant: TenantRecord, record: RequestRecord) -> Reservation:
         """Charges one request and takes its place under `concurrency`, before its body is read.
@@ -135,6 +139,7 @@ class Submission:
                 )
             )
         reservation.record.begin("submit", self._clock.now())
+        prepared = _traced(reservation.record, prepared)
         check_logprobs(prepared)
         await self.charge(reservation, prepared)
         outputs: list[RequestOutput] = []
@@ -357,3 +362,18 @@ class Submission:
         self._check_draining()
         if len(self._driver) + self._num_preparing >= self._max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+
+
+def _traced(record: RequestRecord, prepared: list[PreparedRequest]) -> list[PreparedRequest]:
+    """Adds the trace to the requests, and the request's options to the span."""
+    trace = record.trace
+    if trace is None:
+        return prepared
+    if trace.is_sampled:
+        record.attributes |= span_attributes(prepared[0].generation, prepared[0].request)
+    return [
+        dataclasses.replace(
+            each, request=msgspec.structs.replace(each.request, traceparent=trace.encoded)
+        )
+        for each in prepared
+    ]

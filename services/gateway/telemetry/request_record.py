@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.gateway.telemetry.trace_context import TraceContext
 from shared.errors import HearthError
 from shared.telemetry.timeline import PhaseName, Timeline
 
@@ -17,13 +18,14 @@ class RequestRecord:
         arrived_at: float,
         *,
         dialect: str = "",
-        traceparent: bytes | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
-        """`traceparent`: of the caller, or of this gateway's span."""
+        """`trace`: of this gateway's span, or of the caller's if this gateway does not trace."""
         self.request_id = request_id
         self.arrived_at = arrived_at
         self.dialect = dialect
-        self.traceparent = traceparent
+        self.trace = trace
+        self.attributes: dict[str, str | int | float | bool] = {}  # of its span
         self.tenant_id = ""
         self.error: HearthError | None = None  # that rejected the request
         self.marks: list[tuple[PhaseName, float]] = [("validate", arrived_at)]

@@ -21,6 +21,8 @@ from services.gateway.telemetry.phases import (
 )
 from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.telemetry.timeline_ring import TimelineRing
+from services.gateway.telemetry.trace_context import caller_context
+from services.gateway.telemetry.tracing import Tracing
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.telemetry.timeline import Timeline, Try
@@ -50,14 +52,37 @@ class EndedOutput(Protocol):
 class RequestTelemetry:
     """`wall_clock`: seconds since 1970."""
 
-    def __init__(self, gateway_id: str, clock: Clock, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        clock: Clock,
+        wall_clock: Callable[[], float],
+        tracing: Tracing | None = None,
+    ) -> None:
         self._gateway_id = gateway_id
         self._clock = clock
         self._wall_clock = wall_clock
+        self._tracing = tracing
         self.ring = TimelineRing()
 
-    def begin(self, request_id: str, *, dialect: str = "") -> RequestRecord:
-        return RequestRecord(request_id, self._clock.now(), dialect=dialect)
+    @property
+    def num_dropped_spans(self) -> int:
+        return 0 if self._tracing is None else self._tracing.num_dropped
+
+    def begin(
+        self, request_id: str, *, dialect: str = "", traceparent: str | None = None
+    ) -> RequestRecord:
+        """`traceparent`: the caller's header."""
+        if self._tracing is None:
+            trace = caller_context(traceparent)
+        else:
+            trace = self._tracing.start(traceparent)
+        return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
+
+    def close(self) -> None:
+        """Blocks for seconds if the collector hangs."""
+        if self._tracing is not None:
+            self._tracing.close()
 
     def ended(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
         now = self._clock.now()
@@ -74,6 +99,9 @@ class RequestTelemetry:
             self.ended(record, model, outputs)
         for timeline in record.timelines:
             _log(timeline)
+        if self._tracing is not None and record.trace is not None:
+            # one span a response: that of its first prompt
+            self._tracing.ended(record.timelines[0], record.trace, record.attributes)
 
     def _timeline(
         self, record: RequestRecord, model: str, now: float, output: EndedOutput
