@@ -20,6 +20,7 @@ from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.roles import role_command
 from services.cli.service_options import service_command
+from services.cli.trace import trace_command
 from services.processes.environ import thread_environ
 from shared.config import (
     GatewayConfig,
@@ -207,6 +208,7 @@ app.registered_commands += warm_command.app.registered_commands
 app.registered_commands += plan_command.app.registered_commands
 app.registered_commands += role_command.app.registered_commands
 _add_services()
+app.registered_commands += trace_command.app.registered_commands
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from shared.grammar.spec import GrammarSpec
 from shared.kv_layout import MAX_GROUPS, KvShard, Reach
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
+from shared.telemetry.timeline import Timeline
 
 Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "host"]
 WorkerRole = Literal["prefill", "decode"]
@@ -236,6 +237,7 @@ class Placed(Message, frozen=True, kw_only=True):
     needs: FeatureNames = ()  # of the request, as its scheduler knows them: an older one drops them
     queued_s: Duration = 0.0  # at the scheduler, until it chose a worker
     placement_s: Duration = 0.0  # from the choice to the worker's reply
+    scheduler_id: ProcessId | None = None
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
@@ -366,6 +368,16 @@ class ResendTokens(Message, frozen=True, kw_only=True):
 
 class AckFinished(Message, frozen=True, kw_only=True):
     placement_ids: tuple[PlacementId, ...]
+
+
+class ReadTimeline(Message, frozen=True, kw_only=True):
+    """Of an observer, to a gateway."""
+
+    request_id: Name
+
+
+class TimelineRead(Message, frozen=True, kw_only=True):
+    timeline: Timeline | None = None  # None: unknown here, or forgotten
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):

@@ -26,8 +26,8 @@ PREFIX = "hearth.v1"
 ANY = "any"
 
 # A credential's role: a `worker` has prefill and decode handlers over one engine; an `observer`
-# receives heartbeats and cannot publish to any other process; an `operator` also commands hosts and
-# workers; a `client` sends API requests of one tenant and is no process of the cluster.
+# receives heartbeats and may only read timelines from gateways; an `operator` also commands hosts
+# and workers; a `client` sends API requests of one tenant and is no process of the cluster.
 CredentialRole = Literal[
     "gateway",
     "scheduler",
@@ -112,6 +112,11 @@ def tokens(gateway_id: str) -> str:
 def placement(gateway_id: str) -> str:
     """Carries Placed, PlacementFailed and QueueKeepalive."""
     return command("gateway", gateway_id, "placement")
+
+
+def trace(gateway_id: str) -> str:
+    """Carries ReadTimeline."""
+    return command("gateway", gateway_id, "trace")
 
 
 # API clients. Their subjects end with the client alone: it has no instance.
@@ -226,6 +231,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 
 _LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
+_TRACE = f"{PREFIX}.gateway.*.*.trace"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
@@ -268,7 +274,7 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     """The minimal permissions that the credential's processes need."""
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
-        commands = () if role == "observer" else (*_LIFECYCLE, _HOST_MODELS)
+        commands = (_TRACE,) if role == "observer" else (_TRACE, *_LIFECYCLE, _HOST_MODELS)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)
         return Permissions(
             publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))

@@ -56,7 +56,7 @@ RULES = {
     ),
     "services/kv_index": rule("services.kv_index shared", BASE, excluded="shared.engine"),
     "services/gateway": rule(
-        "services.gateway shared", BASE, WEB, {"regex"}, excluded="shared.engine"
+        "services.gateway shared", BASE, WEB, {"regex", "opentelemetry"}, excluded="shared.engine"
     ),
     "services/host": rule(
         "services.host services.local services.processes services.worker shared", BASE
@@ -144,8 +144,9 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers |"
         " page cluster |"
-        " admission model_list | tokenization | prefixes | openai workers_ai | http | request |"
-        " models | grammars | tools | streams tenancy output | text | catalog | metrics"
+        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai |"
+        " http | request | telemetry | models | grammars | tools | streams tenancy output |"
+        " text | catalog | metrics"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

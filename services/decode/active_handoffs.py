@@ -13,7 +13,14 @@ from services.decode.running_request import RunningRequest
 from shared.engine.kv_transfer.ports import ReceivePort
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
-from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
+from shared.messages import (
+    AbortRequest,
+    PrefillAccepted,
+    PrefillPhases,
+    RenewLease,
+    RunPrefill,
+    WorkerLoad,
+)
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, run_prefill
 
@@ -35,6 +42,7 @@ class ActiveHandoffs:
         self._port = port
         self._on_ended = on_ended
         self._under_way: dict[Handoff, asyncio.Task[None]] = {}
+        self._awaiting_phases: dict[bytes, RunningRequest] = {}  # by the id of the prefill
         self._num_accepted = 0
         self._ack_s = 0.0
 
@@ -66,6 +74,18 @@ class ActiveHandoffs:
         for handoff in list(self._under_way):
             if handoff.current is not None and handoff.current[1] == placement_id:
                 handoff.fail(reason)
+
+    def take_phases(self, phases: PrefillPhases) -> None:
+        """Ignores those of an ended placement, or of an earlier attempt."""
+        placement = self._awaiting_phases.pop(phases.placement_id, None)
+        if placement is not None:
+            placement.times.prefill = phases
+
+    def forget(self, placement: RunningRequest) -> None:
+        """Idempotent. The placement has ended: nobody reads the phases of its prefill."""
+        if placement.prefill_id is not None:
+            self._awaiting_phases.pop(placement.prefill_id, None)
+            placement.prefill_id = None
 
     def renew_leases(self) -> None:
         by_worker: dict[str, list[bytes]] = {}
@@ -100,6 +120,8 @@ class ActiveHandoffs:
             await self._worker.loop.zero_freed_blocks()  # before frames are written into them
             placement.delivery = await handoff.run()
             num_held = placement.delivery.num_held_tokens
+            if placement.delivery.prefill_worker_id is not None:
+                placement.times.complete_at = self._worker.clock.now()
         except Exception:  # outermost handler: local prefill is always possible
             log.exception("handoff_crashed")
         finally:
@@ -136,12 +158,16 @@ class ActiveHandoffs:
             request_id=request.request_id,
             needs=request.needs,
         )
+        self.forget(placement)
+        placement.prefill_id = placement_id
+        self._awaiting_phases[placement_id] = placement
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(
             worker_id, run_prefill(worker_id), command, PrefillAccepted, base_s=PREFILL_ACK_S
         )
         self._num_accepted += 1
-        self._ack_s += worker.clock.now() - requested_at
+        placement.times.accepted_at = worker.clock.now()
+        self._ack_s += placement.times.accepted_at - requested_at
         return accepted
 
     def _abandon(self, worker_id: str, placement_id: bytes) -> None:

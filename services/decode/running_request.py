@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.decode.handoff import Handoff, HandoffResult
+from services.decode.phase_times import PhaseTimes
 from shared.engine.batching.sequence import Sequence, SequenceState, build_sequence
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
@@ -40,6 +41,8 @@ class RunningRequest:
     numerics: Numerics  # of this worker
     deadline_at: float
     flushed_at: float  # time of the last update to its gateway
+    times: PhaseTimes
+    prefill_id: bytes | None = None  # placement id of the prefill at another worker
     handoff: Handoff | None = None
     delivery: HandoffResult | None = None
 
@@ -63,6 +66,9 @@ class RunningRequest:
             num_pushed_tokens=delivery.num_pushed_tokens,
             num_preemptions=sequence.num_preemptions,
             numerics=self.numerics,
+            phases=self.times.phases(
+                0 if sequence.grammar is None else sequence.grammar.num_late_masks
+            ),
         )
 
 

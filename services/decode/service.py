@@ -16,6 +16,7 @@ from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.choice_grammars import ChoiceGrammars
 from services.decode.handoff import Handoff
 from services.decode.output_buffer import Output, OutputBuffer
+from services.decode.phase_times import PhaseTimes
 from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
 from services.decode.token_flusher import TokenFlusher
 from shared.background import Background
@@ -33,6 +34,7 @@ from shared.messages import (
     Finish,
     FinishReason,
     PrefillFailed,
+    PrefillPhases,
     ResendTokens,
     StartDecode,
     TokenBatch,
@@ -86,7 +88,7 @@ class DecodeService:
         worker.health_monitor.on_lost(self._on_peer_lost)
         await bus.subscribe(
             control("decode", worker.worker_id),
-            AbortRequest | AckFinished | PrefillFailed,
+            AbortRequest | AckFinished | PrefillFailed | PrefillPhases,
             self._on_control,
         )
         await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
@@ -143,6 +145,7 @@ class DecodeService:
             numerics=self._worker.served.card.numerics,
             deadline_at=now + request.deadline_s,
             flushed_at=now,
+            times=PhaseTimes(started_at=now),
         )
         self._admit(placement, command.prefill_candidates)
         self._placements[placement_id] = placement
@@ -207,7 +210,9 @@ class DecodeService:
         )
         return TokenBatch(worker_id=self._worker.worker_id, entries=(entry,))
 
-    def _on_control(self, message: AbortRequest | AckFinished | PrefillFailed) -> None:
+    def _on_control(
+        self, message: AbortRequest | AckFinished | PrefillFailed | PrefillPhases
+    ) -> None:
         match message:
             case AbortRequest(placement_id=placement_id, choice_index=None):
                 self._fence(placement_id)
@@ -220,17 +225,21 @@ class DecodeService:
                     self._abort(placement_id)
             case PrefillFailed(placement_id=placement_id, failure=failure):
                 self._active_handoffs.fail_try(placement_id, failure.message)
+            case PrefillPhases():
+                self._active_handoffs.take_phases(message)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def _on_step(self, progress: list[StepProgress]) -> None:
         self._grammars.step_ended()
-        now = self._worker.clock.now()
+        now, began_at = self._worker.clock.now(), self._worker.loop.reported_began_at
         for each in progress:
             choice = self._unfinished.get(each.sequence)
             if choice is None:
                 self._on_prompt(each, now)
-            elif each.token_ids or each.finish_reason:
+                continue
+            choice[0].times.record_step(began_at)
+            if each.token_ids or each.finish_reason:
                 self._emit(*choice, each, now)
         self._token_flusher.step_ended(is_idle=not self._unfinished)
 
@@ -241,6 +250,7 @@ class DecodeService:
         placement = self._placements.get(placement_id_of(progress.sequence))
         if placement is None or not progress.sequence.is_prefill_only:
             return
+        placement.times.record_step(self._worker.loop.reported_began_at)
         if progress.finish_reason is None:
             self._fork(placement)
             return
@@ -253,6 +263,7 @@ class DecodeService:
         self, placement: RunningRequest, output: Output, progress: StepProgress, now: float
     ) -> None:
         placement.flushed_at = now
+        placement.times.record_tokens(now)
         if output.served is None:
             output.served = placement.served(progress.sequence)
         finish = None
@@ -275,6 +286,7 @@ class DecodeService:
         if placement.choices:
             return
         del self._placements[placement.placement_id]
+        self._active_handoffs.forget(placement)
         now = self._worker.clock.now()
         self._ended[placement.placement_id] = Ended(_owner(placement), now, flushed_at=now)
 
@@ -298,6 +310,7 @@ class DecodeService:
         placement = self._placements.pop(placement_id, None)
         if placement is None:
             return
+        self._active_handoffs.forget(placement)
         for sequence in placement.choices.values():
             del self._unfinished[sequence]
         if placement.handoff is not None:

@@ -25,7 +25,7 @@ from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.workers_ai.paths import dialect_of
-from shared.errors import PayloadTooLarge
+from shared.errors import HearthError, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
@@ -60,22 +60,27 @@ class Admission:
     def middleware(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
             state = scope["state"]
-            state["request_id"] = self._new_request_id()
+            path, request_id = scope["path"], self._new_request_id()
+            state["request_id"] = request_id
+            record = self._submission.begin(
+                request_id, dialect=dialect_of(path), traceparent=_header(scope, b"traceparent")
+            )
             tenant = await self._authenticate(scope)
             state["tenant"] = tenant
             options = scope["route_handler"].opt
             if options.get(IS_FREE):
                 await app(scope, receive, send)
                 return
-            reservation = await self._submission.reserve(
-                tenant, state["request_id"], dialect_of(scope["path"])
-            )
+            reservation = await self._submission.reserve(tenant, record)
             state["reservation"], state["prompts"] = reservation, None
             body = self._budget.body(tenant.tenant_id)
             try:
                 if BODY_KIND in options:
                     receive = await self._with_body(scope, receive, body, reservation, options)
                 await app(scope, receive, send)
+            except HearthError as error:
+                record.error = error
+                raise
             finally:
                 # A connection holds the scope of its last request, which has the body.
                 ScopeState.from_scope(scope).body = Empty

@@ -53,7 +53,9 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
+from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
+from services.gateway.timeline_routes import TimelineRoutes
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
 from services.gateway.tokenization.routes import (
     DetokenizeBody,
@@ -68,6 +70,7 @@ from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
 from services.gateway.workers_ai_handlers import workers_ai_handlers
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
+from shared.telemetry.timeline import Timeline
 
 log = structlog.get_logger(__name__)
 
@@ -159,6 +162,7 @@ class Routes:
         response = _error_response(request.scope["path"], error, request_id)
         reservation: Reservation | None = request.state.get("reservation")
         if reservation is not None:
+            reservation.record.error = error
             response.headers = {**reservation.headers, **response.headers}
         return response
 
@@ -200,6 +204,7 @@ def build_app(
     cluster: ClusterRoutes,
     http_host: str,
     has_page: bool = True,
+    timelines: TimelineRing,
     metrics_token: str = "",
     padding: Callable[[int], bytes] | None = None,
 ) -> Litestar:
@@ -235,6 +240,7 @@ def build_app(
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
+            _timeline_handler(TimelineRoutes(timelines), known),
             *_state_handlers(routes),
             *page_handlers(cluster, http_host=http_host, has_page=has_page),
         ],
@@ -331,6 +337,16 @@ def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTP
         list_prefixes(prefixes.list),
         try_prefix(prefixes.dry_run),
     ]
+
+
+def _timeline_handler(timelines: TimelineRoutes, known: dict[str, Any]) -> HTTPRouteHandler:
+    timeline = get(
+        "/v1/requests/{request_id:str}/timeline",
+        opt={IS_FREE: True},
+        responses=_responses(Timeline, 401, 404),
+        **known,
+    )
+    return timeline(timelines.timeline)
 
 
 def _tokenization_handlers(

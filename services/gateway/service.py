@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,6 +52,8 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
 )
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.telemetry.telemetry import RequestTelemetry
+from services.gateway.telemetry.tracing import open_tracing
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
@@ -71,8 +74,10 @@ from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.lifecycle.release import installed_release
+from shared.messages import ReadTimeline, TimelineRead
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable
+from shared.subjects import trace
 from shared.telemetry.families.member import Member
 from shared.telemetry.process_report import ProcessReport
 from shared.tenancy.tenant import TenantRecord
@@ -148,6 +153,12 @@ class GatewayService:
         self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
         self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
+        tracing = open_tracing(os.environ, randomness.bytes)
+        self.telemetry = RequestTelemetry(
+            config.process_id, clock, wall_clock, tracing, observe=self.metrics.observe_timeline
+        )
+        if tracing is not None:
+            self.metrics.watch_dropped_spans(lambda: self.telemetry.num_dropped_spans)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
         self._background = Background()
@@ -178,6 +189,7 @@ class GatewayService:
             max_payload_bytes=lambda: self._bus.max_payload_bytes,
             unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
             slots_per_tenant=config.preparations_per_tenant,
+            telemetry=self.telemetry,
         )
 
     def _prefixes(
@@ -229,6 +241,7 @@ class GatewayService:
             http_host=self._config.http_host,
             has_page=self._config.page,
             metrics_token=self._config.metrics_token,
+            timelines=self.telemetry.ring,
             padding=self._randomness.bytes if self._config.padding else None,
         )
 
@@ -299,6 +312,7 @@ class GatewayService:
         await self.api_keys.warm_up()
         self._limits.start()
         self._usage.start(self.submission.count_usage)
+        await self._bus.serve(trace(self._bus.process_id), ReadTimeline, self._read_timeline)
         await self._health_monitor.start()
         with suppress(StoreUnavailable):  # it is read again and again
             await self._catalogue.refresh()
@@ -341,6 +355,7 @@ class GatewayService:
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
         await self._health_monitor.stop()
+        await asyncio.to_thread(self.telemetry.close)
         await self._pool.close()
         await self._checks.close()
         self._texts.close()
@@ -349,6 +364,9 @@ class GatewayService:
         await self._prefix_redis.close()
         if self._redis_replica is not None:
             await self._redis_replica.close()
+
+    def _read_timeline(self, question: ReadTimeline) -> TimelineRead:
+        return TimelineRead(timeline=self.telemetry.ring.get(question.request_id))
 
     def new_request_id(self) -> str:
         return self._randomness.bytes(12).hex()

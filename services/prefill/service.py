@@ -23,6 +23,7 @@ from shared.messages import (
     AbortRequest,
     PrefillAccepted,
     PrefillFailed,
+    PrefillPhases,
     RenewLease,
     RunPrefill,
     WorkerLoad,
@@ -45,6 +46,9 @@ class Prefill:
     lease_until: float
     deadline_at: float
     task: asyncio.Task[None]
+    accepted_at: float
+    first_step_at: float | None = None
+    computed_at: float = 0.0  # the last step
 
 
 class PrefillService:
@@ -104,6 +108,7 @@ class PrefillService:
             lease_until=now + request.lease_s,
             deadline_at=now + request.deadline_s,
             task=asyncio.create_task(self._deliver(request, sequence, push)),
+            accepted_at=now,
         )
         self._worker.loop.wake()
         return PrefillAccepted(placement_id=request.placement_id)
@@ -119,7 +124,8 @@ class PrefillService:
 
     async def _deliver(self, request: RunPrefill, sequence: Sequence, push: Push) -> None:
         try:
-            await push.run()
+            if await push.run():
+                self._send_phases(self._prefills[request.placement_id])
         except HearthError as error:
             log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
             self._send_failed(request.decode_worker_id, request.placement_id, error)
@@ -141,6 +147,9 @@ class PrefillService:
                 prefill.push.cancel()
                 self._send_failed(prefill.request.decode_worker_id, sequence_id, each.error)
             else:
+                if prefill.first_step_at is None:
+                    prefill.first_step_at = self._worker.loop.reported_began_at
+                prefill.computed_at = self._worker.clock.now()
                 prefill.push.computed(each.sequence.num_computed_tokens)
 
     def _on_control(self, message: AbortRequest | RenewLease) -> None:
@@ -169,6 +178,22 @@ class PrefillService:
             failure=failure_of(error),
         )
         self._worker.outbox.post(control("decode", decode_worker_id), message)
+
+    def _send_phases(self, prefill: Prefill) -> None:
+        request, now = prefill.request, self._worker.clock.now()
+        first_step_at = prefill.first_step_at
+        if first_step_at is None:  # every block was cached
+            first_step_at = prefill.computed_at = prefill.accepted_at
+        first_step_at = max(first_step_at, prefill.accepted_at)
+        message = PrefillPhases(
+            placement_id=request.placement_id,
+            prefill_worker_id=self._worker.worker_id,
+            queued_s=first_step_at - prefill.accepted_at,
+            compute_s=max(0.0, prefill.computed_at - first_step_at),
+            push_s=now - prefill.computed_at,
+            num_pushed_bytes=prefill.push.num_bytes,
+        )
+        self._worker.outbox.post(control("decode", request.decode_worker_id), message)
 
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
         counts = self._port.counts

@@ -65,6 +65,7 @@ class QueuedRequest:
     waits_for_host: bool = False  # that can wake its model
     unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
     silent_since: float | None = None  # when the first start without a reply was sent
+    chosen_at: float | None = None  # when the last worker was chosen
 
     @property
     def request(self) -> Request:

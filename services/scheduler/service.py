@@ -395,6 +395,7 @@ class SchedulerService:
             self._wake.set()
 
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
+        ticket.chosen_at = self._clock.now()
         placement_id = await self._starts.start(ticket, target, size_of(ticket))
         if placement_id is not None:
             self._unblock(ticket.lane)
@@ -409,14 +410,20 @@ class SchedulerService:
         if ticket.is_removed:  # cancelled, expired, its gateway lost, or started by another worker
             await self._abort(worker_id, placement_id)
             return
-        self._admission.placed(ticket, self._clock.now())
-        request = ticket.request
+        now = self._clock.now()
+        self._admission.placed(ticket, now)
+        request, chosen_at = ticket.request, ticket.chosen_at
+        if chosen_at is None:
+            chosen_at = now
         placed = Placed(
             request_id=request.request_id,
             placement_id=placement_id,
             worker_id=worker_id,
             has_unlike_prefill=target.has_unlike_prefill,
             needs=request.needs,
+            queued_s=chosen_at - ticket.queued_at,
+            placement_s=now - chosen_at,
+            scheduler_id=self._bus.process_id,
         )
         await self._send(subjects.placement(request.gateway_id), placed)
 

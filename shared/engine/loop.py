@@ -61,6 +61,7 @@ class EngineLoop:
         self._draws_ahead = executor.depth > 1 and executor.num_stages == 1
         self._in_flight: deque[SubmittedStep] = deque()
         self._answered_at = 0.0  # the last step
+        self.reported_began_at = 0.0  # of the step whose progress the listeners get
         self._clock = clock
         self._listeners: list[Listener] = []
         self._work = asyncio.Event()
@@ -195,6 +196,7 @@ class EngineLoop:
 
     async def _apply_oldest(self) -> list[StepProgress]:
         step = self._in_flight.popleft()
+        self.reported_began_at = step.began_at
         try:
             output = await self._result(step)
         except Exception:  # the engine's boundary: some rows fail, the worker continues

@@ -102,6 +102,14 @@ def test_observer_may_only_receive_heartbeats() -> None:
     assert not is_allowed("observer", "o", "publish", subjects.heartbeat(("decode",), "o"))
 
 
+def test_only_observers_and_operators_read_timelines() -> None:
+    for role in ("gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "host"):
+        assert not is_allowed(role, "o", "publish", subjects.trace("gateway-1"))
+    assert is_allowed("observer", "o", "publish", subjects.trace("gateway-1"))
+    assert is_allowed("operator", "o", "publish", subjects.trace("gateway-1"))
+    assert is_allowed("gateway", "gateway-1", "subscribe", subjects.trace("gateway-1"))
+
+
 def test_server_config_limits_users_to_their_subjects() -> None:
     config = nats_server_config(USERS, host="127.0.0.1", port=4222)
     assert 'listen: "127.0.0.1:4222"' in config

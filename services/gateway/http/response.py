@@ -213,6 +213,7 @@ class GenerationResponse:
             self._is_complete = not more_body
             self._sent_at = self._clock.now()
             await send({"type": "http.response.body", "body": body, "more_body": more_body})
+            self.merger.on_send(self._sent_at, self._clock.now())
 
 
 def _client_error(connection: ClientConnection) -> ClientDisconnected:

@@ -156,7 +156,10 @@ class ServedRequest:
     async def _respond_charged(
         self, endpoint: ApiEndpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
     ) -> None:
-        reservation = await self._parts.submission.reserve(tenant, self.request_id, DIALECT)
+        record = self._parts.submission.begin(
+            self.request_id, dialect=DIALECT, traceparent=headers.traceparent
+        )
+        reservation = await self._parts.submission.reserve(tenant, record)
         body = self._parts.budget.body(tenant.tenant_id)
         try:
             self._reply.limit_headers = reservation.headers
@@ -167,6 +170,9 @@ class ServedRequest:
                 await self._reply.finish(await self._answer(endpoint, tenant))
             else:
                 await self._generate(endpoint.generates, reservation, headers, body)
+        except HearthError as error:
+            record.error = error
+            raise
         finally:
             body.release()
             reservation.close_submissions()

@@ -23,10 +23,12 @@ class OutputMerger:
         headers: Mapping[str, str] | None = None,
         unsent: UnsentResponse | None = None,
         on_close: Callable[[], None] = lambda: None,
+        on_send: Callable[[float, float], None] = lambda began_at, ended_at: None,
     ) -> None:
         """`num_choices`: choices per prompt. `headers`: the state of the tenant's limits.
         `unsent`: counts the response's bytes (default: without the tenant's other responses).
-        `on_close`: called by `close`.
+        `on_close`: called by `close`. `on_send`: called with the times before and after each part
+        of the response is sent.
         """
         self.outputs = tuple(outputs)
         self.headers = {} if headers is None else headers
@@ -37,6 +39,7 @@ class OutputMerger:
         self._error: HearthError | None = None
         self.unsent = UnsentOutput().open("") if unsent is None else unsent
         self._on_close = on_close
+        self.on_send = on_send
         self._num_counted_bytes = dict.fromkeys(self.outputs, 0)
         for index, output in enumerate(self.outputs):
             output.first_choice_index = index * num_choices

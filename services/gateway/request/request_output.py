@@ -209,6 +209,13 @@ class RequestOutput:
         self._opened_at = clock.now()
 
     @property
+    def outcome(self) -> str:
+        """A finish reason, or an error code; of the first choice, once it has ended."""
+        if self.end is not None and self.end.error is not None:
+            return self.end.error.code
+        return self._texts[0].finish_reason or "stop"
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(text.assembler.num_tokens for text in self._texts)
 
@@ -298,17 +305,17 @@ class RequestOutput:
 
     def on_end(self, end: StreamEnd) -> None:
         self.end = end
-        self._count(end.error)
+        self._count()
         self._on_end(self)
         self.on_update()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _count(self, error: HearthError | None) -> None:
-        outcome = self._texts[0].finish_reason or "stop" if error is None else error.code
+    def _count(self) -> None:
+        error = None if self.end is None else self.end.error
         is_cut = error is not None and self.num_output_tokens > 0
         self._metrics.count_ended(
-            outcome,
+            self.outcome,
             model=self._model,
             dialect=self._dialect,
             tenant=self._tenant,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.gateway.models.served_text import ServedModel
 from services.gateway.request.request_output import RequestOutput
+from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.tenancy.request_cost import LimitLease
 from shared.tenancy.tenant import TenantRecord, UsageKind
 
@@ -33,19 +34,18 @@ class Reservation:
 
     def __init__(
         self,
-        request_id: str,
+        record: RequestRecord,
         lease: LimitLease,
         on_end: Callable[[Reservation], None],
-        on_close: Callable[[LimitLease, Sequence[RequestOutput]], None],
-        dialect: str = "openai",
+        on_close: Callable[[Reservation], None],
     ) -> None:
         """`lease`: replaced when the tokens are charged. `model`: once it is chosen, the same for
         all prompts of the response.
         """
-        self.request_id = request_id
+        self.record = record
+        self.request_id = record.request_id
         self.model: ServedModel | None = None
         self.lease = lease
-        self.dialect = dialect
         self._on_end = on_end
         self._on_close = on_close
         self._num_open = 0
@@ -59,6 +59,15 @@ class Reservation:
     @property
     def tenant(self) -> TenantRecord:
         return self.lease.tenant
+
+    @property
+    def outputs(self) -> Sequence[RequestOutput]:
+        return self._outputs
+
+    @property
+    def model_name(self) -> str:
+        """Empty before the model is chosen."""
+        return "" if self.model is None else self.model.card.name
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -105,4 +114,4 @@ class Reservation:
             self._on_end(self)
         if not self._is_responding and not self._is_closed:
             self._is_closed = True
-            self._on_close(self.lease, self._outputs)
+            self._on_close(self)

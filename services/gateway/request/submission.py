@@ -10,6 +10,7 @@ the way. Every dialect submits `GenerationRequest`s here and reads their deltas 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -39,11 +40,14 @@ from services.gateway.request.preparation_slots import PreparationSlots
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
+from services.gateway.request.span_attributes import span_attributes
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.telemetry.request_record import RequestRecord
+from services.gateway.telemetry.telemetry import RequestTelemetry
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
-from services.gateway.tenancy.request_cost import LimitLease, RequestCost
+from services.gateway.tenancy.request_cost import RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.template_renderer import NO_VARIABLES, Messages
@@ -75,6 +79,7 @@ class Submission:
         max_payload_bytes: Callable[[], int],
         unsent: UnsentOutput,
         slots_per_tenant: int,
+        telemetry: RequestTelemetry,
     ) -> None:
         self._max_requests = max_requests
         self._preparation = preparation
@@ -87,24 +92,26 @@ class Submission:
         self._max_payload_bytes = max_payload_bytes
         self._unsent = unsent
         self._slots = PreparationSlots(slots_per_tenant)
+        self._telemetry = telemetry
         self._num_preparing = 0
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
-    async def reserve(
-        self, tenant: TenantRecord, request_id: str, dialect: str = "openai"
-    ) -> Reservation:
+    def begin(
+        self, request_id: str, *, dialect: str, traceparent: str | None = None
+    ) -> RequestRecord:
+        """Call when the request arrives. `traceparent`: the caller's header."""
+        return self._telemetry.begin(request_id, dialect=dialect, traceparent=traceparent)
+
+    async def reserve(self, tenant: TenantRecord, record: RequestRecord) -> Reservation:
         """Charges one request and takes its place under `concurrency`, before its body is read.
 
         The caller closes the reservation. Raises LimitIsZero or RateLimited.
         """
-        lease = await self._limits.admit(tenant, request_id)
+        lease = await self._limits.admit(tenant, record.request_id)
+        record.tenant_id = tenant.tenant_id
         reservation = Reservation(
-            request_id,
-            lease,
-            on_end=self._count_last_usage,
-            on_close=self._settle,
-            dialect=dialect,
+            record, lease, on_end=self._count_last_usage, on_close=self._settle
         )
         self._reservations.add(reservation)
         return reservation
@@ -126,7 +133,13 @@ class Submission:
                 await asyncio.sleep(0)
             request_id = reservation.request_id
             own_id = f"{request_id}-{index}" if index else request_id
-            prepared.append(await self.prepare(reservation.tenant, own_id, generation, model))
+            prepared.append(
+                await self.prepare(
+                    reservation.tenant, own_id, generation, model, record=reservation.record
+                )
+            )
+        reservation.record.begin("submit", self._clock.now())
+        prepared = _traced(reservation.record, prepared)
         check_logprobs(prepared)
         await self.charge(reservation, prepared)
         outputs: list[RequestOutput] = []
@@ -145,6 +158,7 @@ class Submission:
             headers=reservation.headers,
             unsent=self._unsent.open(reservation.tenant.tenant_id),
             on_close=reservation.close,
+            on_send=reservation.record.record_send,
         )
 
     async def choose(self, reservation: Reservation, name: str) -> ServedModel:
@@ -168,6 +182,7 @@ class Submission:
         request_id: str,
         generation: GenerationRequest,
         model: ServedModel,
+        record: RequestRecord | None = None,
     ) -> PreparedRequest:
         """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
         self._check_admission()
@@ -175,9 +190,13 @@ class Submission:
         check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
         async with self._preparing(tenant.tenant_id):
+            if record is not None:
+                record.begin("render", self._clock.now())
             generation, checked = await self._rendered_and_checked(
                 generation, tenant.tenant_id, model.text
             )
+            if record is not None:
+                record.begin("tokenize", self._clock.now())
             prepare = partial(
                 self._preparation.prepare,
                 generation,
@@ -232,7 +251,7 @@ class Submission:
             assemblers,
             self._metrics,
             self._clock,
-            dialect=reservation.dialect,
+            dialect=reservation.record.dialect,
             on_end=reservation.ended,
         )
         affinity_key = scoped_affinity_key(
@@ -284,15 +303,18 @@ class Submission:
         """Counts usage after every prompt of a response has ended."""
         self._reservations.discard(reservation)
         self._count_usage(reservation)
+        self._telemetry.ended(reservation.record, reservation.model_name, reservation.outputs)
 
     def _count_usage(self, reservation: Reservation) -> None:
         if reservation.model is not None:  # else nothing was generated
             tenant_id, model = reservation.tenant.tenant_id, reservation.model.card.name
             self._usage.count(tenant_id, model, reservation.take_usage())
 
-    def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
+    def _settle(self, reservation: Reservation) -> None:
         """Settles limits after the last byte of a response has left."""
-        self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
+        outputs = reservation.outputs
+        self._limits.settle(reservation.lease, sum(each.num_output_tokens for each in outputs))
+        self._telemetry.closed(reservation.record, reservation.model_name, outputs)
 
     async def _rendered_and_checked(
         self, generation: GenerationRequest, tenant_id: str, text: ServedText
@@ -345,3 +367,18 @@ class Submission:
         self._check_draining()
         if len(self._driver) + self._num_preparing >= self._max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+
+
+def _traced(record: RequestRecord, prepared: list[PreparedRequest]) -> list[PreparedRequest]:
+    """Adds the trace to the requests, and the request's options to the span."""
+    trace = record.trace
+    if trace is None:
+        return prepared
+    if trace.is_sampled:
+        record.attributes |= span_attributes(prepared[0].generation, prepared[0].request)
+    return [
+        dataclasses.replace(
+            each, request=msgspec.structs.replace(each.request, traceparent=trace.encoded)
+        )
+        for each in prepared
+    ]

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.try_record import TryRecord
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.numerics import Numerics
@@ -52,6 +53,7 @@ class StreamEnd:
     error: HearthError | None
     worker_id: str | None
     num_resubmissions: int
+    tries: tuple[TryRecord, ...] = field(default=(), compare=False)
 
 
 class Receiver(Protocol):
@@ -124,6 +126,7 @@ class Stream:
         self.placement: CurrentPlacement | None = None
         self.last_worker_id: str | None = None
         self.numerics: Numerics | None = None  # of the worker that sent the last tokens
+        self.tries = [TryRecord(1, now)]
 
     @property
     def request_id(self) -> str:

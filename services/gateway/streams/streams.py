@@ -39,6 +39,7 @@ from services.gateway.streams.stream import (
     StreamEnd,
     StreamState,
 )
+from services.gateway.streams.try_record import TryRecord
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,
@@ -359,6 +360,7 @@ class Streams:
             placed.placement_id, placed.worker_id, last_token_at=now
         )
         stream.last_worker_id = placed.worker_id
+        stream.tries[-1].record_placed(placed, now)
         if placed.has_unlike_prefill:
             self._actions.report(ReportUnlikePrefill(stream.request_id, placed.worker_id))
         self._by_placement[placed.placement_id] = stream
@@ -378,6 +380,7 @@ class Streams:
     ) -> None:
         """Cancels the queue entry or placement and submits again with all tokens received."""
         self._leave(stream, "superseded", now)
+        stream.tries[-1].end(cause, now)
         if excluded is not None:
             stream.excluded_workers.add(excluded)
         if stream.num_resubmissions >= MAX_RESUBMISSIONS:
@@ -391,6 +394,7 @@ class Streams:
             self._complete(stream, "superseded", now)
             return
         stream.num_resubmissions += 1
+        stream.tries.append(TryRecord(len(stream.tries) + 1, now))
         self._actions.report(ReportResubmission(stream.request_id, cause, stream.last_worker_id))
         if stream.state is not StreamState.SUBMITTING:
             stream.transition_to(StreamState.SUBMITTING)
@@ -418,6 +422,9 @@ class Streams:
             self._end(stream, HearthError(fault), "failed", now)
             return
         self._send(stream, choice, entry)
+        served = entry.served if entry.finish is None else entry.finish.served
+        if entry.token_ids or (entry.finish is not None and entry.finish.reason != "failed"):
+            stream.tries[-1].record_tokens(len(entry.token_ids), served, now)
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)
         elif choice.is_stopped:
@@ -524,7 +531,10 @@ class Streams:
         self._leave(stream, reason, now)
         stream.transition_to(StreamState.ENDED)
         del self._by_request[stream.request_id]
-        stream.receiver.on_end(StreamEnd(error, stream.last_worker_id, stream.num_resubmissions))
+        stream.tries[-1].end("finished" if error is None else error.code, now)
+        stream.receiver.on_end(
+            StreamEnd(error, stream.last_worker_id, stream.num_resubmissions, tuple(stream.tries))
+        )
 
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Cancels the stream at its scheduler; acknowledges or aborts it at its worker."""

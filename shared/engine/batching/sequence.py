@@ -63,6 +63,11 @@ class SequenceGrammar(Protocol):
     """The grammar of one sequence, at its last token. Used on the event loop's thread alone."""
 
     @property
+    def num_late_masks(self) -> int:
+        """How often `sit_out` was called."""
+        ...
+
+    @property
     def is_stalled(self) -> bool:
         """Whether its row must wait: it is being compiled, or its late mask is not ready yet."""
         ...

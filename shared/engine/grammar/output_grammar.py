@@ -52,6 +52,7 @@ class OutputGrammar:
         self._position = GrammarPosition(spec, compiled.new_matcher)
         self._job: MaskJob | None = None
         self._is_awaited = False
+        self.num_late_masks = 0
         if output_ids:
             self._start(output_ids, is_slow=True, refusal=GrammarReplayFailed)
             self._await(is_late=False)
@@ -88,6 +89,7 @@ class OutputGrammar:
             self._start()
 
     def sit_out(self) -> None:
+        self.num_late_masks += 1
         self._await(is_late=True)
 
     def _await(self, *, is_late: bool) -> None:

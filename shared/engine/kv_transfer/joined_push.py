@@ -14,6 +14,10 @@ class JoinedPush:
     def __init__(self, pushes: Sequence[Push]) -> None:
         self._pushes = pushes
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(push.num_bytes for push in self._pushes)
+
     def computed(self, num_computed_tokens: int) -> None:
         for push in self._pushes:
             push.computed(num_computed_tokens)

@@ -99,6 +99,7 @@ class KvSender:
         self._counts = counts
         self._num_computed_tokens = 0
         self._num_frames = 0
+        self.num_bytes = 0  # of acknowledged frames
         self._changed = asyncio.Event()
         self._is_cancelled = False
         self._sends: list[asyncio.Task[None]] = []  # of unacknowledged frames, in order
@@ -144,6 +145,7 @@ class KvSender:
         self._counts.begin(self._clock.now())
         try:
             await link.send(header, self._fill(header))
+            self.num_bytes += header.payload_bytes
             self._counts.num_bytes += header.payload_bytes
             self._counts.num_tokens += header.num_tokens * self._shares[header.group]
         finally:

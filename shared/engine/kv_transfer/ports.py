@@ -15,6 +15,11 @@ from shared.messages import KvTargets, LinkKey
 class Push(Protocol):
     """The push of one prefill to all targets; see KvSender."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the KV that the targets have acknowledged; 0 if other processes send it."""
+        ...
+
     def computed(self, num_computed_tokens: int) -> None: ...
 
     def cancel(self) -> None: ...

@@ -57,7 +57,12 @@ def test_request_is_placed_and_forgotten() -> None:
         placed = await rig.result()
         start = decode.started[0]
         assert placed == Placed(
-            request_id="r0", placement_id=start.placement_id, worker_id="decode-0"
+            request_id="r0",
+            placement_id=start.placement_id,
+            worker_id="decode-0",
+            queued_s=placed.queued_s,
+            placement_s=placed.placement_s,
+            scheduler_id="scheduler-0",
         )
         assert len(start.placement_id) == 16
         assert start.prefill_candidates == ("prefill-0",)

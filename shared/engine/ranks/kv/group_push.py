@@ -26,6 +26,8 @@ from shared.messages import KvTargets, LinkKey
 class GroupPush:
     """A `Push` of the ranks that share layers and heads with a target."""
 
+    num_bytes = 0  # ranks count the bytes of all their pushes together
+
     def __init__(
         self, links: RankLinks, ranks: list[int], command: StartPush, sequence: PushedSequence
     ) -> None:

@@ -36,7 +36,9 @@ def constrained(
 
 
 def num_late(sequences: list[Sequence]) -> int:
-    return sum(each.grammar.num_late for each in sequences if isinstance(each.grammar, SumGrammar))
+    return sum(
+        each.grammar.num_late_masks for each in sequences if isinstance(each.grammar, SumGrammar)
+    )
 
 
 def late_positions(seed: int) -> tuple[int, ...]:

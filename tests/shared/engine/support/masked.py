@@ -59,7 +59,7 @@ class SumGrammar:
         self.error: HearthError | None = None
         self.bans_stop = False
         self.accepted: list[int] = list(output_ids)
-        self.num_late = 0
+        self.num_late_masks = 0
         self._vocab_size = vocab_size
         self._late_at = set(late_at)
         self._num_polls = compiled_after
@@ -90,5 +90,5 @@ class SumGrammar:
 
     def sit_out(self) -> None:
         self._late_at.remove(len(self.accepted))
-        self.num_late += 1
+        self.num_late_masks += 1
         self._num_polls = STALLED_POLLS

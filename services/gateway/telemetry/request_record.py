@@ -1,0 +1,45 @@
+"""What the gateway itself measures of one response, by its own clock. No I/O."""
+
+from __future__ import annotations
+
+from services.gateway.telemetry.trace_context import TraceContext
+from shared.errors import HearthError
+from shared.telemetry.timeline import PhaseName, Timeline
+
+MIN_STALL_S = 0.001  # less is the time of a system call
+
+
+class RequestRecord:
+    """From the arrival of a request to the last byte of its response."""
+
+    def __init__(
+        self,
+        request_id: str,
+        arrived_at: float,
+        *,
+        dialect: str = "",
+        trace: TraceContext | None = None,
+    ) -> None:
+        """`trace`: of this gateway's span, or of the caller's if this gateway does not trace."""
+        self.request_id = request_id
+        self.arrived_at = arrived_at
+        self.dialect = dialect
+        self.trace = trace
+        self.attributes: dict[str, str | int | float | bool] = {}  # of its span
+        self.tenant_id = ""
+        self.error: HearthError | None = None  # that rejected the request
+        self.marks: list[tuple[PhaseName, float]] = [("validate", arrived_at)]
+        self.stalled_at = 0.0
+        self.stall_s = 0.0
+        self.timelines: list[Timeline] = []  # one for each prompt, once all have ended
+
+    def begin(self, phase: PhaseName, now: float) -> None:
+        """The phase before it ends. Prompts of one response are prepared one after the other."""
+        self.marks.append((phase, now))
+
+    def record_send(self, began_at: float, now: float) -> None:
+        """Counts only what the client let the gateway wait for."""
+        if now - began_at >= MIN_STALL_S:
+            if not self.stall_s:
+                self.stalled_at = began_at
+            self.stall_s += now - began_at

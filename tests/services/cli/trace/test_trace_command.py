@@ -1,0 +1,117 @@
+"""`hearth trace` against gateways on a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from services.cli.tables import table_console
+from services.cli.trace.timeline_table import BAR_CELLS, bar, timeline_parts
+from shared.clock import MonotonicClock
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import ReadTimeline, TimelineRead
+from shared.randomness import SystemRandomness
+from shared.subjects import trace
+from shared.telemetry.timeline import Phase, Timeline, Try
+from shared.transport.bus import NatsBus
+from tests.servers import NatsServer
+from tests.services.cli.running import WAIT_S, start_hearth
+
+TIMELINE = Timeline(
+    request_id="r-1",
+    tenant_id="t",
+    gateway_id="gateway-1",
+    model="tiny",
+    outcome="stop",
+    started_at=0.0,
+    duration_s=1.0,
+    ttft_s=0.5,
+    num_late_masks=3,
+    tries=(
+        Try(
+            number=1,
+            worker_id="decode-1",
+            prefill_worker_id="prefill-1",
+            outcome="finished",
+            phases=(
+                Phase(
+                    name="kv_push",
+                    process_id="prefill-1",
+                    start_s=0.0,
+                    duration_s=0.5,
+                    num_bytes=3 << 20,
+                ),
+                Phase(
+                    name="decode",
+                    process_id="decode-1",
+                    start_s=0.5,
+                    duration_s=0.5,
+                    num_steps=7,
+                ),
+            ),
+        ),
+    ),
+)
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """With one gateway that knows r-1, and one that never answers."""
+    names = ("gateway-1", "gateway-2")
+    users = (("observer", "observer-1"), *(("gateway", name) for name in names))
+    server = NatsServer(tmp_path, users)  # type: ignore[arg-type]
+    monitors = []
+    for name in names:
+        bus = await NatsBus.connect(server.url(name), process_id=name)
+        monitor = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
+        await monitor.start()
+        monitors.append((monitor, bus))
+        if name == "gateway-1":
+            await bus.serve(trace(name), ReadTimeline, _read)
+    yield server
+    for monitor, bus in monitors:
+        await monitor.stop()
+        await bus.close()
+    server.stop()
+
+
+def _read(question: ReadTimeline) -> TimelineRead:
+    return TimelineRead(timeline=TIMELINE if question.request_id == "r-1" else None)
+
+
+async def run(tmp_path: Path, server: NatsServer, *arguments: str) -> tuple[int, str]:
+    process = start_hearth(tmp_path, "trace", *arguments, HEARTH_NATS_URL=server.url("observer-1"))
+    output = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
+    return process.returncode, output[0]
+
+
+async def test_trace_prints_the_timeline(tmp_path: Path, server: NatsServer) -> None:
+    status, output = await run(tmp_path, server, "r-1", "--json")
+    lines = output.splitlines()
+    assert status == 0, output
+    assert "no reply within 1 s: gateway-2" in lines
+    printed = next(line for line in lines if line.startswith("{"))
+    assert json.loads(printed)["tries"][0]["worker_id"] == "decode-1"
+    status, output = await run(tmp_path, server, "r-2")
+    assert status == 1
+    assert "no gateway knows the request 'r-2'" in output
+    assert "Traceback" not in output
+
+
+def test_table_has_workers_bytes_and_late_masks() -> None:
+    console = table_console()
+    with console.capture() as capture:
+        for part in timeline_parts(TIMELINE):
+            console.print(part)
+    text = capture.get()
+    for expected in ("3 late masks", "3.0 MiB", "7 steps", "try 1: decode-1, prefill prefill-1"):
+        assert expected in text
+
+
+def test_bars_are_aligned() -> None:
+    assert bar(0.5, 0.5, 1.0) == " " * (BAR_CELLS // 2) + "█" * (BAR_CELLS // 2)
+    assert bar(1.0, 0.0, 1.0) == " " * (BAR_CELLS - 1) + "█"
