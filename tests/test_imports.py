@@ -153,7 +153,8 @@ LAYERS = {
         " | room hosts orders arrival_rates | view"
     ),
     "shared": (
-        "engine | kv_wire | catalogue fleet | lifecycle tenancy | telemetry | transport | grammar"
+        "engine | kv_wire | catalogue fleet | lifecycle tenancy | metrics | transport | grammar"
+        " telemetry"
     ),
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"

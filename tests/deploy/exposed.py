@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
+from tests.shared.telemetry.test_families import heartbeat, worker_load
+from tests.shared.telemetry.test_role_demands import demand
 
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from shared.messages import (
@@ -15,12 +17,10 @@ from shared.messages import (
     IndexLoad,
     SchedulerLoad,
 )
-from shared.telemetry.families.member import Member
-from shared.telemetry.metrics_server import MetricsServer
+from shared.metrics.families.member import Member
+from shared.metrics.metrics_server import MetricsServer
 from tests.services.gateway.metrics.test_gateway_metrics import timeline
 from tests.services.gateway.peer import CARD
-from tests.shared.telemetry.test_families import heartbeat, worker_load
-from tests.shared.telemetry.test_role_demands import demand
 
 
 def fleet() -> list[Member]:
