@@ -27,7 +27,7 @@ async def streams(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Str
 
 @pytest.mark.parametrize(
     ("fault", "phase"),
-    [("kill", "waking"), pytest.param("freeze", "parking", marks=pytest.mark.long)],
+    [("freeze", "parking"), pytest.param("kill", "waking", marks=pytest.mark.long)],
 )
 async def test_streams_outlive_their_host(
     streams: Streams, fault: HostFault, phase: HostPhase
