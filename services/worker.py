@@ -36,9 +36,9 @@ from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import WORKER_ROLES, ModelCard, Role
+from shared.metrics.process_report import ProcessReport
 from shared.numerics import Numerics
 from shared.randomness import Randomness, SystemRandomness
-from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)

@@ -150,7 +150,7 @@ LAYERS = {
         "keeper policies | demand_policy lru_policy devices"
         " | room hosts orders arrival_rates | view"
     ),
-    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | telemetry | transport | grammar",
+    "shared": "engine | kv_wire | catalogue | lifecycle tenancy | metrics | transport | grammar",
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
         " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"

@@ -15,7 +15,7 @@ import msgspec
 from services.cli.hosts.host_view import HostView, ModelView, host_view, in_order, model_views
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import Heartbeat, IndexState, Role, RoleDemand, WorkerLoad
-from shared.telemetry.role_demands import total_demands
+from shared.metrics.role_demands import total_demands
 
 WINDOW_S = 2.0
 SHOW_LOST_S = 10.0

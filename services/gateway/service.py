@@ -68,10 +68,10 @@ from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.lifecycle.release import installed_release
+from shared.metrics.families.member import Member
+from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable
-from shared.telemetry.families.member import Member
-from shared.telemetry.process_report import ProcessReport
 from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 from shared.transport.untyped_messages import UntypedMessages

@@ -37,10 +37,10 @@ from shared.errors import HearthError, UnknownModel
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, ParkModel, WakeModel
+from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.subjects import host_models
-from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)

@@ -40,10 +40,10 @@ from shared.messages import (
     MatchPrefix,
     PrefixMatches,
 )
+from shared.metrics.process_report import ProcessReport
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus, Unsubscribe
 
 log = structlog.get_logger(__name__)

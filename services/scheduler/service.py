@@ -58,8 +58,8 @@ from shared.messages import (
     SchedulerLoad,
     SubmitRequest,
 )
+from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
-from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)

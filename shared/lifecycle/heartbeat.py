@@ -30,9 +30,9 @@ from shared.messages import (
     WorkerLoad,
     WorkerRole,
 )
+from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness
 from shared.subjects import HEARTBEATS, alive, heartbeat
-from shared.telemetry.process_report import ProcessReport
 from shared.transport.bus import Bus
 from shared.transport.timed_requests import TimedRequests
 

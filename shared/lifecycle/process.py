@@ -24,7 +24,7 @@ import uvloop
 from shared.background import TASK_FAILED, Background
 from shared.errors import HearthError
 from shared.log import configure_logging
-from shared.telemetry.process_report import ProcessReport
+from shared.metrics.process_report import ProcessReport
 
 log = structlog.get_logger(__name__)
 
@@ -106,7 +106,7 @@ def _reporting(
     """Serves probes and metrics from before the build until the process exits. Raises ConfigError
     if the address cannot be had.
     """
-    from shared.telemetry.metrics_server import MetricsServer  # only for processes that serve it
+    from shared.metrics.metrics_server import MetricsServer  # only for processes that serve it
 
     server = MetricsServer(host, port)
     built: list[Service] = []

@@ -15,12 +15,12 @@ from shared.messages import (
     IndexLoad,
     SchedulerLoad,
 )
-from shared.telemetry.families.member import Member
-from shared.telemetry.metrics_server import MetricsServer
+from shared.metrics.families.member import Member
+from shared.metrics.metrics_server import MetricsServer
 from tests.services.gateway.metrics.test_gateway_metrics import timeline
 from tests.services.gateway.peer import CARD
-from tests.shared.telemetry.test_families import heartbeat, worker_load
-from tests.shared.telemetry.test_role_demands import demand
+from tests.shared.metrics.test_families import heartbeat, worker_load
+from tests.shared.metrics.test_role_demands import demand
 
 
 def fleet() -> list[Member]:

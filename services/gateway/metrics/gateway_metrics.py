@@ -15,8 +15,8 @@ from services.gateway.metrics.request_histograms import ITL, SPECS, TTFT, observ
 from services.gateway.metrics.vllm import VllmCollector
 from shared.errors import InvalidRequest
 from shared.messages import GatewayLoad
-from shared.telemetry.families.fleet import FleetCollector
-from shared.telemetry.families.member import Member
+from shared.metrics.families.fleet import FleetCollector
+from shared.metrics.families.member import Member
 from shared.telemetry.timeline import Timeline
 
 NAMES = ("hearth", "vllm")

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from services.gateway.metrics.histograms import ModelHistograms, vllm_histograms
 from services.gateway.metrics.request_histograms import SPECS
 from shared.messages import Heartbeat
-from shared.telemetry.families.member import Member
-from shared.telemetry.families.worker import VALUES, kv_usage
+from shared.metrics.families.member import Member
+from shared.metrics.families.worker import VALUES, kv_usage
 
 LABELS = ("model_name", "engine")
 FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "client_gone": "abort"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from shared.telemetry.families.member import Member
-from tests.shared.telemetry.test_role_demands import demand, scheduler
+from shared.metrics.families.member import Member
+from tests.shared.metrics.test_role_demands import demand, scheduler
 
 
 def test_gateway_exports_gauges_by_model_and_role() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from shared.telemetry.families.member import Member, Value, families
+from shared.metrics.families.member import Member, Value, families
 
 SCHEDULER_VALUES = (
     Value(

@@ -23,9 +23,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.errors import ConfigError
-from shared.telemetry.families.fleet import FleetCollector
-from shared.telemetry.families.member import Member
-from shared.telemetry.process_report import ProcessReport
+from shared.metrics.families.fleet import FleetCollector
+from shared.metrics.families.member import Member
+from shared.metrics.process_report import ProcessReport
 
 TICK_S = 0.25
 STALL_LIMIT_S = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from shared.messages import Heartbeat
-from shared.telemetry.role_demands import total_demands
+from shared.metrics.role_demands import total_demands
 
 LABELS = ("model", "role")
 

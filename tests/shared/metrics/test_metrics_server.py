@@ -13,8 +13,8 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.messages import Heartbeat, ProcessState
-from shared.telemetry.metrics_server import MetricsServer
-from shared.telemetry.process_report import ProcessReport
+from shared.metrics.metrics_server import MetricsServer
+from shared.metrics.process_report import ProcessReport
 
 WAIT_S = 10.0
 

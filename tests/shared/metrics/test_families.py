@@ -16,8 +16,8 @@ from shared.messages import (
     SchedulerLoad,
     WorkerLoad,
 )
-from shared.telemetry.families.fleet import FleetCollector
-from shared.telemetry.families.member import Member
+from shared.metrics.families.fleet import FleetCollector
+from shared.metrics.families.member import Member
 
 
 def heartbeat(process_id: str, **fields: Any) -> Heartbeat:

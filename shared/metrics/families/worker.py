@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from shared.messages import Heartbeat, WorkerLoad
-from shared.telemetry.families.member import Member, Value, families
+from shared.metrics.families.member import Member, Value, families
 
 VALUES = (
     Value("running_requests", "Sequences in the batch.", lambda load: load.num_running),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.telemetry.families.member import Member
-from shared.telemetry.families.role_demands import role_demands
-from shared.telemetry.families.services import service_families
-from shared.telemetry.families.worker import worker_families
+from shared.metrics.families.member import Member
+from shared.metrics.families.role_demands import role_demands
+from shared.metrics.families.services import service_families
+from shared.metrics.families.worker import worker_families
 
 
 class FleetCollector(Collector):

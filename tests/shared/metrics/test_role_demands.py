@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.messages import Heartbeat, RoleDemand, SchedulerLoad
-from shared.telemetry.role_demands import MAX_MODELS, total_demands
+from shared.metrics.role_demands import MAX_MODELS, total_demands
 
 
 def scheduler(number: int, *demands: RoleDemand) -> Heartbeat:
