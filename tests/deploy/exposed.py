@@ -21,6 +21,8 @@ from shared.metrics.families.member import Member
 from shared.metrics.metrics_server import MetricsServer
 from tests.services.gateway.metrics.test_gateway_metrics import timeline
 from tests.services.gateway.peer import CARD
+from tests.shared.metrics.test_families import heartbeat, worker_load
+from tests.shared.metrics.test_role_demands import demand
 
 
 def fleet() -> list[Member]:

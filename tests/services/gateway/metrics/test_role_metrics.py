@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.shared.telemetry.test_role_demands import demand, scheduler
-
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from shared.metrics.families.member import Member
+from tests.shared.metrics.test_role_demands import demand, scheduler
 
 
 def test_gateway_exports_gauges_by_model_and_role() -> None:
