@@ -258,7 +258,9 @@ async def measure(python: Path) -> None:
         at_least("frames while 20,000 tokens stream", page["frames_per_s"], 30, "1/s"),
         at_most("an idle tab: CPU of the gateway", tab_cost, 0.01, "cores"),
         at_most("an idle tab: bytes", small["kb_per_s"], 5, "kB/s"),
-        at_most("a worker without heartbeats is shown as lost", large["silent_worker_shown_s"], 2, "s"),
+        at_most(
+            "a worker without heartbeats is shown as lost", large["silent_worker_shown_s"], 2, "s"
+        ),
     ]
     write_result("page", [{**page, "size_bytes": size}, *rows], bars, ["-m", "benchmarks.page"])
 

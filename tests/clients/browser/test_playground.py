@@ -36,7 +36,7 @@ def test_finished_sentences_are_spoken(tab: HearthPage) -> None:
 
 def test_stop_ends_the_answer_and_frees_the_worker(tab: HearthPage) -> None:
     tab.open()
-    tab.fill_extra('{"ignore_eos": true, "max_tokens": 8000, "bad_words": []}')
+    tab.fill_extra('{"ignore_eos": true, "max_tokens": 8000}')
     tab.ask("Count.")
     tab.wait_until("document.querySelector('.assistant .content').textContent.length")
     tab.page.click("#stop-answer")
