@@ -143,6 +143,10 @@ class FleetView:
     def __contains__(self, process_id: str) -> bool:
         return process_id in self._known
 
+    def is_lost(self, process_id: str) -> bool:
+        known = self._known.get(process_id)
+        return known is not None and known.loss is not None
+
     def _is_known(self, process_id: str) -> bool:
         is_own = process_id == self._fleet.own_process_id
         return is_own or self._fleet.heartbeat_of(process_id) is not None

@@ -68,13 +68,15 @@ class ClusterState:
 
     def observe(self, heartbeat: Heartbeat) -> None:
         process_id = heartbeat.process_id
-        was_known = process_id in self._view
+        was_known, was_lost = process_id in self._view, self._view.is_lost(process_id)
         self._view.observe(heartbeat, self._now())
         if heartbeat.state == "stopped":
             if was_known:
                 self._add(Loss.STOPPED.value, process_id)
         elif not was_known and process_id in self._view:
             self._add("joined", process_id)
+        elif was_lost and not self._view.is_lost(process_id):
+            self._add("returned", process_id)
         if heartbeat.gateway is not None:
             self._count(process_id, heartbeat.gateway)
 

@@ -165,7 +165,7 @@ function drawEvents(events) {
   const items = [...events].reverse().map((event) => {
     const at = new Date(event.at * 1000);
     const times = event.count > 1 ? ` × ${count(event.count)}` : "";
-    const kind = event.kind === "joined" ? "good" : "bad";
+    const kind = ["joined", "returned"].includes(event.kind) ? "good" : "bad";
     return make("li", {}, make("time", { datetime: at.toISOString() }, at.toLocaleTimeString()),
       make("span", { class: `badge ${kind}` }, event.kind + times), make("span", { class: "who" }, event.process_id));
   });

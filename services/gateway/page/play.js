@@ -167,6 +167,7 @@ function offerResults(answer, askForKeys) {
     stream(bodyOf(fields), askForKeys);
   } }, ...inputs, make("button", { type: "submit", class: "main" }, "Send results"));
   answer.callList.append(form);
+  answer.element.scrollIntoView({ block: "end" });
 }
 
 function addResult(call, text) {

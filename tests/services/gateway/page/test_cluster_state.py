@@ -108,3 +108,13 @@ def test_snapshot_of_the_last_delta_is_followed_by_the_next() -> None:
     last = scene.state.last()
     assert (last.number, last.processes["decode-1"]["num_running"]) == (number, 1)
     assert scene.state.delta().number == number + 1
+
+
+def test_process_that_comes_back_is_an_event() -> None:
+    scene = Scene()
+    scene.beat()
+    scene.state.lose("decode-1", Loss.UNRESPONSIVE)
+    scene.beat()
+    scene.beat()
+    assert [kind for kind, _, _ in scene.events] == ["joined", "silent", "returned"]
+    assert scene.state.snapshot().processes["decode-1"]["state"] == "ready"
