@@ -24,7 +24,8 @@ def span_attributes(
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
-            "gen_ai.request.seed": sampling.seed,
+            # OTLP has signed integers
+            "gen_ai.request.seed": sampling.seed & (2**63 - 1),
         }
     if generation.affinity_key:
         scoped = scoped_affinity_key(request.tenant_id, generation.affinity_key)
