@@ -40,10 +40,10 @@ from services.gateway.request.preparation_slots import PreparationSlots
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
-from services.gateway.request.span_attributes import span_attributes
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.telemetry.request_record import RequestRecord
+from services.gateway.telemetry.span_attributes import span_attributes
 from services.gateway.telemetry.telemetry import RequestTelemetry
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
@@ -370,7 +370,14 @@ def _traced(record: RequestRecord, prepared: list[PreparedRequest]) -> list[Prep
     if trace is None:
         return prepared
     if trace.is_sampled:
-        record.attributes |= span_attributes(prepared[0].generation, prepared[0].request)
+        generation, request = prepared[0].generation, prepared[0].request
+        key = generation.affinity_key
+        record.attributes |= span_attributes(
+            request,
+            is_chat=not generation.continues_text,
+            is_json=generation.output is not None,
+            affinity_key=scoped_affinity_key(request.tenant_id, key) if key else "",
+        )
     return [
         dataclasses.replace(
             each, request=msgspec.structs.replace(each.request, traceparent=trace.encoded)

@@ -15,7 +15,7 @@ from services.gateway.telemetry.trace_context import TraceContext, caller_contex
 from shared.telemetry.timeline import Phase, Timeline, Try
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
-from tests.services.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
