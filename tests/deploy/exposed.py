@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
-from tests.shared.telemetry.test_families import heartbeat, worker_load
-from tests.shared.telemetry.test_role_demands import demand
 
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from shared.messages import (

@@ -269,7 +269,7 @@ BUGS = (
     Bug("a shared block is written", Batcher, "_shared_groups", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 25),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 22),
-    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
+    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 47),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 122),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),

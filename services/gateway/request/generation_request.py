@@ -62,13 +62,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return not is_chat
 
     @property
-    def operation(self) -> str:
-        """As OpenTelemetry's GenAI conventions name it."""
-        if self.pooling is not None:
-            return "embeddings"
-        return "text_completion" if self.continues_text else "chat"
-
-    @property
     def constrains_text(self) -> bool:
         """Whether a grammar applies to the output's text; it does not if a call is demanded."""
         return self.output is not None and (self.tools is None or not self.tools.is_forced)

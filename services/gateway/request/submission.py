@@ -375,13 +375,13 @@ def _traced(record: RequestRecord, prepared: list[PreparedRequest]) -> list[Prep
     if trace is None:
         return prepared
     if trace.is_sampled:
-        first = prepared[0]
-        affinity_key = first.generation.affinity_key
+        generation, request = prepared[0].generation, prepared[0].request
+        key = generation.affinity_key
         record.attributes |= span_attributes(
-            first.request,
-            operation=first.generation.operation,
-            output_type="text" if first.generation.output is None else "json",
-            conversation=scoped_affinity_key(first.request.tenant_id, affinity_key),
+            request,
+            is_chat=not generation.continues_text,
+            is_json=generation.output is not None,
+            affinity_key=scoped_affinity_key(request.tenant_id, key) if key else "",
         )
     return [
         dataclasses.replace(

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 from shared.messages import Request
 
 
 def span_attributes(
-    request: Request, *, operation: str, output_type: str, conversation: str
+    request: Request, *, is_chat: bool, is_json: bool, affinity_key: str
 ) -> dict[str, str | int | float | bool]:
-    """`conversation`: a hash; empty: unknown. Stop sequences are a client's text: left out."""
-    sampling = request.sampling
+    """`affinity_key`: of the tenant's session; empty: none. Stop sequences are left out: they are
+    a client's text.
+    """
     attributes: dict[str, str | int | float | bool] = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": _operation(request, is_chat=is_chat),
         "gen_ai.request.choice.count": len(request.choices),
     }
+    sampling = request.sampling
     if request.pooling is None:
         attributes |= {
-            "gen_ai.output.type": output_type,
+            "gen_ai.output.type": "json" if is_json else "text",
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
-            "gen_ai.request.seed": sampling.seed,
+            # OTLP has signed integers
+            "gen_ai.request.seed": sampling.seed & (2**63 - 1),
         }
-    if conversation:
-        attributes["gen_ai.conversation.id"] = conversation
+    if affinity_key:
+        hashed = blake2b(affinity_key.encode(), digest_size=16).hexdigest()
+        attributes["gen_ai.conversation.id"] = hashed
     return attributes
+
+
+def _operation(request: Request, *, is_chat: bool) -> str:
+    if request.pooling is not None:
+        return "embeddings"
+    return "chat" if is_chat else "text_completion"

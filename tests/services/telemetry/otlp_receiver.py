@@ -1,0 +1,55 @@
+"""A collector of traces over OTLP/HTTP, in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+@dataclass
+class OtlpReceiver:
+    """`spans`: (service name, span) of all requests so far."""
+
+    url: str = ""
+    status: int = 200
+    num_requests: int = 0
+    spans: list[tuple[str, Any]] = field(default_factory=list)
+
+    def take(self, body: bytes) -> None:
+        self.num_requests += 1
+        for each in ExportTraceServiceRequest.FromString(body).resource_spans:
+            names = {pair.key: pair.value.string_value for pair in each.resource.attributes}
+            for scope in each.scope_spans:
+                self.spans += [(names["service.name"], span) for span in scope.spans]
+
+
+@contextmanager
+def otlp_receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            receiver.take(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(receiver.status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    receiver.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield receiver
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
