@@ -155,6 +155,7 @@ BARS = {
     "parked_workers": "Eight parked workers of one host, 125 M in BF16, weights shared",
     "chaos_nats": "The same faults, requests over NATS",
     "chaos_constrained": "Kills and freezes of decode, streams under grammars and calls of tools",
+    "chaos_hosts": "A host of three models is killed or frozen under load (`--hosts`)",
     "ranks": "Workers of several ranks beside one process",
     "slow_links": "Ranks over slow links between hosts",
     "chaos_soak": "A steady load without a fault",

@@ -200,7 +200,7 @@ async def run(
             host = Workers(folder, os.environ, num_threads=1, on_end=_report_end)
             stack.push_async_callback(host.stop)
             await host.start(has_template=True)
-            while host._template is None:  # else the first worker is started by itself
+            while host._template is None:  # noqa: ASYNC110 - else the first worker is not forked
                 await asyncio.sleep(0.01)
             pids = start_forked(host, nats, model_dir, names)
         async for pid in pids:

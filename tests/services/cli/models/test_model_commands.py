@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from shared.catalogue.record import CATALOGUE, CatalogueModel, CatalogueRevision
 from shared.clock import MonotonicClock
 from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.messages import HostedModel
 from shared.store import RedisStore
 from shared.subjects import heartbeat
 from shared.transport.bus import NatsBus
@@ -28,6 +30,7 @@ from tests.services.cli.in_process import call_hearth
 from tests.services.cli.models.conftest import Hearth, text
 from tests.services.cli.running import environ_for
 
+T = TypeVar("T")
 RECORD = b'{"name":"m","revisions":[{"name":"r1","source":"org/m"}]}'
 
 
@@ -184,20 +187,37 @@ async def test_list_shows_states_on_hosts(
     with redis.Redis.from_url(redis_server.url) as client:
         client.hset(CATALOGUE, "m", RECORD)
     await record_digest(redis_server.url, "m", "r1", "d1")
-    listing = asyncio.create_task(asyncio.to_thread(states, hearth, nats))
-    bus = await NatsBus.connect(nats.url("host-1"), process_id="host-1")
     models = (hosted("m", "d1", "hot"), hosted("m", "other", "standby"))
+    assert await beside_host(nats, models, lambda: states(hearth, nats)) == [("hot", "host-1")]
+
+
+async def test_operators_see_why_a_host_cannot_serve_a_model(
+    hearth: Hearth, nats: NatsServer, redis_server: RedisServer
+) -> None:
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.hset(CATALOGUE, "m", RECORD)
+    failed = hosted("m", "r1", "failed", failure="no config.json in /x", public_failure="it is not")
+    show = ("model", "show", "m", "--nats-url", nats.url("observer-1"))
+    assert "no config.json in /x" in await beside_host(nats, (failed,), lambda: text(hearth(*show)))
+
+
+async def beside_host(
+    nats: NatsServer, models: tuple[HostedModel, ...], command: Callable[[], T]
+) -> T:
+    """Runs the command while a host with these models sends heartbeats."""
+    running = asyncio.create_task(asyncio.to_thread(command))
+    bus = await NatsBus.connect(nats.url("host-1"), process_id="host-1")
     try:
         async with asyncio.timeout(30.0):
             for number in itertools.count():
                 beat = host_heartbeat("host-1", *models, number=number, region="")
                 await bus.publish(heartbeat(("host",), "host-1"), beat)
-                done, _ = await asyncio.wait({listing}, timeout=HEARTBEAT_INTERVAL_S / 5)
+                done, _ = await asyncio.wait({running}, timeout=HEARTBEAT_INTERVAL_S / 5)
                 if done:
                     break
     finally:
         await bus.close()
-    assert await listing == [("hot", "host-1")]
+    return await running
 
 
 def states(hearth: Hearth, nats: NatsServer) -> list[tuple[str, str]]:
