@@ -226,6 +226,7 @@ def test_health_check_succeeds_for_a_running_service(stack: Stack, service: str)
 
 @pytest.mark.parametrize("service", HEARTH_SERVICES)
 def test_running_service_answers_its_probes(stack: Stack, service: str) -> None:
+    eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
     for path, text in (("/healthz", "ok\n"), ("/ready", "ready\n")):
         eventually(lambda path=path, text=text: stack.probe(service, path).text == text, path)
     metrics = stack.probe(service, "/metrics").text
@@ -242,6 +243,7 @@ def test_frozen_worker_is_not_live_in_the_metrics_of_the_gateway(stack: Stack) -
         line = rf'hearth_process_live{{process="decode\.\w+",role="decode"}} {value}'
         return re.search(line, metrics) is not None
 
+    eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
     eventually(lambda: is_live(1.0), "a live worker")
     stack.processes["decode"].send_signal(signal.SIGSTOP)
     try:
