@@ -143,8 +143,9 @@ LAYERS = {
     ),
     "services/gateway": (
         "service | app nats_api preparation_process | workers_ai_handlers endpoints |"
-        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai | http |"
-        " request | telemetry | models | grammars | tools | streams tenancy output | text | catalog | metrics"
+        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai |"
+        " http | request | telemetry | models | grammars | tools | streams tenancy output | text |"
+        " catalog | metrics"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"
