@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -10,42 +10,55 @@ from rich.text import Text
 
 from shared.telemetry.timeline import Phase, Timeline, Try
 
-BAR_CELLS = 40
+MIN_BAR_CELLS, MAX_BAR_CELLS = 10, 40
+PHASE_CELLS, MS_CELLS, AMOUNT_CELLS = 14, 9, 19
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
-def timeline_parts(timeline: Timeline) -> Iterator[RenderableType]:
+def timeline_parts(timeline: Timeline, width: int) -> Iterator[RenderableType]:
+    """`width`: of the terminal, in cells. The bars get what is left of it."""
+    tables = _Tables(timeline, width)
     yield Text(_summary(timeline))
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name, justify in (("phase", "left"), ("process", "left"), ("ms", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("time", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    total_s = max(timeline.duration_s, 1e-9)
-    for phase in timeline.gateway_phases:
-        _add_row(table, phase, total_s)
+    yield tables.of(timeline.gateway_phases)
     for each in timeline.tries:
-        table.add_row(Text(_title(each), style="bold"))
-        for phase in each.phases:
-            _add_row(table, phase, total_s)
-    yield table
+        yield Text(_title(each), style="bold")
+        yield tables.of(each.phases)
 
 
-def bar(start_s: float, duration_s: float, total_s: float) -> str:
-    """At least one cell, within BAR_CELLS."""
-    first = min(int(start_s / total_s * BAR_CELLS), BAR_CELLS - 1)
-    end = min(max(first + 1, round((start_s + duration_s) / total_s * BAR_CELLS)), BAR_CELLS)
+def bar(start_s: float, duration_s: float, total_s: float, num_cells: int) -> str:
+    """At least one cell, within `num_cells`."""
+    first = min(int(start_s / total_s * num_cells), num_cells - 1)
+    end = min(max(first + 1, round((start_s + duration_s) / total_s * num_cells)), num_cells)
     return " " * first + "█" * (end - first)
 
 
-def _add_row(table: Table, phase: Phase, total_s: float) -> None:
-    table.add_row(
-        f"  {phase.name}",
-        Text(phase.process_id),
-        f"{phase.duration_s * 1000:.2f}",
-        bar(phase.start_s, phase.duration_s, total_s),
-        _amounts(phase),
-    )
+class _Tables:
+    """Tables whose columns are aligned with each other."""
+
+    def __init__(self, timeline: Timeline, width: int) -> None:
+        parts = (timeline.gateway_phases, *(each.phases for each in timeline.tries))
+        self._process_cells = max((len(p.process_id) for part in parts for p in part), default=0)
+        left = width - PHASE_CELLS - self._process_cells - MS_CELLS - AMOUNT_CELLS - 4
+        self._bar_cells = min(max(left, MIN_BAR_CELLS), MAX_BAR_CELLS)
+        self._total_s = max(timeline.duration_s, 1e-9)
+
+    def of(self, phases: Iterable[Phase]) -> Table:
+        table = Table(box=None, pad_edge=False, show_edge=False, show_header=False)
+        table.add_column(width=PHASE_CELLS, no_wrap=True)
+        table.add_column(width=self._process_cells, no_wrap=True)
+        table.add_column(width=MS_CELLS, justify="right", no_wrap=True)
+        table.add_column(width=self._bar_cells, no_wrap=True)
+        table.add_column(no_wrap=True)
+        for phase in phases:
+            cells = (phase.start_s, phase.duration_s, self._total_s, self._bar_cells)
+            table.add_row(
+                f"  {phase.name}",
+                Text(phase.process_id),
+                f"{phase.duration_s * 1000:.1f} ms",
+                bar(*cells),
+                _amounts(phase),
+            )
+        return table
 
 
 def _summary(timeline: Timeline) -> str:

@@ -49,7 +49,7 @@ def run_trace(nats_url: str | None, request_id: str, *, is_json: bool) -> int:
         print(msgspec.json.encode(found.timeline).decode())
         return 0
     console = table_console()
-    for part in timeline_parts(found.timeline):
+    for part in timeline_parts(found.timeline, console.width):
         console.print(part)
     return 0
 

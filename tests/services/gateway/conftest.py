@@ -47,9 +47,13 @@ def model_files(model_dir: Path) -> ModelFiles:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs tests of the shared cluster on the event loop that started the cluster."""
+    """Runs tests of the shared cluster on the event loop that started the cluster.
+
+    Other folders have clusters, too, and pytest hands over the tests of all.
+    """
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        is_here = item.path.is_relative_to(Path(__file__).parent)
+        if is_here and "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
+from rich.console import Console
 
-from services.cli.tables import table_console
-from services.cli.trace.timeline_table import BAR_CELLS, bar, timeline_parts
+from services.cli.trace.timeline_table import bar, timeline_parts
 from shared.clock import MonotonicClock
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import ReadTimeline, TimelineRead
@@ -103,9 +103,9 @@ async def test_trace_prints_the_timeline(tmp_path: Path, server: NatsServer) -> 
 
 
 def test_table_has_workers_bytes_and_late_masks() -> None:
-    console = table_console()
+    console = Console(width=80, highlight=False)
     with console.capture() as capture:
-        for part in timeline_parts(TIMELINE):
+        for part in timeline_parts(TIMELINE, 80):
             console.print(part)
     text = capture.get()
     for expected in ("3 late masks", "3.0 MiB", "7 steps", "try 1: decode-1, prefill prefill-1"):
@@ -113,5 +113,5 @@ def test_table_has_workers_bytes_and_late_masks() -> None:
 
 
 def test_bars_are_aligned() -> None:
-    assert bar(0.5, 0.5, 1.0) == " " * (BAR_CELLS // 2) + "█" * (BAR_CELLS // 2)
-    assert bar(1.0, 0.0, 1.0) == " " * (BAR_CELLS - 1) + "█"
+    assert bar(0.5, 0.5, 1.0, 40) == " " * 20 + "█" * 20
+    assert bar(1.0, 0.0, 1.0, 40) == " " * 39 + "█"
