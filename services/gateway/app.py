@@ -240,7 +240,7 @@ def build_app(
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
-            _timeline_handler(TimelineRoutes(timelines), known),
+            _timeline_handler(TimelineRoutes(timelines, api_keys, cluster.is_operator)),
             *_state_handlers(routes),
             *page_handlers(cluster, http_host=http_host, has_page=has_page),
         ],
@@ -339,12 +339,12 @@ def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTP
     ]
 
 
-def _timeline_handler(timelines: TimelineRoutes, known: dict[str, Any]) -> HTTPRouteHandler:
+def _timeline_handler(timelines: TimelineRoutes) -> HTTPRouteHandler:
     timeline = get(
         "/v1/requests/{request_id:str}/timeline",
-        opt={IS_FREE: True},
+        guards=[timelines.authorize],
+        security=[{BEARER: []}],
         responses=_responses(Timeline, 401, 404),
-        **known,
     )
     return timeline(timelines.timeline)
 

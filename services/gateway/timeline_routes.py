@@ -1,29 +1,52 @@
-"""A request's timeline over HTTP, to the tenant whose request it was."""
+"""A request's timeline over HTTP, to the tenant whose request it was, and to the operator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from litestar import Request, Response
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
 
 from services.gateway.http.errors import RouteNotFound
+from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.telemetry.timeline_ring import TimelineRing
+from services.gateway.tenancy.api_keys import ApiKeys
+
+READER = "reader"  # in a request's state: the tenant, or None for the operator
 
 
 class TimelineRoutes:
-    def __init__(self, ring: TimelineRing) -> None:
+    """`is_operator`: of an Authorization header."""
+
+    def __init__(
+        self, ring: TimelineRing, api_keys: ApiKeys, is_operator: Callable[[str | None], bool]
+    ) -> None:
         self._ring = ring
+        self._api_keys = api_keys
+        self._is_operator = is_operator
+
+    async def authorize(
+        self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
+    ) -> None:
+        """Raises AuthenticationFailed."""
+        header, state = connection.headers.get("authorization"), connection.scope["state"]
+        if self._is_operator(header):
+            state[READER] = None
+        else:
+            state[READER] = (await self._api_keys.tenant_of(header)).tenant_id
+        on_authenticated = state.get(ON_AUTHENTICATED)
+        if on_authenticated is not None:
+            on_authenticated()
 
     async def timeline(self, request: Request[Any, Any, Any]) -> Response[bytes]:
         """Returns 404 for an unknown or forgotten request, and for one of another tenant or of
         another gateway: they look the same.
         """
         found = self._ring.get(str(request.path_params["request_id"]))
-        if found is None or found.tenant_id != request.state.tenant.tenant_id:
+        reader = request.scope["state"][READER]
+        if found is None or reader not in (None, found.tenant_id):
             raise RouteNotFound("this gateway knows no such request")
-        return Response(
-            msgspec.json.encode(found),
-            media_type="application/json",
-            headers={"x-request-id": request.state.request_id},
-        )
+        return Response(msgspec.json.encode(found), media_type="application/json")

@@ -43,6 +43,7 @@ START_S = 20.0
 MODEL = "tiny"
 API_KEY = "key-that-only-the-gateway-may-read"
 NATS_PASSWORD, REDIS_PASSWORD = "password-of-each-nats-user", "password-of-the-redis-server"
+OPERATOR_TOKEN = "the token of the operator"
 PROMPT = "my salary is 7,301 and my door opens with the word heliotrope, so keep it to yourself"
 PREFIX = "you are the assistant of a bank whose vault opens with the word marzipan"
 PROCESSES: tuple[Role, ...] = ("gateway", "scheduler", "kv_index", "prefill", "decode")
@@ -184,6 +185,7 @@ class _Cluster:
             http_cert=self._server.cert,
             http_key=self._server.key,
             cluster_secret="the secret of gateways and index",
+            operator_token=OPERATOR_TOKEN,
         )
 
     # ── services ─────────────────────────────────────────────────────────────────────────────────

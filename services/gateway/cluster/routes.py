@@ -29,16 +29,15 @@ class ClusterRoutes:
         self._operator_token = operator_token.encode()
 
     def is_operator(self, header: str | None) -> bool:
-        """Of an Authorization header."""
-        given = bearer_of(header).encode()
+        """Of an Authorization header. Without a token there is no operator."""
+        try:
+            given = bearer_of(header).encode()
+        except AuthenticationFailed:
+            return False
         return hmac.compare_digest(given, self._operator_token) and bool(self._operator_token)
 
     async def authorize(self, connection: Connection, _: BaseRouteHandler) -> None:
-        try:
-            is_operator = self.is_operator(connection.headers.get("authorization"))
-        except AuthenticationFailed:
-            is_operator = False
-        if not is_operator:
+        if not self.is_operator(connection.headers.get("authorization")):
             raise AuthenticationFailed("the operator token is not valid")
         on_authenticated = connection.scope["state"].get(ON_AUTHENTICATED)
         if on_authenticated is not None:

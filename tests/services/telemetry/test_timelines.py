@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from services.gateway.telemetry.timeline_ring import TimelineRing
 from shared.telemetry.timeline import Phase, Timeline
 from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
+from tests.services.live_cluster import MODEL, OPERATOR_TOKEN, PROMPT, LiveCluster, live_cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -90,6 +90,15 @@ async def test_timeline_belongs_to_its_tenant(cluster: LiveCluster) -> None:
     cluster.gateway.telemetry.ring.add(foreign)
     hidden = await cluster.http.get("/v1/requests/r-of-another/timeline")
     assert (hidden.status_code, hidden.content) == (404, unknown.content)
+
+
+async def test_operator_reads_the_timelines_of_all(cluster: LiveCluster) -> None:
+    timeline = await timeline_of(cluster, PROMPT)
+    path = f"/v1/requests/{timeline.request_id}/timeline"
+    for token, status in ((OPERATOR_TOKEN, 200), ("guessed", 401)):
+        headers = {"authorization": f"Bearer {token}"}
+        response = await cluster.http.get(path, headers=headers)
+        assert response.status_code == status
 
 
 async def test_rejected_request_has_a_timeline(cluster: LiveCluster) -> None:
