@@ -355,7 +355,7 @@ class GatewayService:
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
         await self._health_monitor.stop()
-        await asyncio.to_thread(self.telemetry.close)
+        await self.telemetry.close()
         await self._pool.close()
         await self._checks.close()
         self._texts.close()

@@ -116,7 +116,8 @@ class Fleet:
             num_choices=num_choices,
         )
         tenant = TenantRecord(tenant_id=tenant_id)
-        reservation = await self.gateway.submission.reserve(tenant, request_id)
+        record = self.gateway.submission.begin(request_id, dialect="openai")
+        reservation = await self.gateway.submission.reserve(tenant, record)
         model = await self.gateway.submission.choose(reservation, MODEL)
         prepared = await self.gateway.submission.prepare(tenant, request_id, generation, model)
         await self.gateway.submission.charge(reservation, [prepared])

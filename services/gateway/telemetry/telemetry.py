@@ -7,6 +7,7 @@ A client's stall is known at `closed` alone; the timelines are then built again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -82,10 +83,10 @@ class RequestTelemetry:
             trace = self._tracing.start(traceparent)
         return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
 
-    def close(self) -> None:
-        """Blocks for seconds if the collector hangs."""
+    async def close(self) -> None:
+        """Takes seconds if the collector hangs."""
         if self._tracing is not None:
-            self._tracing.close()
+            await asyncio.to_thread(self._tracing.close)
 
     def ended(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
         now = self._clock.now()

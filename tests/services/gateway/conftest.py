@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from services.gateway.grammars import request_grammars
 from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -55,6 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_here = item.path.is_relative_to(Path(__file__).parent)
         if is_here and "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def check_timeout() -> Iterator[None]:
+    """Longer than a gateway's: tests that share the cores starve the processes that check grammars,
+    whose niceness is theirs on purpose, and a 429 of an overloaded gateway would be right.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_grammars, "MAX_CHECK_S", 20.0)
+        yield
 
 
 @dataclass
