@@ -114,6 +114,8 @@ async def _send(state: ClusterState, trace: Trace, seed: int) -> list[Sample]:
     idle: list[Connection] = []
 
     async def one(message: bytes) -> Sample:
+        while idle and not idle[-1].is_open:  # the gateway has closed it meanwhile
+            idle.pop()
         connection = idle.pop() if idle else await Connection.open(state.url)
         sample = await connection.request(message)
         if not sample.error and connection.is_open:
