@@ -18,8 +18,9 @@ from shared.messages import Served
 from shared.telemetry.timeline import Phase, PhaseName, Try
 
 # What is shortened first if the durations exceed the time: the phases that may overlap others.
+# `submit` is no process's measurement: the scheduler's reply travels while the worker computes.
 _SHORTENED: tuple[PhaseName, ...] = (
-    *("placement", "reserve", "submit", "prefill_wait", "queue"),
+    *("submit", "placement", "reserve", "prefill_wait", "queue"),
     *("kv_push", "prefill"),
 )
 
