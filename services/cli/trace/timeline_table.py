@@ -11,6 +11,7 @@ from rich.text import Text
 from shared.telemetry.timeline import Phase, Timeline, Try
 
 MIN_BAR_CELLS, MAX_BAR_CELLS = 10, 40
+GAP_CELLS = 4 * 2  # of five columns
 PHASE_CELLS, MS_CELLS, AMOUNT_CELLS = 14, 9, 19
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -38,7 +39,7 @@ class _Tables:
     def __init__(self, timeline: Timeline, width: int) -> None:
         parts = (timeline.gateway_phases, *(each.phases for each in timeline.tries))
         self._process_cells = max((len(p.process_id) for part in parts for p in part), default=0)
-        left = width - PHASE_CELLS - self._process_cells - MS_CELLS - AMOUNT_CELLS - 4
+        left = width - PHASE_CELLS - self._process_cells - MS_CELLS - AMOUNT_CELLS - GAP_CELLS
         self._bar_cells = min(max(left, MIN_BAR_CELLS), MAX_BAR_CELLS)
         self._total_s = max(timeline.duration_s, 1e-9)
 

@@ -110,6 +110,7 @@ def test_table_has_workers_bytes_and_late_masks() -> None:
     text = capture.get()
     for expected in ("3 late masks", "3.0 MiB", "7 steps", "try 1: decode-1, prefill prefill-1"):
         assert expected in text
+    assert "…" not in text  # nothing is cut at 80 cells
 
 
 def test_bars_are_aligned() -> None:
