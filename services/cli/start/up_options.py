@@ -119,7 +119,7 @@ Check = Annotated[bool, typer.Option("--check", help="Send one request, then sto
 
 
 class GivenModels(msgspec.Struct, frozen=True):
-    """`text`: of `--model`, if there is one. `several`: else."""
+    """`text`: the one `--model`; unused if there are `several`."""
 
     text: str
     name: str
