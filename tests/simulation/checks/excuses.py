@@ -196,8 +196,8 @@ def _no_capacity(
     spans = lacks(plan, client, troubles)
     if "no scheduler" in error.message:
         spans += _swallowing(plan, troubles)
-    if "no worker serves" in error.message:
-        spans += _silencing(troubles)
+    if "no worker serves" in error.message or "context holds" in error.message:
+        spans += _silencing(troubles)  # of all workers, or of all that are large enough
     lacked_s = _covered(spans, client.opened_at, client.ended_at)
     if "context holds" in error.message and not client.end.num_resubmissions:
         return None if lacked_s > 0 else f"a worker fits it: {error}"
