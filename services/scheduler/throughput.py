@@ -6,7 +6,9 @@ A worker's step takes about
 
 The three are fitted to the differences between heartbeats by least squares with exponential
 forgetting. None of them can be negative: where one would be, the others are fitted without it. The
-mean of the model's other workers is the prior of a new one. The cost of a handoff beyond computing
+mean of the model's other workers is the prior of a new one. A process that was frozen in a step
+reports seconds of no work; as a worker that seems slow gets no requests that would correct it, one
+observation counts at most MAX_SURPRISE times what was expected. The cost of a handoff beyond computing
 is learned in the same way: seconds until a prefill worker accepts, and link seconds per pushed
 token.
 """
@@ -21,6 +23,8 @@ from shared.messages import WorkerLoad
 DECAY = 0.97  # factor of earlier observations, per heartbeat that reports work
 MIN_BUSY_S = 0.01  # smaller differences are added to those of later heartbeats
 MIN_MEASURED_TOKENS = 256.0
+MAX_SURPRISE = 4.0  # a worker that is slower by more is learned in several observations
+MIN_LIMIT_S = 0.05  # of the seconds of an observation: an estimate of 0 can grow
 POOL_SHARE = 0.05  # how much one fit moves the mean
 # The prior weighs as much as so many steps, prompt tokens and sampled tokens, measured alone.
 PRIOR_WEIGHTS = (1.0, 128.0, 8.0)
@@ -134,7 +138,8 @@ class WorkerThroughput:
 
     def __init__(self, prior: Speed) -> None:
         self.speed = replace(prior, is_measured=False)
-        self._fit = LeastSquares((prior.step_s, prior.token_s, SAMPLED_S), PRIOR_WEIGHTS)
+        self._solution = (prior.step_s, prior.token_s, SAMPLED_S)
+        self._fit = LeastSquares(self._solution, PRIOR_WEIGHTS)
         self._num_tokens = 0.0
         self._push = RunningRatio(prior.push_token_s, 1024.0)
         self._last: WorkerLoad | None = None
@@ -152,13 +157,15 @@ class WorkerThroughput:
         self._last = load
         num_tokens = load.num_computed_prompt_tokens - last.num_computed_prompt_tokens
         self._num_tokens += num_tokens
-        self._fit.add(
-            load.busy_s - last.busy_s,
+        work = (
             load.num_busy_steps - last.num_busy_steps,
             num_tokens,
             load.num_generated_tokens - last.num_generated_tokens,
         )
-        step_s, token_s, _ = self._fit.solution()
+        expected_s = sum(a * x for a, x in zip(self._solution, work, strict=True))
+        limit_s = max(MAX_SURPRISE * expected_s, MIN_LIMIT_S)
+        self._fit.add(min(load.busy_s - last.busy_s, limit_s), *work)
+        self._solution = step_s, token_s, _ = self._fit.solution()
         self.speed = Speed(
             step_s=min(step_s, MAX_S),
             token_s=min(max(token_s, MIN_TOKEN_S), MAX_S),

@@ -21,6 +21,7 @@ from shared.messages import (
     Placed,
     PlacementFailed,
     PrefillFailed,
+    PrefillPhases,
     QueueKeepalive,
     RenewLease,
     TokenBatch,
@@ -30,7 +31,7 @@ from shared.transport.bus import NatsBus
 from tests.chaos.world.cluster import MONITOR, ChaosCluster
 
 _PLACEMENT = Placed | PlacementFailed | QueueKeepalive
-_CONTROL = AbortRequest | AckFinished | RenewLease | PrefillFailed
+_CONTROL = AbortRequest | AckFinished | RenewLease | PrefillFailed | PrefillPhases
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,30 @@ def test_slowdown_shows_within_40_heartbeats() -> None:
     assert worker.speed.token_s > 5 * before
 
 
+@pytest.mark.parametrize(("num_prompt", "num_sampled"), [(0, 16), (200, 16), (200, 0)])
+def test_frozen_step_does_not_keep_requests_away(num_prompt: int, num_sampled: int) -> None:
+    """The step of a worker that is new here after its loss, as it was frozen for 5 s."""
+    worker = WorkerThroughput(Speed(step_s=0.015, token_s=1e-4, is_measured=True))
+    worker.observe(load())
+    worker.observe(
+        load(
+            num_busy_steps=1,
+            num_computed_prompt_tokens=num_prompt,
+            num_generated_tokens=num_sampled,
+            busy_s=5.0,
+        )
+    )
+    assert worker.speed.step_s < 4 * 0.015
+    assert worker.speed.token_s < 4 * 1e-4
+
+
+def test_much_slower_worker_is_learned() -> None:
+    worker = WorkerThroughput(Speed(step_s=0.005, token_s=1e-4))
+    for each in loads_of(0.5, 1e-2, num=40):
+        worker.observe(each)
+    assert worker.speed.token_s == pytest.approx(1e-2, rel=0.5)
+
+
 def test_speed_is_not_measured_without_prompts() -> None:
     worker = WorkerThroughput(Speed())
     for number in range(50):
