@@ -53,7 +53,6 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
-from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
 from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
@@ -204,7 +203,7 @@ def build_app(
     cluster: ClusterRoutes,
     http_host: str,
     has_page: bool = True,
-    timelines: TimelineRing,
+    find_timeline: Callable[[str], Timeline | None],
     metrics_token: str = "",
     padding: Callable[[int], bytes] | None = None,
 ) -> Litestar:
@@ -240,7 +239,7 @@ def build_app(
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),
             *workers_ai_handlers(workers_ai, known),
-            _timeline_handler(TimelineRoutes(timelines, api_keys, cluster.is_operator)),
+            _timeline_handler(TimelineRoutes(find_timeline, api_keys, cluster.is_operator)),
             *_state_handlers(routes),
             *page_handlers(cluster, http_host=http_host, has_page=has_page),
         ],

@@ -153,9 +153,14 @@ class GatewayService:
         self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
         self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
-        tracing = open_tracing(os.environ, randomness.bytes)
+        tracing = open_tracing(os.environ, config.process_id, randomness.bytes, clock)
         self.telemetry = RequestTelemetry(
-            config.process_id, clock, wall_clock, tracing, observe=self.metrics.observe_timeline
+            config.process_id,
+            clock,
+            wall_clock,
+            tracing,
+            observe=self.metrics.observe_timeline,
+            region_of=self._region_of,
         )
         if tracing is not None:
             self.metrics.watch_dropped_spans(lambda: self.telemetry.num_dropped_spans)
@@ -241,7 +246,7 @@ class GatewayService:
             http_host=self._config.http_host,
             has_page=self._config.page,
             metrics_token=self._config.metrics_token,
-            timelines=self.telemetry.ring,
+            find_timeline=self.telemetry.find,
             padding=self._randomness.bytes if self._config.padding else None,
         )
 
@@ -314,6 +319,7 @@ class GatewayService:
         self._usage.start(self.submission.count_usage)
         await self._bus.serve(trace(self._bus.process_id), ReadTimeline, self._read_timeline)
         await self._health_monitor.start()
+        await self.telemetry.open()
         with suppress(StoreUnavailable):  # it is read again and again
             await self._catalogue.refresh()
         self._background.start(self._catalogue.run())
@@ -366,7 +372,13 @@ class GatewayService:
             await self._redis_replica.close()
 
     def _read_timeline(self, question: ReadTimeline) -> TimelineRead:
-        return TimelineRead(timeline=self.telemetry.ring.get(question.request_id))
+        return TimelineRead(timeline=self.telemetry.find(question.request_id))
+
+    def _region_of(self, process_id: str) -> str:
+        if process_id == self._config.process_id:
+            return self._config.region
+        heartbeat = self._health_monitor.fleet.heartbeat_of(process_id)
+        return "" if heartbeat is None else heartbeat.region
 
     def new_request_id(self) -> str:
         return self._randomness.bytes(12).hex()

@@ -12,19 +12,22 @@ from litestar.handlers import BaseRouteHandler
 
 from services.gateway.http.errors import RouteNotFound
 from services.gateway.http.server import ON_AUTHENTICATED
-from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys
+from shared.telemetry.timeline import Timeline
 
 READER = "reader"  # in a request's state: the tenant, or None for the operator
 
 
 class TimelineRoutes:
-    """`is_operator`: of an Authorization header."""
+    """`find`: a timeline by the id of its request. `is_operator`: of an Authorization header."""
 
     def __init__(
-        self, ring: TimelineRing, api_keys: ApiKeys, is_operator: Callable[[str | None], bool]
+        self,
+        find: Callable[[str], Timeline | None],
+        api_keys: ApiKeys,
+        is_operator: Callable[[str | None], bool],
     ) -> None:
-        self._ring = ring
+        self._find = find
         self._api_keys = api_keys
         self._is_operator = is_operator
 
@@ -45,7 +48,7 @@ class TimelineRoutes:
         """Returns 404 for an unknown or forgotten request, and for one of another tenant or of
         another gateway: they look the same.
         """
-        found = self._ring.get(str(request.path_params["request_id"]))
+        found = self._find(str(request.path_params["request_id"]))
         reader = request.scope["state"][READER]
         if found is None or reader not in (None, found.tenant_id):
             raise RouteNotFound("this gateway knows no such request")

@@ -71,6 +71,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of the output
     num_late_masks: int = 0
     gateway_phases: tuple[Phase, ...] = ()  # before the first try and beside all of them
     tries: tuple[Try, ...] = ()

@@ -107,6 +107,7 @@ class Opener:
             changes["affinity_key"] = affinity_key
         if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
+        reservation.record.is_streamed = is_streamed = endpoint.is_streamed(body)
         named = generations[0].model
         chosen = await self._chosen(reservation, named)
         merger = await self._submission.submit(reservation, generations, chosen)
@@ -121,7 +122,7 @@ class Opener:
         return OpenResponse(
             merger,
             endpoint.encoder(body, context),
-            is_streamed=endpoint.is_streamed(body),
+            is_streamed=is_streamed,
             headers={"x-request-id": reservation.request_id, **merger.headers},
             cancel=partial(self._submission.cancel, merger.outputs),
         )

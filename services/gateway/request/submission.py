@@ -108,8 +108,12 @@ class Submission:
 
         The caller closes the reservation. Raises LimitIsZero or RateLimited.
         """
-        lease = await self._limits.admit(tenant, record.request_id)
         record.tenant_id = tenant.tenant_id
+        try:
+            lease = await self._limits.admit(tenant, record.request_id)
+        except HearthError as error:
+            self._telemetry.refused(record, error)
+            raise
         reservation = Reservation(
             record, lease, on_end=self._count_last_usage, on_close=self._settle
         )

@@ -7,10 +7,9 @@ fill exactly that time. What no process has measured, such as the wire, is part 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
-
-import msgspec
+from typing import NamedTuple
 
 from services.gateway.streams.try_record import TryRecord
 from services.gateway.telemetry.request_record import RequestRecord
@@ -62,7 +61,6 @@ def try_of(
 ) -> Try:
     """`began_at`: the end of the try before, or of the preparation."""
     placed, served = each.placed, each.served
-    phases = list(_phases(each, began_at, gateway_id, is_last=is_last))
     return Try(
         number=each.number,
         placement_id="" if placed is None else placed.placement_id.hex(),
@@ -70,111 +68,125 @@ def try_of(
         worker_id="" if placed is None else placed.worker_id,
         prefill_worker_id="" if served is None else served.prefill_worker_id or "",
         outcome=each.outcome,
-        phases=tuple(
-            msgspec.structs.replace(phase, start_s=phase.start_s - arrived_at) for phase in phases
-        ),
+        phases=_phases(each, began_at, arrived_at, gateway_id, is_last=is_last),
     )
 
 
-def _phases(each: TryRecord, began_at: float, gateway_id: str, *, is_last: bool) -> Iterator[Phase]:
-    """With `start_s` by the gateway's clock."""
+class _Part(NamedTuple):
+    """A phase before it has its place: a `Phase` is built once, when that is known."""
+
+    name: PhaseName
+    process_id: str
+    duration_s: float = 0.0
+    num_bytes: int = 0
+    num_tokens: int = 0
+
+
+def _phases(
+    each: TryRecord, began_at: float, arrived_at: float, gateway_id: str, *, is_last: bool
+) -> tuple[Phase, ...]:
+    start_s, end_s = began_at - arrived_at, each.ended_at - arrived_at
     if each.placed is None:
-        yield _phase("submit", gateway_id, began_at, each.ended_at - began_at)
-        return
+        return (_phase("submit", gateway_id, start_s, end_s),)
     worker_id, first_token_at = each.placed.worker_id, each.first_token_at
     parts = _placement(each, began_at, gateway_id)
     if first_token_at is None:
-        last: PhaseName = "first_token" if is_last else "recovery"
-        owner = worker_id if is_last else gateway_id
-        yield from _laid([*parts, _phase(last, owner)], began_at, each.ended_at)
-        return
-    parts += [*_prefill(each.served, worker_id), _phase("first_token", worker_id)]
-    yield from _laid(parts, began_at, first_token_at)
-    decode_end_at = each.ended_at if is_last else each.last_token_at
+        last = _Part("first_token", worker_id) if is_last else _Part("recovery", gateway_id)
+        return tuple(_laid([*parts, last], start_s, end_s))
+    parts += _prefill(each.served, worker_id)
+    parts.append(_Part("first_token", worker_id))
+    first_token_s = first_token_at - arrived_at
+    phases = _laid(parts, start_s, first_token_s)
+    decode_end_s = end_s if is_last else each.last_token_at - arrived_at
     decoded = None if each.served is None else each.served.phases
-    yield _phase(
-        "decode",
-        worker_id,
-        first_token_at,
-        decode_end_at - first_token_at,
-        num_tokens=each.num_tokens,
-        num_steps=0 if decoded is None else decoded.num_steps,
+    phases.append(
+        Phase(
+            name="decode",
+            process_id=worker_id,
+            start_s=first_token_s,
+            duration_s=max(0.0, decode_end_s - first_token_s),
+            num_tokens=each.num_tokens,
+            num_steps=0 if decoded is None else decoded.num_steps,
+        )
     )
     if not is_last:
-        yield _phase("recovery", gateway_id, decode_end_at, each.ended_at - decode_end_at)
+        phases.append(_phase("recovery", gateway_id, decode_end_s, end_s))
+    return tuple(phases)
 
 
-def _placement(each: TryRecord, began_at: float, gateway_id: str) -> list[Phase]:
+def _placement(each: TryRecord, began_at: float, gateway_id: str) -> list[_Part]:
     placed = each.placed
     assert placed is not None
     scheduler_id = placed.scheduler_id or ""
     on_the_way_s = each.placed_at - began_at - placed.queued_s - placed.placement_s
     return [
-        _phase("submit", gateway_id, duration_s=max(0.0, on_the_way_s)),
-        _phase("queue", scheduler_id, duration_s=placed.queued_s),
-        _phase("placement", scheduler_id, duration_s=placed.placement_s),
+        _Part("submit", gateway_id, max(0.0, on_the_way_s)),
+        _Part("queue", scheduler_id, placed.queued_s),
+        _Part("placement", scheduler_id, placed.placement_s),
     ]
 
 
-def _prefill(served: Served | None, worker_id: str) -> list[Phase]:
+def _prefill(served: Served | None, worker_id: str) -> list[_Part]:
     """From the command at decode to the complete KV, or to the first token if computed there."""
     phases = None if served is None else served.phases
     if served is None or phases is None:
         return []
-    reserve = _phase("reserve", worker_id, duration_s=phases.reserve_s)
+    reserve = _Part("reserve", worker_id, phases.reserve_s)
     prefill_id, wait_s = served.prefill_worker_id, phases.prefill_wait_s
     if prefill_id is None:
-        return [reserve, _phase("prefill", worker_id, duration_s=phases.first_step_s)]
+        return [reserve, _Part("prefill", worker_id, phases.first_step_s)]
     if phases.prefill is None:
-        return [reserve, _phase("prefill", prefill_id, duration_s=wait_s)]
+        return [reserve, _Part("prefill", prefill_id, wait_s)]
     compute_s, push_s = phases.prefill.compute_s, phases.prefill.push_s
+    num_bytes, num_tokens = phases.prefill.num_pushed_bytes, served.num_pushed_tokens
     return [
         reserve,
-        _phase("prefill_wait", prefill_id, duration_s=max(0.0, wait_s - compute_s - push_s)),
-        _phase("prefill", prefill_id, duration_s=compute_s),
-        _phase(
-            "kv_push",
-            prefill_id,
-            duration_s=push_s,
-            num_bytes=phases.prefill.num_pushed_bytes,
-            num_tokens=served.num_pushed_tokens,
-        ),
+        _Part("prefill_wait", prefill_id, max(0.0, wait_s - compute_s - push_s)),
+        _Part("prefill", prefill_id, compute_s),
+        _Part("kv_push", prefill_id, push_s, num_bytes, num_tokens),
     ]
 
 
-def _laid(parts: list[Phase], began_at: float, ended_at: float) -> Iterator[Phase]:
+def _laid(parts: list[_Part], start_s: float, end_s: float) -> list[Phase]:
     """The last part takes the time that is left."""
-    left_s = ended_at - began_at - sum(part.duration_s for part in parts)
     durations = {part.name: part.duration_s for part in parts}
+    left_s = end_s - start_s - sum(durations.values())
+    if left_s < 0:
+        left_s = _shorten(durations, left_s)
+    durations[parts[-1].name] = max(0.0, left_s)
+    phases = []
+    for name, process_id, _, num_bytes, num_tokens in parts:
+        duration_s = durations[name]
+        phases.append(
+            Phase(
+                name=name,
+                process_id=process_id,
+                start_s=start_s,
+                duration_s=duration_s,
+                num_bytes=num_bytes,
+                num_tokens=num_tokens,
+            )
+        )
+        start_s += duration_s
+    return phases
+
+
+def _shorten(durations: dict[PhaseName, float], left_s: float) -> float:
+    """`left_s`: negative. Returns what is left then."""
     for name in _SHORTENED:
         if left_s < 0 and name in durations:
             cut_s = min(durations[name], -left_s)
             durations[name] -= cut_s
             left_s += cut_s
-    durations[parts[-1].name] = max(0.0, left_s)
-    for part in parts:
-        yield msgspec.structs.replace(part, start_s=began_at, duration_s=durations[part.name])
-        began_at += durations[part.name]
+    return left_s
 
 
-def _phase(
-    name: PhaseName,
-    process_id: str,
-    start_s: float = 0.0,
-    duration_s: float = 0.0,
-    *,
-    num_bytes: int = 0,
-    num_tokens: int = 0,
-    num_steps: int = 0,
-) -> Phase:
+def _phase(name: PhaseName, process_id: str, start_s: float, end_s: float) -> Phase:
     return Phase(
         name=name,
         process_id=process_id,
         start_s=start_s,
-        duration_s=max(0.0, duration_s),
-        num_bytes=num_bytes,
-        num_tokens=num_tokens,
-        num_steps=num_steps,
+        duration_s=max(0.0, end_s - start_s),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.telemetry.trace_context import TraceContext
 from shared.errors import HearthError
-from shared.telemetry.timeline import PhaseName, Timeline
+from shared.telemetry.timeline import PhaseName
 
 MIN_STALL_S = 0.001  # less is the time of a system call
 
@@ -26,12 +26,13 @@ class RequestRecord:
         self.dialect = dialect
         self.trace = trace
         self.attributes: dict[str, str | int | float | bool] = {}  # of its span
+        self.is_streamed: bool | None = None  # None: rejected before that was known
         self.tenant_id = ""
         self.error: HearthError | None = None  # that rejected the request
         self.marks: list[tuple[PhaseName, float]] = [("validate", arrived_at)]
         self.stalled_at = 0.0
         self.stall_s = 0.0
-        self.timelines: list[Timeline] = []  # one for each prompt, once all have ended
+        self.ended_at: float | None = None  # all outputs
 
     def begin(self, phase: PhaseName, now: float) -> None:
         """The phase before it ends. Prompts of one response are prepared one after the other."""

@@ -1,14 +1,15 @@
-"""Builds the timeline of each request when its outputs have ended, and logs it at the very end.
+"""Builds the timelines of each request when its response has left, and logs them.
 
     begin ──▶ ended (every output; the timelines can be read) ──▶ closed (the response has left)
+      └──▶ refused (before it had a place)
 
-A client's stall is known at `closed` alone; the timelines are then built again.
+A client's stall is known at `closed` alone, so a timeline that is read before is built for that.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -30,6 +31,8 @@ from shared.telemetry.timeline import Timeline, Try
 
 log = structlog.get_logger(__name__)
 
+MAX_REFUSED = 256  # timelines
+
 
 class EndedOutput(Protocol):
     """The output of one prompt."""
@@ -43,6 +46,9 @@ class EndedOutput(Protocol):
 
     @property
     def num_output_tokens(self) -> int: ...
+
+    @property
+    def num_reasoning_tokens(self) -> int: ...
 
     @property
     def outcome(self) -> str:
@@ -60,18 +66,33 @@ class RequestTelemetry:
         wall_clock: Callable[[], float],
         tracing: Tracing | None = None,
         observe: Callable[[Timeline], None] = lambda timeline: None,
+        region_of: Callable[[str], str] = lambda process_id: "",
     ) -> None:
-        """`observe`: gets each timeline once, when its response has left."""
+        """`observe`: gets each timeline once, when its response has left. `region_of`: a process;
+        empty: unknown.
+        """
         self._observe = observe
+        self._region_of = region_of
         self._gateway_id = gateway_id
         self._clock = clock
         self._wall_clock = wall_clock
         self._tracing = tracing
         self.ring = TimelineRing()
+        # apart: a tenant over its limits must not displace the timelines of others
+        self._refused = TimelineRing(MAX_REFUSED)
 
     @property
     def num_dropped_spans(self) -> int:
         return 0 if self._tracing is None else self._tracing.num_dropped
+
+    async def open(self) -> None:
+        if self._tracing is not None:
+            await self._tracing.open()
+
+    async def close(self) -> None:
+        """Takes seconds if the collector hangs."""
+        if self._tracing is not None:
+            await self._tracing.close()
 
     def begin(
         self, request_id: str, *, dialect: str = "", traceparent: str | None = None
@@ -80,33 +101,55 @@ class RequestTelemetry:
         if self._tracing is None:
             trace = caller_context(traceparent)
         else:
-            trace = self._tracing.start(traceparent)
+            trace = self._tracing.begin(traceparent)
         return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
 
-    async def close(self) -> None:
-        """Takes seconds if the collector hangs."""
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
+    def find(self, request_id: str) -> Timeline | None:
+        """None: unknown, or forgotten."""
+        return self.ring.get(request_id) or self._refused.get(request_id)
+
+    def refused(self, record: RequestRecord, error: HearthError) -> None:
+        """A request of a known tenant that got no place."""
+        record.error = error
+        self._finish(record, self._rejected(record, "", self._clock.now()), self._refused)
 
     def ended(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
-        now = self._clock.now()
-        if outputs:
-            timelines = [self._timeline(record, model, now, each) for each in outputs]
-        else:
-            timelines = [self._rejected(record, model, now)]
-        record.timelines = timelines
-        for timeline in timelines:
-            self.ring.add(timeline)
+        record.ended_at = now = self._clock.now()
+        if not outputs:
+            self.ring.open(record.request_id, partial(self._rejected, record, model, now))
+        for each in outputs:
+            self.ring.open(each.request_id, partial(self._timeline, record, model, now, each))
 
     def closed(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
-        if record.stall_s:
-            self.ended(record, model, outputs)
-        for timeline in record.timelines:
-            _log(timeline)
-            self._observe(timeline)
-        if self._tracing is not None and record.trace is not None:
-            # one span a response: that of its first prompt
-            self._tracing.ended(record.timelines[0], record.trace, record.attributes)
+        """After `ended`."""
+        now = record.ended_at
+        if now is None or record.stall_s:
+            now = self._clock.now()
+        first, *others = outputs or (None,)
+        if first is None:
+            self._finish(record, self._rejected(record, model, now), self.ring)
+        else:
+            self._finish(record, self._timeline(record, model, now, first), self.ring)
+        for each in others:
+            assert each is not None
+            self._add(self._timeline(record, model, now, each), self.ring)
+
+    def _finish(self, record: RequestRecord, timeline: Timeline, ring: TimelineRing) -> None:
+        """`timeline`: of the first prompt. A response has one span, of this."""
+        encoded, trace = self._add(timeline, ring), record.trace
+        if self._tracing is None or trace is None or not trace.is_sampled:
+            return
+        attributes = record.attributes
+        if record.is_streamed is not None:
+            attributes["gen_ai.request.stream"] = record.is_streamed
+        regions = {each: self._region_of(each) for each in _processes(timeline)}
+        self._tracing.ended(timeline, encoded, trace, attributes, regions)
+
+    def _add(self, timeline: Timeline, ring: TimelineRing) -> bytes:
+        encoded = ring.add(timeline)
+        _log(timeline)
+        self._observe(timeline)
+        return encoded
 
     def _timeline(
         self, record: RequestRecord, model: str, now: float, output: EndedOutput
@@ -141,6 +184,7 @@ class RequestTelemetry:
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens or 0,
             num_output_tokens=output.num_output_tokens,
+            num_reasoning_tokens=output.num_reasoning_tokens,
             num_late_masks=num_late_masks(tries),
             gateway_phases=gateway_phases(record, self._gateway_id, submitted_at(record)),
             tries=tuple(built),
@@ -165,12 +209,18 @@ def _status(error: HearthError | None) -> int:
     return 200 if error is None else error.http_status
 
 
+def _processes(timeline: Timeline) -> set[str]:
+    workers = (each for one in timeline.tries for each in (one.worker_id, one.prefill_worker_id))
+    schedulers = (each.scheduler_id for each in timeline.tries)
+    return {timeline.gateway_id, *workers, *schedulers} - {""}
+
+
 def _log(timeline: Timeline) -> None:
     last = timeline.tries[-1] if timeline.tries else None
     phases: dict[str, float] = {}
     for each in (timeline.gateway_phases, *(each.phases for each in timeline.tries)):
         for phase in each:
-            phases[phase.name] = round(phases.get(phase.name, 0.0) + phase.duration_s, 6)
+            phases[phase.name] = phases.get(phase.name, 0.0) + phase.duration_s
     log.info(
         "request_ended",
         request_id=timeline.request_id,
@@ -179,7 +229,7 @@ def _log(timeline: Timeline) -> None:
         dialect=timeline.dialect,
         status=timeline.status,
         outcome=timeline.outcome,
-        phases=phases,
+        phases={name: round(spent_s, 6) for name, spent_s in phases.items()},
         num_prompt_tokens=timeline.num_prompt_tokens,
         num_cached_tokens=timeline.num_cached_tokens,
         num_output_tokens=timeline.num_output_tokens,

@@ -1,38 +1,76 @@
-"""The last timelines of one gateway, encoded and compressed. No I/O."""
+"""The last timelines of one gateway. No I/O.
+
+    open (built when it is read) ──add──▶ encoded ──BATCH of them──▶ compressed together
+
+Compressing one alone costs 9 µs and half of its size.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from shared.telemetry.timeline import Timeline
 
 MAX_TIMELINES = 4096
+BATCH = 64
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Timeline).decode
+_decode_batch = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class TimelineRing:
     def __init__(self, max_timelines: int = MAX_TIMELINES) -> None:
         self._max_timelines = max_timelines
-        self._encoded: OrderedDict[str, bytes] = OrderedDict()
+        self._batch = max(1, min(BATCH, max_timelines // 16))
+        self._open: dict[str, Callable[[], Timeline]] = {}
+        self._encoded: dict[str, bytes] = {}
+        self._compressed: dict[str, tuple[bytes, int]] = {}  # a batch, and the place in it
 
     def __len__(self) -> int:
-        return len(self._encoded)
+        return len(self._open) + len(self._encoded) + len(self._compressed)
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids of requests, the oldest first."""
+        yield from (*self._compressed, *self._encoded, *self._open)
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self._encoded.values()))
+        batches = {id(batch): batch for batch, _ in self._compressed.values()}
+        return sum(map(len, (*batches.values(), *self._encoded.values())))
 
-    def add(self, timeline: Timeline) -> None:
-        """Replaces one of the same request; forgets the oldest."""
-        self._encoded[timeline.request_id] = zlib.compress(_encode(timeline), level=1)
-        self._encoded.move_to_end(timeline.request_id)
-        if len(self._encoded) > self._max_timelines:
-            self._encoded.popitem(last=False)
+    def open(self, request_id: str, build: Callable[[], Timeline]) -> None:
+        """`build`: called if the timeline is read before it is added."""
+        self._open[request_id] = build
+
+    def add(self, timeline: Timeline) -> bytes:
+        """Returns the encoded timeline. Forgets the oldest."""
+        request_id = timeline.request_id
+        self._open.pop(request_id, None)
+        encoded = self._encoded[request_id] = _encode(timeline)
+        if len(self._encoded) >= self._batch:
+            self._compress()
+        if len(self._encoded) + len(self._compressed) > self._max_timelines:
+            oldest = self._compressed or self._encoded
+            del oldest[next(iter(oldest))]  # type: ignore[attr-defined]
+        return encoded
 
     def get(self, request_id: str) -> Timeline | None:
+        build = self._open.get(request_id)
+        if build is not None:
+            return build()
         encoded = self._encoded.get(request_id)
-        return None if encoded is None else _decode(zlib.decompress(encoded))
+        if encoded is not None:
+            return _decode(encoded)
+        found = self._compressed.get(request_id)
+        if found is None:
+            return None
+        batch, place = found
+        return _decode(_decode_batch(zlib.decompress(batch))[place])
+
+    def _compress(self) -> None:
+        batch = zlib.compress(_encode([*self._encoded.values()]), level=1)
+        self._compressed |= {each: (batch, place) for place, each in enumerate(self._encoded)}
+        self._encoded = {}

@@ -8,6 +8,8 @@ from typing import Protocol
 import structlog
 
 from services.gateway.telemetry.trace_context import TraceContext
+from services.gateway.telemetry.traced_request import AttributeValue
+from shared.clock import Clock
 from shared.telemetry.timeline import Timeline
 
 log = structlog.get_logger(__name__)
@@ -18,22 +20,33 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 class Tracing(Protocol):
     num_dropped: int  # spans
 
-    def start(self, header: str | None) -> TraceContext:
-        """Continues the caller's trace, or begins one."""
+    async def open(self) -> None: ...
+
+    def begin(self, header: str | None) -> TraceContext | None:
+        """Continues the caller's trace, or begins one; None if that one is not sampled."""
         ...
 
     def ended(
         self,
         timeline: Timeline,
+        encoded: bytes,
         context: TraceContext,
-        attributes: Mapping[str, str | int | float | bool],
-    ) -> None: ...
+        attributes: Mapping[str, AttributeValue],
+        regions: Mapping[str, str],
+    ) -> None:
+        """`encoded`: the timeline. `regions`: of its processes. Does nothing for a trace that is
+        not sampled.
+        """
+        ...
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 def open_tracing(
-    environ: Mapping[str, str], random_bytes: Callable[[int], bytes]
+    environ: Mapping[str, str],
+    process_id: str,
+    random_bytes: Callable[[int], bytes],
+    clock: Clock,
 ) -> Tracing | None:
     """None unless OTEL_… variables name a collector."""
     is_off = (
@@ -44,8 +57,10 @@ def open_tracing(
     if is_off:
         return None
     try:
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401  # of the span process
+
         from services.gateway.telemetry.span_exporter import SpanTracing
     except ImportError as error:
         log.warning("tracing_unavailable", error=str(error), install="hearth[tracing]")
         return None
-    return SpanTracing(random_bytes)
+    return SpanTracing(process_id, random_bytes, clock)
