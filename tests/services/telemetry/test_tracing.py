@@ -7,11 +7,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.telemetry.spans import SpanBuilder, num_spans
-from services.gateway.telemetry.trace_context import TraceContext, caller_context
+from services.gateway.telemetry.spans import SpanBatch
+from services.gateway.telemetry.trace_context import caller_context
+from services.gateway.telemetry.traced_request import TracedRequest, num_spans
 from shared.telemetry.timeline import Phase, Timeline, Try
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
@@ -58,6 +60,11 @@ async def spans_of(
     assert response.status_code == (200 if body is BODY else 400)
     await until(lambda: any(span.kind == span.SPAN_KIND_SERVER for _, span in receiver.spans))
     return list(receiver.spans)
+
+
+def text_of(span: Any, name: str) -> str:
+    found = {pair.key: pair.value.string_value for pair in span.attributes}
+    return str(found.get(name, ""))
 
 
 async def test_split_request_is_one_connected_trace(
@@ -131,7 +138,10 @@ async def test_second_try_is_a_linked_sibling() -> None:
             number=number,
             worker_id=f"decode-{number}",
             outcome="x",
-            phases=(Phase(name="decode", process_id=f"decode-{number}", start_s=0, duration_s=1),),
+            phases=(
+                Phase(name="reserve", process_id=f"decode-{number}", start_s=0, duration_s=9e-5),
+                Phase(name="decode", process_id=f"decode-{number}", start_s=0, duration_s=1),
+            ),
         )
         for number in (1, 2)
     )
@@ -145,13 +155,23 @@ async def test_second_try_is_a_linked_sibling() -> None:
         duration_s=2.0,
         tries=tries,
     )
-    spans = SpanBuilder(timeline, TraceContext(b"t" * 16, b"s" * 8, is_sampled=True), {}).build()
-    assert len(spans) == num_spans(timeline)
+    encoded = msgspec.Raw(msgspec.msgpack.encode(timeline))
+    batch = SpanBatch()
+    batch.add(TracedRequest(encoded, b"t" * 16, b"s" * 8, b"", {}, {"decode-2": "fra"}))
+    spans = [
+        span
+        for each in batch.request.resource_spans
+        for scope in each.scope_spans
+        for span in scope.spans
+    ]
+    assert len(spans) == batch.num_spans == num_spans(timeline) == 5
     named = {span.name: span for span in spans}
     first, second = named["try 1"], named["try 2"]
-    assert first.parent == second.parent == named["chat m"].context
-    assert [link.context for link in second.links] == [first.context]
+    assert first.parent_span_id == second.parent_span_id == named["chat m"].span_id == b"s" * 8
+    assert [link.span_id for link in second.links] == [first.span_id]
     assert not first.links
+    regions = [text_of(span, "hearth.region") for span in (first, second)]
+    assert regions == ["", "fra"]
 
 
 async def test_exporter_is_not_imported_without_a_collector() -> None:
@@ -159,7 +179,7 @@ async def test_exporter_is_not_imported_without_a_collector() -> None:
     code = (
         "import sys, services.gateway.service\n"
         "from services.gateway.telemetry.tracing import open_tracing\n"
-        "assert open_tracing({}, bytes) is None\n"
+        "assert open_tracing({}, 'gateway-1', bytes, None) is None\n"
         "found = ('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'opentelemetry.proto')\n"
         "print([name for name in sys.modules if name.startswith(found)])"
     )

@@ -41,7 +41,7 @@ async def test_request_resumed_twice_has_one_timeline(
     assert text_of(events) == ANSWER
     ring = cluster.gateway.telemetry.ring
     assert len(ring) == 1
-    timeline = ring.get(next(iter(ring._encoded)))
+    timeline = ring.get(next(iter(ring)))
     assert timeline is not None
     assert [each.worker_id for each in timeline.tries] == ["decode-1", "decode-2", "decode-3"]
     assert [each.outcome for each in timeline.tries] == ["worker_lost", "worker_lost", "finished"]
