@@ -194,6 +194,10 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     def sender_id(self) -> str:
         return self.request.gateway_id
 
+    @property
+    def traceparent(self) -> bytes | None:
+        return self.request.traceparent
+
 
 class Queued(Message, frozen=True, kw_only=True):
     scheduler_id: ProcessId
@@ -260,6 +264,10 @@ class StartDecode(Message, frozen=True, kw_only=True):
     placement_id: PlacementId
     request: Request
     prefill_candidates: Annotated[tuple[ProcessId, ...], Meta(max_length=16)] = ()
+
+    @property
+    def traceparent(self) -> bytes | None:
+        return self.request.traceparent
 
 
 class DecodeStarted(Message, frozen=True, kw_only=True):
@@ -455,6 +463,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     numerics: Numerics  # of the decode worker
     request_id: Name  # copied from the request: another try has another placement id
     needs: FeatureNames = ()  # copied from the request
+    traceparent: Traceparent | None = None  # copied from the request
 
     @property
     def sender_id(self) -> str:

@@ -157,6 +157,7 @@ class ActiveHandoffs:
             numerics=worker.served.card.numerics,
             request_id=request.request_id,
             needs=request.needs,
+            traceparent=request.traceparent,
         )
         self.forget(placement)
         placement.prefill_id = placement_id

@@ -46,6 +46,8 @@ Unsubscribe = Callable[[], Awaitable[None]]
 
 MAX_SERVED_AT_ONCE = 1024
 MAX_REJECTIONS = 10  # takes 1 s: the server may not have read a new credential yet
+TRACE_HEADER = "traceparent"
+TRACE_BYTES = 128  # more than the header takes in a message
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -198,6 +200,12 @@ def late_reply(
     return decoded
 
 
+def trace_header(traceparent: bytes) -> str:
+    """`traceparent`: see `messages.Traceparent`."""
+    trace_id, span_id, flags = traceparent[:16], traceparent[16:24], traceparent[24:]
+    return f"00-{trace_id.hex()}-{span_id.hex()}-{flags.hex()}"
+
+
 class _ConnectionEvents:
     """nats-py's callbacks. Stores errors until the connection is established, then logs them."""
 
@@ -315,7 +323,10 @@ class NatsBus:
 
     async def publish(self, subject: str, message: Message) -> None:
         try:
-            await self._client.publish(sent_by(subject, self.process_id), self._payload(message))
+            data = self._payload(message)
+            await self._client.publish(
+                sent_by(subject, self.process_id), data, headers=self._headers(message, data)
+            )
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot publish on NATS: {error!r}") from error
 
@@ -334,11 +345,13 @@ class NatsBus:
             assert on_late is not None
             on_late(late_reply(subject, decode, self._sender_check, reply))
 
+        data = self._payload(message)
         try:
             reply = await self._client.request_bytes(
                 sent_by(subject, self.process_id),
-                self._payload(message),
+                data,
                 timeout_s=timeout_s,
+                headers=self._headers(message, data),
                 on_late=None if on_late is None else take_late,
             )
         except nats.errors.NoRespondersError:
@@ -430,6 +443,15 @@ class NatsBus:
                 f"the message has {len(data)} bytes; this bus accepts at most {limit}"
             )
         return data
+
+    def _headers(self, message: Message, data: bytes) -> dict[str, str] | None:
+        """The W3C's trace context of the request to which the message belongs: others on the bus
+        can follow it. None without one, or if it does not fit.
+        """
+        traceparent: bytes | None = getattr(message, "traceparent", None)
+        if traceparent is None or len(data) + TRACE_BYTES > self._client.max_payload:
+            return None
+        return {TRACE_HEADER: trace_header(traceparent)}
 
     def _reply_decoder(self, reply_type: Any) -> msgspec.msgpack.Decoder[Any]:
         decoder = self._reply_decoders.get(reply_type)

@@ -53,10 +53,11 @@ class DirectClient(Client):
         self._replies: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
         self._num_requests = 0
         self._reply_prefix = ""
+        self._replies_id: int | None = None  # the subscription to replies
 
     async def listen(self, subject: str, take: Take, *, queue: str = "") -> Subscription:
         """Subscribes. `take` is called in the order of arrival and delays all later messages, so it
-        may await only `publish`. Its exceptions go to `error_cb`.
+        may await only `publish`. Its exceptions go to `error_cb`. Headers are ignored.
         """
 
         async def on_message(message: Msg) -> None:
@@ -109,6 +110,7 @@ class DirectClient(Client):
         *,
         timeout_s: float,
         on_late: Callable[[bytes | None], None] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> bytes:
         """Returns the reply. Raises NoRespondersError, TimeoutError, or the errors of `publish`.
 
@@ -123,7 +125,7 @@ class DirectClient(Client):
         self._replies[token] = future
         timer = loop.call_later(timeout_s, _give_up, future)
         try:
-            await self.publish(subject, data, reply=self._reply_prefix + token)
+            await self.publish(subject, data, reply=self._reply_prefix + token, headers=headers)
             return await future
         except TimeoutError:
             if on_late is not None:
@@ -149,6 +151,7 @@ class DirectClient(Client):
     async def _listen_for_replies(self) -> None:
         prefix = self._reply_prefix = self.new_inbox() + "."
         subscription = await self.subscribe(f"{prefix}*", cb=self._on_status)
+        self._replies_id = subscription._id
         self._takers[subscription._id] = self._on_reply
 
     async def _on_reply(self, subject: str, reply: str, data: bytes) -> None:
@@ -174,7 +177,7 @@ class DirectClient(Client):
         try:
             if take_all is not None and not is_queued:
                 await take_all(subject.decode(), reply.decode(), data, headers or b"")
-            elif take is not None and not is_queued and not headers:
+            elif take is not None and not is_queued and not (headers and sid == self._replies_id):
                 await take(subject.decode(), reply.decode(), data)
             else:
                 await super()._process_msg(sid, subject, reply, data, headers)

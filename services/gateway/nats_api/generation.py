@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 from services.gateway.http.response import joined
 from services.gateway.nats_api.reply import Reply
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.output.results import Results
 from services.gateway.request.opener import OpenResponse
+from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import ClientDisconnected
+from shared.clock import Clock
 from shared.errors import Overloaded, PayloadTooLarge
 
 
-async def write_response(opened: OpenResponse, reply: Reply, max_reply_bytes: int) -> None:
+async def write_response(
+    opened: OpenResponse, reply: Reply, max_reply_bytes: int, clock: Clock
+) -> None:
     """Raises the HearthError that ended the request. The caller sends it."""
     merger = opened.merger
     merger.unsent.watch(
@@ -23,28 +27,35 @@ async def write_response(opened: OpenResponse, reply: Reply, max_reply_bytes: in
     )
     try:
         if opened.is_streamed:
-            await _write_events(opened, reply)
+            await _write_events(opened, reply, clock)
         else:
-            await _write_body(opened, reply, max_reply_bytes)
+            await _write_body(opened, reply, max_reply_bytes, clock)
     finally:
         # no effect on ended requests
         opened.cancel(ClientDisconnected("the response has ended before its request"))
         merger.close()
 
 
-async def _write_events(opened: OpenResponse, reply: Reply) -> None:
+async def _write_events(opened: OpenResponse, reply: Reply, clock: Clock) -> None:
     merger, encoder, reason = opened.merger, opened.encoder, ""
     while events := await merger.next():
         reason = reason or _reason_of(events)
         for part in joined(encoder.events(events)):
             if part:
-                await reply.send(part)
+                await _timed(reply.send(part), merger, clock)
         if merger.has_more:
             await asyncio.sleep(0)  # other streams continue
     closing = encoder.closing()
     if closing:
-        await reply.send(closing)
+        await _timed(reply.send(closing), merger, clock)
     await reply.finish(reason=reason or "stop")
+
+
+async def _timed(sending: Awaitable[None], merger: OutputMerger, clock: Clock) -> None:
+    """NATS takes messages until its buffers are full, for all clients together."""
+    began_at = clock.now()
+    await sending
+    merger.on_send(began_at, clock.now())
 
 
 def _reason_of(events: list[Event]) -> str:
@@ -52,14 +63,17 @@ def _reason_of(events: list[Event]) -> str:
     return next((each.reason for each in events if isinstance(each, Finished)), "")
 
 
-async def _write_body(opened: OpenResponse, reply: Reply, max_reply_bytes: int) -> None:
+async def _write_body(
+    opened: OpenResponse, reply: Reply, max_reply_bytes: int, clock: Clock
+) -> None:
     results, merger = Results(), opened.merger
     while events := await merger.next():
         for event in events:
             results.add(event)
             if isinstance(event, TextDelta):
                 merger.unsent.add(event.num_bytes)
-    await reply.finish(_whole(opened.encoder.body(results), max_reply_bytes))
+    body = _whole(opened.encoder.body(results), max_reply_bytes)
+    await _timed(reply.finish(body), merger, clock)
 
 
 def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:

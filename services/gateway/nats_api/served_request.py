@@ -207,7 +207,8 @@ class ServedRequest:
         self.message.data = b""  # the request is submitted
         del read, body
         held.release()
-        await write_response(opened, self._reply, parts.max_reply_bytes() - HEADERS_BYTES)
+        max_bytes = parts.max_reply_bytes() - HEADERS_BYTES
+        await write_response(opened, self._reply, max_bytes, parts.clock)
 
     def _left_s(self, deadline_s: float | None) -> float:
         """The time that is left. Raises DeadlineExceeded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +15,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class OtlpReceiver:
-    """`spans`: (service name, span) of all requests so far."""
+    """`spans`: (service name, span) of all requests so far. `released`: cleared, it hangs."""
 
     url: str = ""
     status: int = 200
-    num_requests: int = 0
     spans: list[tuple[str, Any]] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
 
     def take(self, body: bytes) -> None:
-        self.num_requests += 1
         for each in ExportTraceServiceRequest.FromString(body).resource_spans:
             names = {pair.key: pair.value.string_value for pair in each.resource.attributes}
             for scope in each.scope_spans:
@@ -32,13 +32,21 @@ class OtlpReceiver:
 @contextmanager
 def otlp_receiver() -> Iterator[OtlpReceiver]:
     receiver = OtlpReceiver()
+    receiver.released.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            receiver.take(self.rfile.read(int(self.headers["content-length"])))
+            body = self.rfile.read(int(self.headers["content-length"]))
+            receiver.released.wait()
+            if receiver.status == 200:
+                receiver.take(body)
             self.send_response(receiver.status)
             self.send_header("content-length", "0")
             self.end_headers()
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # a client that hung up while this hung
+                super().handle()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -50,6 +58,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
     try:
         yield receiver
     finally:
+        receiver.released.set()
         server.shutdown()
         server.server_close()
         thread.join()

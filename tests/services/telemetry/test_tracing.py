@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -88,10 +89,24 @@ async def test_split_request_is_one_connected_trace(
         "gen_ai.operation.name",
         "gen_ai.provider.name",
         "gen_ai.request.max_tokens",
+        "gen_ai.request.stream",
         "gen_ai.response.finish_reasons",
         "gen_ai.usage.output_tokens",
     } <= names
     assert not any(PROMPT.encode() in span.SerializeToString() for _, span in spans)
+
+
+async def test_commands_carry_the_trace_as_a_header(
+    cluster: LiveCluster, receiver: OtlpReceiver
+) -> None:
+    spans = await spans_of(cluster, receiver, BODY, SAMPLED)
+    server = next(span for _, span in spans if span.kind == span.SPAN_KIND_SERVER)
+    header = f"traceparent: 00-{TRACE_ID}-{server.span_id.hex()}-01".encode()
+    messages = re.findall(
+        rb"HPUB (\S+) [^\r]*\r\nNATS/1.0\r\n(traceparent: [^\r]*)", cluster.relays["nats"].recorded
+    )
+    subjects = {subject.decode() for subject, found in messages if found == header}
+    assert {subject.split(".")[-1] for subject in subjects} == {"submit", "start", "run"}
 
 
 async def test_rejected_request_has_a_span(cluster: LiveCluster, receiver: OtlpReceiver) -> None:
@@ -151,6 +166,7 @@ async def test_second_try_is_a_linked_sibling() -> None:
         gateway_id="gateway-1",
         model="m",
         outcome="stop",
+        num_reasoning_tokens=3,
         started_at=0.0,
         duration_s=2.0,
         tries=tries,
@@ -170,6 +186,8 @@ async def test_second_try_is_a_linked_sibling() -> None:
     assert first.parent_span_id == second.parent_span_id == named["chat m"].span_id == b"s" * 8
     assert [link.span_id for link in second.links] == [first.span_id]
     assert not first.links
+    numbers = {pair.key: pair.value.int_value for pair in named["chat m"].attributes}
+    assert numbers["gen_ai.usage.reasoning.output_tokens"] == 3
     regions = [text_of(span, "hearth.region") for span in (first, second)]
     assert regions == ["", "fra"]
 

@@ -127,6 +127,19 @@ async def test_request_that_was_not_opened_frees_its_place(
     assert (await acme.post_chat()).status_code == 200
 
 
+async def test_request_over_a_limit_has_a_timeline(acme: Acme) -> None:
+    await acme.configure(requests_per_min=1)
+    responses = [await acme.post_chat() for _ in range(2)]
+    path = f"/v1/requests/{responses[1].headers['x-request-id']}/timeline"
+    timeline = (await acme.http.get(path)).raise_for_status().json()
+    assert (timeline["status"], timeline["outcome"]) == (429, "requests_per_min_exceeded")
+    assert timeline["tenant_id"] == "acme"
+    assert [phase["name"] for phase in timeline["gateway_phases"]] == ["validate"]
+    response = await acme.http.post(CHAT, json=BODY, headers={"authorization": "Bearer none"})
+    assert response.status_code == 401
+    assert acme.cluster.gateway.telemetry.find(response.headers["x-request-id"]) is None
+
+
 @pytest.mark.parametrize("name", ["requests_per_min", "concurrency", "kv_quota_tokens"])
 async def test_limit_of_zero_is_403(acme: Acme, name: str) -> None:
     await acme.configure(**{name: 0})
