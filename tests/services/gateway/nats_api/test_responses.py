@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from shared.errors import Overloaded
 from shared.subjects import api_request
 from shared.tenancy.tenant import TENANTS
+from shared.transport.untyped_messages import UntypedMessages
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, until
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
@@ -208,3 +210,26 @@ async def test_request_that_cannot_be_answered_is_dropped_and_counted(api: Api) 
     await api.raw.flush()
     await until(lambda: counted() - before == len(foreign))
     assert not api.cluster.scheduler.submitted
+
+
+async def test_connection_that_takes_no_message_is_a_stall(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, held_s = UntypedMessages.send, 0.02
+
+    async def send_late(self: UntypedMessages, *args: Any, **fields: Any) -> None:
+        await asyncio.sleep(held_s)  # as if the connection's buffer were full
+        await send(self, *args, **fields)
+
+    monkeypatch.setattr(UntypedMessages, "send", send_late)
+    for body in (BODY, {**BODY, "stream": True}):
+        reply = (await all_of(await api.send("chat", body)))[0]
+        request_id = (reply.headers or {})["Hearth-Request"]
+        ring = api.cluster.gateway.telemetry.ring
+        await until(
+            lambda ring=ring, one=request_id: one in ring._encoded or one in ring._compressed
+        )
+        timeline = ring.get(request_id)
+        assert timeline is not None
+        stall = next(each for each in timeline.gateway_phases if each.name == "client_stall")
+        assert stall.duration_s >= held_s

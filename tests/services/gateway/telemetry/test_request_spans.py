@@ -69,4 +69,4 @@ async def test_cancelled_and_resumed_requests_are_connected_traces(
     assert workers == ["decode-1", "decode-2"]
     assert [link.span_id for link in second.links] == [first.span_id]
     under_first = {span.name for span in others if span.parent_span_id == first.span_id}
-    assert {"decode", "recovery"} <= under_first
+    assert "recovery" in under_first
