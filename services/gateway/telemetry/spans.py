@@ -6,9 +6,9 @@ process imports this file.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from random import Random
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from shared.telemetry.timeline import Phase, Timeline, Try
 MAX_CACHED = 4096
 _OF_SCHEDULERS = ("queue", "placement")
 _SAMPLED = 1  # the W3C's flag
+_random = Random()  # seeded by the system; ids of spans are no secrets
 _decode = msgspec.msgpack.Decoder(Timeline).decode
 
 
@@ -36,106 +37,120 @@ class SpanBatch:
         self._by_process: dict[tuple[str, str], ScopeSpans] = {}
 
     def add(self, traced: TracedRequest) -> None:
-        for role, process_id, span in _SpanBuilder(traced).build():
-            self._scope(role, process_id).spans.append(span)
-            self.num_spans += 1
+        _RequestSpans(traced, self.new_span).add()
 
-    def _scope(self, role: str, process_id: str) -> ScopeSpans:
-        found = self._by_process.get((role, process_id))
-        if found is None:
+    def new_span(self, role: str, process_id: str, **fields: Any) -> Span:
+        scope = self._by_process.get((role, process_id))
+        if scope is None:
             added = self.request.resource_spans.add(resource=resource(role, process_id))
-            found = self._by_process[role, process_id] = added.scope_spans.add()
-        return found
+            scope = self._by_process[role, process_id] = added.scope_spans.add()
+        self.num_spans += 1
+        return scope.spans.add(**fields)
 
 
-class _SpanBuilder:
-    def __init__(self, traced: TracedRequest) -> None:
+class _RequestSpans:
+    """Attributes that several spans have are encoded once, and merged: copying them one by one
+    takes as long as all the rest.
+    """
+
+    def __init__(self, traced: TracedRequest, new_span: Callable[..., Span]) -> None:
         self._traced = traced
+        self._new_span = new_span
         self._timeline = _decode(traced.timeline)
+        self._gateway_id = self._timeline.gateway_id
         self._started_ns = int(self._timeline.started_at * 1e9)
 
-    def build(self) -> Iterator[tuple[str, str, Span]]:
-        """Yields the role and the id of the process that did the work, and the span."""
-        timeline, gateway_id = self._timeline, self._timeline.gateway_id
-        yield "gateway", gateway_id, self._server_span()
+    def add(self) -> None:
+        timeline, gateway_id = self._timeline, self._gateway_id
+        self._add_server_span()
+        shared = {gateway_id: _encoded(self._region(gateway_id))}
         for phase in shown(timeline.gateway_phases):
-            region = self._region(gateway_id)
-            yield "gateway", gateway_id, self._phase(phase, self._traced.span_id, region)
+            self._add_phase(phase, "gateway", self._traced.span_id, shared)
         first = b""
         for each in timeline.tries:
-            own = secrets.token_bytes(8)
-            yield "gateway", gateway_id, self._try(each, own, first)
-            placement = _placement(each)
-            for phase in shown(each.phases):
-                attributes = [*placement, *self._region(phase.process_id)]
-                span = self._phase(phase, own, attributes)
-                yield self._role(phase, each), phase.process_id, span
+            own = new_id()
+            self._add_try(each, own, first)
+            placement = [
+                text("hearth.worker.id", each.worker_id),
+                *pairs({"hearth.placement.id": each.placement_id}),
+            ]
+            phases = shown(each.phases)
+            shared = {
+                process_id: _encoded([*placement, *self._region(process_id)])
+                for process_id in {phase.process_id for phase in phases}
+            }
+            for phase in phases:
+                self._add_phase(phase, self._role(phase, each), own, shared)
             first = first or own
 
-    def _server_span(self) -> Span:
+    def _add_server_span(self) -> None:
         timeline, traced = self._timeline, self._traced
-        has_failed = timeline.status >= 400
-        own = {**_attributes(timeline), **traced.attributes}
         operation = traced.attributes.get("gen_ai.operation.name", "chat")
-        return self._span(
+        own = {**_attributes(timeline), **traced.attributes}
+        has_failed = timeline.status >= 400
+        self._span(
+            "gateway",
+            self._gateway_id,
             f"{operation} {timeline.model}".strip(),
-            traced.span_id,
-            traced.parent_id,
             (0.0, timeline.duration_s),
-            [*pairs(own), *self._region(timeline.gateway_id)],
+            span_id=traced.span_id,
+            parent_span_id=traced.parent_id,
             kind=Span.SpanKind.SPAN_KIND_SERVER,
+            attributes=[*pairs(own), *self._region(self._gateway_id)],
             status=Status(code=Status.STATUS_CODE_ERROR) if has_failed else None,
         )
 
-    def _try(self, each: Try, own: bytes, first: bytes) -> Span:
+    def _add_try(self, each: Try, own: bytes, first: bytes) -> None:
         """A later try is linked to the first."""
         phases = each.phases
         start_s = phases[0].start_s if phases else 0.0
         end_s = phases[-1].start_s + phases[-1].duration_s if phases else 0.0
-        links = [Span.Link(trace_id=self._traced.trace_id, span_id=first)] if first else None
-        return self._span(
+        ids = {"hearth.placement.id": each.placement_id, "hearth.outcome": each.outcome}
+        worker = text("hearth.worker.id", each.worker_id)
+        self._span(
+            "gateway",
+            self._gateway_id,
             f"try {each.number}",
-            own,
-            self._traced.span_id,
             (start_s, end_s),
-            [
-                *_placement(each),
-                *self._region(each.worker_id),
-                text("hearth.outcome", each.outcome),
-            ],
-            links=links,
+            span_id=own,
+            parent_span_id=self._traced.span_id,
+            attributes=[worker, *pairs(ids), *self._region(each.worker_id)],
+            links=[Span.Link(trace_id=self._traced.trace_id, span_id=first)] if first else None,
         )
 
-    def _phase(self, phase: Phase, parent: bytes, attributes: list[KeyValue]) -> Span:
-        counts = {
-            "hearth.num_bytes": phase.num_bytes,
-            "hearth.num_tokens": phase.num_tokens,
-            "hearth.num_steps": phase.num_steps,
-        }
-        attributes += pairs({name: count for name, count in counts.items() if count})
-        times = (phase.start_s, phase.start_s + phase.duration_s)
-        return self._span(phase.name, secrets.token_bytes(8), parent, times, attributes)
+    def _add_phase(
+        self, phase: Phase, role: str, parent: bytes, shared: Mapping[str, bytes]
+    ) -> None:
+        """`shared`: encoded attributes, by process."""
+        span = self._span(
+            role,
+            phase.process_id,
+            phase.name,
+            (phase.start_s, phase.start_s + phase.duration_s),
+            span_id=new_id(),
+            parent_span_id=parent,
+        )
+        span.MergeFromString(shared[phase.process_id])
+        if phase.num_bytes:
+            span.attributes.extend(pairs({"hearth.num_bytes": phase.num_bytes}))
+        if phase.num_tokens:
+            span.attributes.extend(pairs({"hearth.num_tokens": phase.num_tokens}))
+        if phase.num_steps:
+            span.attributes.extend(pairs({"hearth.num_steps": phase.num_steps}))
 
     def _span(
-        self,
-        name: str,
-        span_id: bytes,
-        parent_id: bytes,
-        times: tuple[float, float],
-        attributes: list[KeyValue],
-        **fields: Any,
+        self, role: str, process_id: str, name: str, times: tuple[float, float], **fields: Any
     ) -> Span:
         """`times`: start and end, in seconds after the request's arrival."""
         start_s, end_s = times
-        return Span(
+        return self._new_span(
+            role,
+            process_id,
             name=name,
             trace_id=self._traced.trace_id,
-            span_id=span_id,
-            parent_span_id=parent_id,
             flags=_SAMPLED,
             start_time_unix_nano=self._started_ns + int(start_s * 1e9),
             end_time_unix_nano=self._started_ns + int(end_s * 1e9),
-            attributes=attributes,
             **{"kind": Span.SpanKind.SPAN_KIND_INTERNAL, **fields},
         )
 
@@ -144,11 +159,15 @@ class _SpanBuilder:
         return [text("hearth.region", region)] if region else []
 
     def _role(self, phase: Phase, each: Try) -> str:
-        if phase.process_id == self._timeline.gateway_id:
+        if phase.process_id == self._gateway_id:
             return "gateway"
         if phase.name in _OF_SCHEDULERS:
             return "scheduler"
         return "prefill" if phase.process_id == each.prefill_worker_id else "decode"
+
+
+def new_id() -> bytes:
+    return _random.randbytes(8)
 
 
 def _attributes(timeline: Timeline) -> dict[str, Any]:
@@ -174,11 +193,9 @@ def _attributes(timeline: Timeline) -> dict[str, Any]:
     return attributes
 
 
-def _placement(each: Try) -> list[KeyValue]:
-    placement_id = KeyValue(
-        key="hearth.placement.id", value=AnyValue(string_value=each.placement_id)
-    )
-    return [text("hearth.worker.id", each.worker_id), placement_id]
+def _encoded(attributes: list[KeyValue]) -> bytes:
+    """Of a span that has only these."""
+    return bytes(Span(attributes=attributes).SerializeToString())
 
 
 @lru_cache(MAX_CACHED)

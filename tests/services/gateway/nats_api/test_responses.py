@@ -223,7 +223,7 @@ async def test_connection_that_takes_no_message_is_a_stall(
 
     monkeypatch.setattr(UntypedMessages, "send", send_late)
     for body in (BODY, {**BODY, "stream": True}):
-        reply = (await all_of(await api.send("chat", body)))[0]
+        reply = await api.reply("chat", body)
         request_id = (reply.headers or {})["Hearth-Request"]
         ring = api.cluster.gateway.telemetry.ring
         await until(
