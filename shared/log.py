@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import structlog
+
+_encode = msgspec.json.Encoder().encode
 
 
 def configure_logging(process_id: str, *, level: str = "info") -> None:
@@ -13,7 +19,7 @@ def configure_logging(process_id: str, *, level: str = "info") -> None:
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer()
         if sys.stderr.isatty()
-        else structlog.processors.JSONRenderer()
+        else structlog.processors.JSONRenderer(serializer=json_line)
     )
     structlog.configure(
         processors=[
@@ -28,3 +34,11 @@ def configure_logging(process_id: str, *, level: str = "info") -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process_id)
+
+
+def json_line(event: dict[str, Any], default: Callable[[Any], Any]) -> str:
+    """As `json.dumps`, in a third of the time. `default`: of values without a form in JSON."""
+    try:
+        return msgspec.json.format(_encode(event), indent=0).decode()
+    except (TypeError, ValueError):  # also a lone surrogate
+        return json.dumps(event, default=default)
