@@ -19,6 +19,7 @@ class OtlpReceiver:
 
     url: str = ""
     status: int = 200
+    num_waiting: int = 0  # requests that are not answered yet
     spans: list[tuple[str, Any]] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -37,7 +38,9 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
+            receiver.num_waiting += 1
             receiver.released.wait()
+            receiver.num_waiting -= 1
             if receiver.status == 200:
                 receiver.take(body)
             self.send_response(receiver.status)

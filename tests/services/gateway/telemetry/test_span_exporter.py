@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -121,3 +123,36 @@ async def test_span_process_that_dies_is_replaced(
     send(tracing, 1)
     await until(lambda: not tracing.num_in_flight, WAIT_S)
     assert len(receiver.spans) >= NUM_SPANS
+
+
+GATEWAY = """
+import asyncio, os
+from services.gateway.telemetry.span_exporter import SpanTracing
+from shared.clock import MonotonicClock
+from tests.services.gateway.telemetry.test_span_exporter import send
+
+async def main():
+    tracing = SpanTracing("gateway-1", os.urandom, MonotonicClock())
+    await tracing.open()
+    while tracing.pid is None:
+        await asyncio.sleep(0.01)
+    send(tracing)
+    print(tracing.pid, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+async def test_span_process_ends_with_a_gateway_that_is_killed(receiver: OtlpReceiver) -> None:
+    receiver.released.clear()
+    gateway = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", GATEWAY), stdout=asyncio.subprocess.PIPE
+    )
+    assert gateway.stdout is not None
+    statistics = Path(f"/proc/{int(await gateway.stdout.readline())}/stat")
+    await until(lambda: receiver.num_waiting, WAIT_S)  # the span process is in a request
+    gateway.kill()
+    await gateway.wait()
+    # a container without an init does not reap it
+    await until(lambda: not statistics.exists() or ") Z " in statistics.read_text(), WAIT_S)
