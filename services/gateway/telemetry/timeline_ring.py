@@ -2,7 +2,7 @@
 
     open (built when it is read) ──add──▶ encoded ──BATCH of them──▶ compressed together
 
-Compressing one alone costs 9 µs and half of its size.
+Compressing each alone costs 9 µs.
 """
 
 from __future__ import annotations
