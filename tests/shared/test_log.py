@@ -13,7 +13,7 @@ from shared.log import json_line
     [
         {"event": "started", "phases": {"queue": 0.25}, "workers": ["a", "b"], "none": None},
         {"event": "failed", "error": OSError(2, "no such file")},
-        {"event": "odd", "path": "\udc80 \n \" é"},
+        {"event": "odd", "path": '\udc80 \n " é'},
     ],
 )
 def test_line_is_that_of_json_dumps(event: dict[str, Any]) -> None:
