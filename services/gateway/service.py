@@ -129,13 +129,16 @@ class GatewayService:
             roles=("gateway",),
             region=config.region,
             gateway=self.metrics.load,
+            store=store.load,
         )
         fleet = self._health_monitor.fleet
         self._cluster = ClusterFeed(ClusterState(fleet, clock.now, wall_clock))
         public = PublicPrefixes(root_key(config.cluster_secret))
         setup = None if files is None else own_setup(config, files)
         self._pool = preparation_pool(setup) if pool is None else pool
-        self._checks = GrammarChecks(grammar_pool(setup) if check_pool is None else check_pool)
+        check_pool = grammar_pool(setup) if check_pool is None else check_pool
+        self._checks = GrammarChecks(check_pool)
+        self.metrics.watch_preparation({"requests": self._pool, "grammars": check_pool})
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"

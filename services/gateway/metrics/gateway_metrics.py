@@ -11,8 +11,10 @@ from prometheus_client.registry import Collector
 
 from services.gateway.metrics.histograms import Histogram, ModelHistograms, own_histograms
 from services.gateway.metrics.label_counts import LabelCounts, TenantLabels
+from services.gateway.metrics.preparation import preparation_families
 from services.gateway.metrics.request_histograms import ITL, SPECS, TTFT, observe
 from services.gateway.metrics.vllm import VllmCollector
+from services.gateway.text.preparation_pool import PreparationPool
 from shared.errors import InvalidRequest
 from shared.messages import GatewayLoad
 from shared.metrics.families.fleet import FleetCollector
@@ -55,6 +57,7 @@ class OwnCollector(Collector):
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
+        self.pools: Mapping[str, PreparationPool] = {}
         for each in (self.slow_clients, self.dropped_messages):
             each.add(count=0)  # a series without labels exists from the start
 
@@ -73,6 +76,7 @@ class OwnCollector(Collector):
             "Models whose tokenizer and chat template are loaded.",
             self.num_loaded_models(),
         )
+        yield from preparation_families(self.pools)
         if self.num_dropped_spans is not None:
             yield CounterMetricFamily(
                 "hearth_spans_dropped",
@@ -117,6 +121,10 @@ class GatewayMetrics:
 
     def watch_loaded_models(self, count: Callable[[], int]) -> None:
         self.own.num_loaded_models = count
+
+    def watch_preparation(self, pools: Mapping[str, PreparationPool]) -> None:
+        """`pools`: by the value of the label `pool`."""
+        self.own.pools = pools
 
     def watch_dropped_spans(self, count: Callable[[], int]) -> None:
         """For a gateway that traces requests; others export no such metric."""
