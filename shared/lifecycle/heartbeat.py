@@ -48,7 +48,7 @@ LostHandler = Callable[[str, Loss], None]
 
 class HealthMonitor:
     """Calls `load`, `index`, `gateway`, `scheduler`, `host` and `store` for every heartbeat, to
-    report the state of an engine, an index, a gateway, a scheduler, a host or a connection to Redis.
+    report the state of an engine, an index, a gateway, a scheduler, a host or a Redis connection.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """

@@ -32,7 +32,7 @@ RECORDED = Path(__file__).with_name("recorded")
 INTERVAL_S = 5
 NUM_BEFORE = 3  # scrapes before the fault
 LIVE_TIMEOUT_S = 60.0
-HEAD = "# Written by `python -m tests.deploy.record` from a real cluster: record it anew, do not edit.\n"
+HEAD = "# Written by `python -m tests.deploy.record` from a real cluster; not to be edited.\n"
 
 
 async def record(cluster: ChaosCluster, scenario: Scenario) -> None:
@@ -44,17 +44,13 @@ async def record(cluster: ChaosCluster, scenario: Scenario) -> None:
         while cause is None or not cause.done() or len(taken) < NUM_BEFORE + num_after:
             taken.append(await scrape(client, url))
             if len(taken) == NUM_BEFORE:
-                cause = asyncio.create_task(_started(cluster, scenario))
+                cause = asyncio.create_task(scenario.cause(cluster))
             await asyncio.sleep(started + len(taken) * INTERVAL_S - time.monotonic())
         taken.append(await scrape(client, url))
     file = RECORDED / f"{scenario.name}.yml"
     file.write_text(
         HEAD + yaml.safe_dump(promtool_test(scenario, taken), sort_keys=False, width=1000)
     )
-
-
-async def _started(cluster: ChaosCluster, scenario: Scenario) -> None:
-    await scenario.cause(cluster)
 
 
 def promtool_test(scenario: Scenario, taken: list[Series]) -> dict[str, Any]:
@@ -96,7 +92,7 @@ def _expected(alert: str, at_s: int, *, is_raised: bool) -> dict[str, Any]:
 
 
 async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: Scenario) -> bool:
-    cause = asyncio.create_task(_started(cluster, scenario))
+    cause = asyncio.create_task(scenario.cause(cluster))
     missing = await prometheus.unraised(scenario.alerts, LIVE_TIMEOUT_S)
     await cause
     raised = [each for each in scenario.alerts if each not in missing]

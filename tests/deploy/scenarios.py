@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
@@ -16,7 +17,7 @@ OUTPUT_TOKENS = 4000  # more than a stream gets within a scenario
 NUM_OUTAGES = 4
 OUTAGE_S, PAUSE_S = 0.5, 5.0
 
-Step = Callable[[ChaosCluster], Awaitable[None]]
+Step = Callable[[ChaosCluster], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
