@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.metrics.preparation import PoolLoad
 from shared.messages import (
     DeviceMemory,
     GatewayLoad,
@@ -44,7 +44,7 @@ def fleet() -> list[Member]:
 def gateway_metrics() -> GatewayMetrics:
     metrics = GatewayMetrics("gateway-1")
     metrics.watch_fleet(fleet)
-    metrics.watch_preparation({"requests": PreparationPool(None)})
+    metrics.watch_preparation(lambda: {"requests": PoolLoad(0, 0, 0)})
     metrics.watch_dropped_spans(lambda: 0)
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from services.gateway.text.preparation_pool import PreparationPool
+
+class PoolLoad(NamedTuple):
+    """`num_waiting`, `num_running`: jobs. `num_lost`: processes that ended while they ran one."""
+
+    num_waiting: int
+    num_running: int
+    num_lost: int
 
 
-def preparation_families(pools: Mapping[str, PreparationPool]) -> Iterator[Metric]:
+def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
+    """`loads`: by pool."""
     jobs = GaugeMetricFamily(
         "hearth_preparation_jobs",
         "Jobs for preparation processes: waiting, or running.",
@@ -20,8 +28,8 @@ def preparation_families(pools: Mapping[str, PreparationPool]) -> Iterator[Metri
         "Preparation processes that ended, or were killed, while they ran a job.",
         labels=["pool"],
     )
-    for name, pool in pools.items():
-        jobs.add_metric([name, "waiting"], pool.num_waiting)
-        jobs.add_metric([name, "running"], pool.num_running)
-        lost.add_metric([name], pool.num_lost)
+    for pool, load in loads.items():
+        jobs.add_metric([pool, "waiting"], load.num_waiting)
+        jobs.add_metric([pool, "running"], load.num_running)
+        lost.add_metric([pool], load.num_lost)
     yield from (jobs, lost)
