@@ -114,9 +114,7 @@ def test_loop_runs_all_added_sequences() -> None:
             assert bench.engine.is_idle
             load = bench.loop.load()
             assert sum(load.num_steps_by_tokens) == load.num_busy_steps > 0
-            assert (
-                load.num_steps_by_tokens[2] == 1
-            )  # 1 + 2 + 3 + 4 + 5 tokens of prompts, 5 sampled
+            assert load.num_steps_by_tokens[3] == 1  # 15 tokens of prompts and 5 sampled
 
     run(scenario())
 
