@@ -4,7 +4,8 @@
     python -m tests.deploy.record --live    a Prometheus scrapes a gateway: it must raise the alerts
 
 Recorded are the series that an alert's expression names, every INTERVAL_S, from before the fault.
-With --live the rules' `for` is shorter, and scenarios of minutes are left out. The exit status is 1 if an alert is not raised.
+With --live the rules' `for` is shorter, and scenarios of minutes are left out. The exit status is 1
+if an alert is not raised.
 """
 
 from __future__ import annotations
