@@ -4,15 +4,13 @@
     python -m tests.deploy.record --live    a Prometheus scrapes a gateway: it must raise the alerts
 
 Recorded are the series that an alert's expression names, every INTERVAL_S, from before the fault.
-With --live the rules' `for` is shorter, and scenarios of minutes are left out. The exit status is 1
-if an alert is not raised.
+With --live the rules' `for` is shorter. The exit status is 1 if an alert is not raised.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ import httpx
 import yaml
 
 from tests.chaos.checks.metrics import Series, scrape
-from tests.chaos.running import TIMING_STEP_S
+from tests.chaos.running import TIMING_STEP_S, WORKERS
 from tests.chaos.world.cluster import ChaosCluster
 from tests.deploy.prometheus import BINARY, Prometheus
 from tests.deploy.rules import metrics_of
@@ -105,12 +103,12 @@ async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: 
 async def run(scenario: Scenario, *, is_live: bool) -> bool:
     """Whether the alerts were raised; without a Prometheus, True."""
     folder, prometheus, is_raised = Path(tempfile.mkdtemp(prefix="hearth-alerts-")), None, True
-    cluster = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=scenario.workers)
+    cluster = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=WORKERS)
     try:
         await cluster.start()
         if is_live:
             prometheus = Prometheus(folder, [*cluster.urls.values()][-1])
-        async with streams(cluster) if scenario.has_streams else contextlib.nullcontext():
+        async with streams(cluster):
             if prometheus is None:
                 await record(cluster, scenario)
             else:
@@ -132,9 +130,7 @@ def main() -> int:
     if options.live and BINARY is None:
         print("No prometheus: no alert is raised live (apt-get install prometheus)")
         return 0
-    wanted = options.scenario or [
-        each.name for each in SCENARIOS if each.is_short or not options.live
-    ]
+    wanted = options.scenario or all_names
     raised = [
         asyncio.run(run(each, is_live=options.live)) for each in SCENARIOS if each.name in wanted
     ]
