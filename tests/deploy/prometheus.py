@@ -19,6 +19,8 @@ from tests.servers import Server, free_port
 BINARY = shutil.which(os.environ.get("HEARTH_PROMETHEUS", "prometheus"))
 INTERVAL, FOR = "1s", "2s"
 POLL_S = 0.5
+NUM_SCRAPES = 3  # before a fault
+START_TIMEOUT_S = 30.0
 
 
 class Prometheus:
@@ -57,6 +59,16 @@ class Prometheus:
 
     def stop(self) -> None:
         self._server.stop()
+
+    async def scraped(self) -> None:
+        """Returns after some scrapes: an increase is counted from one before the fault."""
+        query = {"query": f"count_over_time(up[1m]) >= {NUM_SCRAPES}"}
+        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                answer = (await client.get(f"{self._url}/api/v1/query", params=query)).json()
+                if answer["data"]["result"]:
+                    return
+                await asyncio.sleep(POLL_S)
 
     async def firing(self) -> set[str]:
         async with httpx.AsyncClient(trust_env=False) as client:

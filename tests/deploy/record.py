@@ -92,6 +92,7 @@ def _expected(alert: str, at_s: int, *, is_raised: bool) -> dict[str, Any]:
 
 
 async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: Scenario) -> bool:
+    await prometheus.scraped()
     cause = asyncio.create_task(scenario.cause(cluster))
     missing = await prometheus.unraised(scenario.alerts, LIVE_TIMEOUT_S)
     await cause
