@@ -49,6 +49,7 @@ from shared.messages import (
     MatchPrefix,
     ModelCard,
     PrefixMatches,
+    StoreLoad,
     WorkerLoad,
 )
 from shared.numerics import Numerics
@@ -94,6 +95,9 @@ class NoStore:
     async def write(self, commands: Any) -> None:
         for command in commands:
             _check(command)
+
+    def load(self) -> StoreLoad:
+        return StoreLoad()
 
     async def close(self) -> None:
         pass

@@ -130,6 +130,12 @@ class FrameRefused(DependencyUnavailable):
     code = "frame_refused"
 
 
+class KvMismatch(FrameRefused):
+    """The KV has another format or other numerics than its receiver."""
+
+    code = "kv_mismatch"
+
+
 class DeadlineExceeded(HearthError):
     code = "deadline_exceeded"
     http_status = 504

@@ -631,6 +631,14 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     num_open_streams: Count = 0  # now
 
 
+class StoreLoad(Message, frozen=True, kw_only=True):
+    """A connection to Redis since the start of its process."""
+
+    is_away: bool = False  # the last call got no reply: the breaker is open, or about to try again
+    num_failures: Count = 0  # calls without a reply in time
+    num_reconnects: Count = 0  # first replies after a failure
+
+
 class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
     """What one scheduler measures of a model and role. Queued requests wait for this role.
 
@@ -710,6 +718,9 @@ class ModelCard(Message, frozen=True, kw_only=True):
     features: FeatureNames = ()  # that requests may need of this worker
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
@@ -752,6 +763,11 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     # the busiest expert's tokens over the mean, in the worst layer, of the last minutes; 0: no
     # experts, or too few tokens
     expert_imbalance: Ratio = 0.0
+    # commands and frames rejected because their KV has another format or other numerics
+    num_kv_mismatches: Count = 0
+    num_failed_handoffs: Count = 0  # attempts that another worker did not complete
+    # steps that computed at most as many tokens as each of STEP_TOKENS; the last: more
+    num_steps_by_tokens: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────
@@ -876,6 +892,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     scheduler: SchedulerLoad | None = None
     possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
     release: Name = ""  # of the sender's Hearth
+    num_bus_reconnects: Count = 0  # to NATS, since its start
+    store: StoreLoad | None = None  # of a process that uses Redis
 
     @property
     def sender_id(self) -> str:

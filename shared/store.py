@@ -22,6 +22,7 @@ from redis.commands.core import AsyncScript
 
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
+from shared.messages import StoreLoad
 from shared.tls import TlsFiles
 from shared.transport.round_trips import RoundTrip
 
@@ -81,6 +82,8 @@ class Store(Protocol):
         """Runs a Lua script atomically in one round trip. Strings in its reply are bytes."""
         ...
 
+    def load(self) -> StoreLoad: ...
+
     async def close(self) -> None: ...
 
 
@@ -112,6 +115,8 @@ class RedisStore:
         self._round_trip = RoundTrip()
         self._calls: set[asyncio.Future[object]] = set()  # also those that their callers gave up
         self._closed_until = 0.0
+        self._is_away = False
+        self._num_failures = self._num_reconnects = 0
         self._scripts: dict[str, AsyncScript] = {}
         longest_s = ABANDONED_S if timeout_s is None else timeout_s
         self._redis = redis.asyncio.Redis.from_url(
@@ -154,6 +159,13 @@ class RedisStore:
         await asyncio.gather(*self._calls, return_exceptions=True)
         await self._redis.aclose()
 
+    def load(self) -> StoreLoad:
+        return StoreLoad(
+            is_away=self._is_away,
+            num_failures=self._num_failures,
+            num_reconnects=self._num_reconnects,
+        )
+
     @property
     def wait_s(self) -> float:
         """How long a call waits for its reply, in seconds."""
@@ -171,12 +183,21 @@ class RedisStore:
         try:
             if not task.done():
                 raise TimeoutError(f"no reply within {wait_s:.3g} s")
-            return task.result()
+            reply = task.result()
         except redis.exceptions.ResponseError as error:
+            self._has_answered()
             raise StoreRejected(f"Redis returned an error: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S
+            self._is_away = True
+            self._num_failures += 1
             raise StoreUnavailable(f"Redis does not answer: {error!r}") from error
+        self._has_answered()
+        return reply
+
+    def _has_answered(self) -> None:
+        self._num_reconnects += self._is_away
+        self._is_away = False
 
     def _started(self, call: Callable[[], Awaitable[object]]) -> asyncio.Future[object]:
         began_at = self._clock.now()

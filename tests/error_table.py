@@ -84,6 +84,7 @@ MEANING = {
     "request_timeout": "a process did not reply in time",
     "link_lost": "the KV connection ended (between processes)",
     "frame_refused": "the receiver rejected KV (between processes)",
+    "kv_mismatch": "KV has another format or other numerics than its receiver (between processes)",
     "worker_busy": "a worker has no room (between processes)",
     "worker_unfit": "a worker will not serve this request, whenever it comes (between processes)",
     "context_full": "a worker's KV cache is smaller than the request (between processes)",

@@ -160,6 +160,7 @@ def test_failed_installation_is_retried(machine: Machine) -> None:
 
 PYTEST = "pytest -n 2 --dist worksteal"
 DEPLOY = "python -m pytest tests/deploy"  # with promtool, if it can be had
+RAISED = "python -m tests.deploy.record --live"
 CLIENTS = "python -m tests.clients"
 CHECKS = ["ruff check", "ruff format --check", "mypy "]
 
@@ -178,7 +179,7 @@ def test_ci_runs_short_tests_then_clients(machine: Machine) -> None:
     machine.add_venv()
     machine.add_clients("sdks")
     assert machine.run(".ci/run").returncode == 0
-    assert calls_of(machine) == [PYTEST, *CHECKS, DEPLOY, CLIENTS]
+    assert calls_of(machine) == [PYTEST, *CHECKS, DEPLOY, RAISED, CLIENTS]
 
 
 @pytest.mark.parametrize("failing", ["pytest", "python"])
@@ -197,10 +198,10 @@ def test_clients_are_installed_once_in_an_environment_of_each_file(machine: Mach
     machine.run("scripts/test", "--clients", "-k", "stream")
     installs = [f"newest/bin/pip install --quiet -r {newest}"]
     installs.append(f"oldest/bin/pip install --quiet -r {oldest}")
-    assert machine.calls[2:] == [*installs, DEPLOY, f"{CLIENTS} -k stream"]
+    assert machine.calls[2:] == [*installs, DEPLOY, RAISED, f"{CLIENTS} -k stream"]
     oldest.write_text("changed==2")
     machine.run("scripts/test", "--clients")
-    assert machine.calls == [installs[1], DEPLOY, CLIENTS]
+    assert machine.calls == [installs[1], DEPLOY, RAISED, CLIENTS]
 
 
 def test_clients_that_cannot_be_installed_fail_the_run(machine: Machine) -> None:

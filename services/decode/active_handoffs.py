@@ -44,6 +44,7 @@ class ActiveHandoffs:
         self._under_way: dict[Handoff, asyncio.Task[None]] = {}
         self._awaiting_phases: dict[bytes, RunningRequest] = {}  # by the id of the prefill
         self._num_accepted = 0
+        self._num_failed = 0
         self._ack_s = 0.0
 
     def counted(self, load: WorkerLoad) -> WorkerLoad:
@@ -51,6 +52,7 @@ class ActiveHandoffs:
             load,
             num_handoffs_in_flight=len(self._under_way),
             num_handoffs=self._num_accepted,
+            num_failed_handoffs=self._num_failed,
             handoff_ack_s=self._ack_s,
         )
 
@@ -126,6 +128,7 @@ class ActiveHandoffs:
             log.exception("handoff_crashed")
         finally:
             del self._under_way[handoff]
+            self._num_failed += handoff.num_failed_tries
         placement.handoff = None
         self._on_ended(placement, handoff, num_held)
 

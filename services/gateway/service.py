@@ -28,6 +28,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.metrics.preparation import PoolLoad
 from services.gateway.model_list import TenantModels
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.model_names import ModelNames
@@ -129,13 +130,16 @@ class GatewayService:
             roles=("gateway",),
             region=config.region,
             gateway=self.metrics.load,
+            store=store.load,
         )
         fleet = self._health_monitor.fleet
         self._cluster = ClusterFeed(ClusterState(fleet, clock.now, wall_clock))
         public = PublicPrefixes(root_key(config.cluster_secret))
         setup = None if files is None else own_setup(config, files)
         self._pool = preparation_pool(setup) if pool is None else pool
-        self._checks = GrammarChecks(grammar_pool(setup) if check_pool is None else check_pool)
+        check_pool = grammar_pool(setup) if check_pool is None else check_pool
+        self._checks = GrammarChecks(check_pool)
+        self.metrics.watch_preparation(lambda: preparation_loads(self._pool, check_pool))
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
@@ -458,6 +462,13 @@ def grammar_pool(setup: ProcessSetup | None) -> PreparationPool:
     return PreparationPool(
         setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, niceness=CHECK_NICENESS, grows=True
     )
+
+
+def preparation_loads(pool: PreparationPool, check_pool: PreparationPool) -> dict[str, PoolLoad]:
+    return {
+        name: PoolLoad(each.num_waiting, each.num_running, each.num_lost)
+        for name, each in (("requests", pool), ("grammars", check_pool))
+    }
 
 
 def own_family(config: GatewayConfig, files: ModelFiles) -> Family:

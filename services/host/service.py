@@ -87,7 +87,13 @@ class HostService:
         self._changed = asyncio.Event()
         self._background = Background()
         self.health_monitor = HealthMonitor(
-            bus, clock, randomness, roles=("host",), region=config.region, host=self._load
+            bus,
+            clock,
+            randomness,
+            roles=("host",),
+            region=config.region,
+            host=self._load,
+            store=store.load,
         )
         self.health_monitor.on_heartbeat(self._on_heartbeat)
 

@@ -75,6 +75,7 @@ class KvIndexService:
             roles=("kv_index",),
             region=config.region,
             index=self._load,
+            store=store.load,
         )
         self.index = PrefixIndex()
         self._num_resyncs = 0

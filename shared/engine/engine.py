@@ -99,6 +99,11 @@ class Engine:
         return sum(each.num_uncomputed_tokens for each in ahead if each.num_uncomputed_tokens > 1)
 
     @property
+    def num_new_tokens(self) -> int:
+        """Prompt tokens computed and tokens sampled since the start."""
+        return self.num_computed_prompt_tokens + self.num_generated_tokens
+
+    @property
     def num_context_tokens(self) -> int:
         """Tokens whose KV the running sequences read in each step."""
         return sum(each.num_computed_tokens for each in self.batcher.running)

@@ -18,6 +18,7 @@ their rows that are also in a failed step are void, because they lack its KV and
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from shared.engine.executors.expert_load import ExpertLoad
 from shared.engine.failed_steps import FailedSteps
 from shared.engine.runner import StepOutput
 from shared.errors import DeviceFailed, StepFailed
-from shared.messages import WorkerLoad
+from shared.messages import STEP_TOKENS, WorkerLoad
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +69,7 @@ class EngineLoop:
         self._step = 0
         self._is_idle = True
         self._num_busy_steps = 0
+        self._num_steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._busy_s = 0.0
         self._failed_steps = FailedSteps()
         self._expert_load = ExpertLoad()
@@ -148,6 +150,7 @@ class EngineLoop:
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
             expert_imbalance=self._expert_load.imbalance,
+            num_steps_by_tokens=tuple(self._num_steps_by_tokens),
         )
 
     @property
@@ -207,7 +210,11 @@ class EngineLoop:
         now = self._clock.now()
         self._busy_s += now - max(step.began_at, self._answered_at)
         self._answered_at = now
-        return self.engine.apply(step.rows, output)
+        num_tokens = self.engine.num_new_tokens
+        progress = self.engine.apply(step.rows, output)
+        num_tokens = self.engine.num_new_tokens - num_tokens
+        self._num_steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        return progress
 
     async def _recover(self, step: SubmittedStep) -> list[StepProgress]:
         """Applies what is valid of the steps after a failed one, then computes its rows again."""

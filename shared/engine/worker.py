@@ -100,6 +100,7 @@ class EngineWorker:
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
         self._releases: list[Callable[[], None]] = []
         self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
+        self._num_kv_mismatches = 0
         self._event_number = 0
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
@@ -144,11 +145,13 @@ class EngineWorker:
             raise WorkerUnfit(f"{self.worker_id} does not have {', '.join(missing)}")
 
     def check_kv(self, kv_format: str, numerics: Numerics) -> None:
-        """Raises WorkerUnfit if a worker with these may not hold KV of this one."""
+        """Raises WorkerUnfit if a worker with these may not hold KV of this one, and counts it."""
         own = self.served.card
         if kv_format != own.kv_format:
+            self._num_kv_mismatches += 1
             raise WorkerUnfit(f"kv_format {kv_format} differs from this worker's {own.kv_format}")
         if not own.numerics.may_share_kv(numerics):
+            self._num_kv_mismatches += 1
             raise WorkerUnfit(f"numerics {numerics} differ from this worker's {own.numerics}")
 
     def check_kv_targets(self, worker_id: str, targets: KvTargets) -> None:
@@ -248,6 +251,7 @@ class EngineWorker:
             num_unknown_kv_frames=counts.num_unknown,
             num_refused_kv_frames=counts.num_rejected,
             num_bad_kv_peers=counts.num_bad_peers,
+            num_kv_mismatches=self._num_kv_mismatches + counts.num_mismatched,
         )
         for counter in self._counters:
             load = counter(load)

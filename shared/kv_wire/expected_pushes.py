@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from shared.errors import HearthError
+from shared.errors import HearthError, KvMismatch
 from shared.kv_layout import KvShard
 from shared.kv_wire.link import FrameHeader, FrameSink
 
@@ -31,6 +31,7 @@ class ReceiverCounts:
     num_unknown: int = 0  # of a placement that is not expected
     num_corrupt: int = 0
     num_rejected: int = 0  # by the sink
+    num_mismatched: int = 0  # of these, with KV of another format or other numerics
     num_bad_peers: int = 0  # violated the protocol, failed the handshake or ended within a frame
 
 
@@ -97,6 +98,9 @@ class ExpectedPushes:
                 return self._unknown(header)
             try:
                 return await self._hand_over(expected.sink, header, payload, checksum)
+            except KvMismatch as error:
+                self.counts.num_mismatched += 1
+                reason = error.message
             except HearthError as error:
                 reason = error.message
             except Exception as error:

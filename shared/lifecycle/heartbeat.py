@@ -27,6 +27,7 @@ from shared.messages import (
     ReportAlive,
     Role,
     SchedulerLoad,
+    StoreLoad,
     WorkerLoad,
     WorkerRole,
 )
@@ -46,8 +47,8 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load`, `index`, `gateway`, `scheduler` and `host` for every heartbeat, to report the
-    state of an engine, an index, a gateway, a scheduler or a host.
+    """Calls `load`, `index`, `gateway`, `scheduler`, `host` and `store` for every heartbeat, to
+    report the state of an engine, an index, a gateway, a scheduler, a host or a Redis connection.
 
     `requests` measures the round trip to each peer; peers in use are probed.
     """
@@ -68,6 +69,7 @@ class HealthMonitor:
         gateway: Callable[[], GatewayLoad] | None = None,
         scheduler: Callable[[], SchedulerLoad] | None = None,
         host: Callable[[], HostLoad] | None = None,
+        store: Callable[[], StoreLoad] | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -90,6 +92,7 @@ class HealthMonitor:
         self._gateway = gateway
         self._scheduler = scheduler
         self._host = host
+        self._store = store
         self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
@@ -263,6 +266,8 @@ class HealthMonitor:
             possible_roles=self._possible_roles,
             host=None if self._host is None else self._host(),
             release=installed_release(),
+            num_bus_reconnects=self._bus.num_reconnects,
+            store=None if self._store is None else self._store(),
         )
 
     def report(self) -> ProcessReport:

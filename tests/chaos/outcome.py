@@ -64,12 +64,14 @@ def _fault_bars(fault: Fault, rows: list[Row]) -> list[Bar]:
 def _row_bars(outcome: Outcome) -> list[Bar]:
     rows = outcome.rows
     suspected = sum(row.suspected for row in rows)
+    unmoved = sum(not row.moved for row in rows)
     leaking = sum(row.whole_after_s is None for row in rows)
     held = f"still held after all rows and {outcome.num_left} cancels"
     return [
         at_most("lost", sum(row.lost for row in rows), 0, "requests"),
         at_most("altered", sum(row.altered for row in rows), 0, "answers"),
         at_most("suspicions of who had nothing done to it", suspected, 0, "suspicions"),
+        at_most("faults that move no metric of their runbook line", unmoved, 0, "rows"),
         at_most("pools that are not whole afterwards", leaking, 0, "rows"),
         at_most(held, len(outcome.leftovers), 0, "processes"),
     ]

@@ -20,6 +20,7 @@ from services.worker import DEVICE_LOST_STATUS
 from shared.messages import AbortRequest, CancelQueued, Placed
 from tests.chaos.chaos import Call, Chaos
 from tests.chaos.checks.logs import given_up, suspicions
+from tests.chaos.checks.metrics import MetricWatch, runbook_metrics
 from tests.chaos.checks.phases import Phase, reach
 from tests.chaos.world.clients import Exchange
 from tests.chaos.world.cluster import SERVERS, ChaosCluster
@@ -70,6 +71,8 @@ class Row(msgspec.Struct, kw_only=True):
     excess_s: float
     outage_s: float | None  # of a server or a frozen gateway, which cannot be shortened
     whole_after_s: float | None  # from the last response until every pool was complete; None: never
+    moved: int = 0  # metrics, of those that the runbook names
+    unmoved: list[str] = []  # the others
 
     @property
     def is_bad(self) -> bool:
@@ -135,6 +138,8 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     victim, _, number = process.partition(":")
     rank = int(number) if number else None
     cluster = chaos.cluster
+    watch = MetricWatch([*cluster.urls.values()][-1], runbook_metrics(fault, victim))
+    await watch.start()
     chaos.monitor.forget()
     sent, tasks = chaos.send_all()
     await reach(phase, chaos.monitor, sent, victim)
@@ -160,7 +165,9 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
         whole_after_s: float | None = await chaos.wait_until_empty()
     except TimeoutError:
         whole_after_s = None
-    return _row(chaos, strike, outage_s, whole_after_s)
+    unmoved = await watch.unmoved()
+    row = _row(chaos, strike, outage_s, whole_after_s)
+    return msgspec.structs.replace(row, moved=len(watch.names) - len(unmoved), unmoved=unmoved)
 
 
 async def _nothing() -> None:

@@ -53,6 +53,8 @@ async def test_responses_equal_the_undisturbed_run(
     row = await run_row(chaos, fault, victim, phase)
     assert (row.lost, row.altered) == (0, 0), row
     assert row.whole_after_s is not None, row
+    assert row.moved > 0, row
+    assert row.unmoved == [], row
     if victim.startswith("decode"):
         assert row.resubmitted > 0, row
         assert row.detect_s is not None or fault == "device"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.metrics.preparation import PoolLoad
 from shared.messages import (
     DeviceMemory,
     GatewayLoad,
@@ -14,6 +15,7 @@ from shared.messages import (
     HostLoad,
     IndexLoad,
     SchedulerLoad,
+    StoreLoad,
 )
 from shared.metrics.families.member import Member
 from shared.metrics.metrics_server import MetricsServer
@@ -24,11 +26,13 @@ from tests.shared.metrics.test_role_demands import demand
 
 
 def fleet() -> list[Member]:
-    load = worker_load(num_total_blocks=10, num_free_blocks=5, expert_imbalance=1.5)
+    load = worker_load(
+        num_total_blocks=10, num_free_blocks=5, expert_imbalance=1.5, num_steps_by_tokens=(1,) * 14
+    )
     device = DeviceMemory(device="cpu", budget_bytes=2, used_bytes=1)
     hosted = HostedModel(name="m", revision="r", state="hot", device="cpu")
     loads = (
-        heartbeat("gateway-1", gateway=GatewayLoad()),
+        heartbeat("gateway-1", gateway=GatewayLoad(), store=StoreLoad()),
         heartbeat("scheduler-1", scheduler=SchedulerLoad(demands=(demand("m", 1, 1),))),
         heartbeat("kv_index-1", index=IndexLoad(state="exact")),
         heartbeat("host-1", host=HostLoad(devices=(device,), models=(hosted,))),
@@ -40,6 +44,7 @@ def fleet() -> list[Member]:
 def gateway_metrics() -> GatewayMetrics:
     metrics = GatewayMetrics("gateway-1")
     metrics.watch_fleet(fleet)
+    metrics.watch_preparation(lambda: {"requests": PoolLoad(0, 0, 0)})
     metrics.watch_dropped_spans(lambda: 0)
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")

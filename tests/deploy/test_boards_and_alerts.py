@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-import services.deploy
 from tests.deploy.exposed import gateway_metrics, names_of, process_metrics
 from tests.deploy.promtool import needs_promtool, promtool
+from tests.deploy.record import RECORDED
+from tests.deploy.rules import ALERTS, DEPLOY, METRIC, rules
+from tests.deploy.scenarios import SCENARIOS
 
-DEPLOY = Path(services.deploy.__file__).parent
 BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.json")]
-ALERTS = DEPLOY / "alerts.yml"
 TESTS = Path(__file__).with_name("alert_tests.yml")
 VLLM = Path(__file__).with_name("vllm_expressions.txt")
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$worker": ".*"}
-METRIC = re.compile(r"\b(?:hearth_|vllm:)\w+")
 
 
 def panels(board: Path) -> list[dict[str, Any]]:
@@ -36,12 +34,6 @@ def expressions(board: Path) -> Iterator[str]:
             for name, value in VARIABLES.items():
                 expression = expression.replace(name, value)
             yield expression
-
-
-def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
 
 
 def all_expressions() -> list[str]:
@@ -90,6 +82,8 @@ def test_each_alert_has_a_test_and_a_line_in_the_runbook() -> None:
 def test_prometheus_accepts_rules_and_their_tests() -> None:
     promtool("check", "rules", str(ALERTS))
     promtool("test", "rules", str(TESTS))
+    for each in SCENARIOS:
+        promtool("test", "rules", str(RECORDED / f"{each.name}.yml"))
     promtool("check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml"))
 
 
@@ -108,4 +102,6 @@ def test_prometheus_accepts_each_expression_of_the_boards(tmp_path: Path) -> Non
 def test_prometheus_finds_no_fault_in_the_exposition(names: str) -> None:
     given = process_metrics() if names == "process" else gateway_metrics().render(names).decode()
     # Prometheus leaves colons to recording rules; vLLM's names have them
+    # and one of its histograms ends as a counter
+    given = given.replace("vllm:iteration_tokens_total", "vllm:iteration_tokens")
     assert promtool("check", "metrics", given=given.replace("vllm:", "vllm_")) == ""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from shared.messages import StoreLoad
 from shared.store import BREAKER_S, RedisStore, StoreRejected, StoreUnavailable
 from tests.servers import RedisServer, free_port
 from tests.simulation.world.store import MemoryStore
@@ -94,9 +95,11 @@ async def test_missing_redis_opens_the_breaker() -> None:
         await store.get("key")
     with pytest.raises(StoreUnavailable, match="is unavailable"):
         await store.write([("SET", "a", 1)])
+    assert store.load() == StoreLoad(is_away=True, num_failures=1)
     clock.at += BREAKER_S
     with pytest.raises(StoreUnavailable, match="does not answer"):
         await store.get("key")
+    assert store.load().num_failures == 2  # the breaker's own answers are no failures
     await store.close()
 
 
@@ -114,6 +117,7 @@ async def test_call_to_hanging_redis_ends_at_timeout() -> None:
         clock.at += BREAKER_S
         async with asyncio.timeout(5):
             assert await _get_when_available(store, clock) == b"1"
+        assert (store.load().is_away, store.load().num_reconnects) == (False, 1)
     finally:
         await store.close()
         server.stop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.metrics.exposition import exposition
 from services.gateway.metrics.histograms import Histogram, ModelHistograms, own_histograms
 from services.gateway.metrics.label_counts import LabelCounts, TenantLabels
+from services.gateway.metrics.preparation import PoolLoad, preparation_families
 from services.gateway.metrics.request_histograms import ITL, SPECS, TTFT, observe
 from services.gateway.metrics.vllm import VllmCollector
 from shared.errors import InvalidRequest
@@ -55,6 +57,7 @@ class OwnCollector(Collector):
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
+        self.preparation: Callable[[], Mapping[str, PoolLoad]] = dict
         for each in (self.slow_clients, self.dropped_messages):
             each.add(count=0)  # a series without labels exists from the start
 
@@ -73,6 +76,7 @@ class OwnCollector(Collector):
             "Models whose tokenizer and chat template are loaded.",
             self.num_loaded_models(),
         )
+        yield from preparation_families(self.preparation())
         if self.num_dropped_spans is not None:
             yield CounterMetricFamily(
                 "hearth_spans_dropped",
@@ -117,6 +121,10 @@ class GatewayMetrics:
 
     def watch_loaded_models(self, count: Callable[[], int]) -> None:
         self.own.num_loaded_models = count
+
+    def watch_preparation(self, loads: Callable[[], Mapping[str, PoolLoad]]) -> None:
+        """`loads`: by pool of processes."""
+        self.own.preparation = loads
 
     def watch_dropped_spans(self, count: Callable[[], int]) -> None:
         """For a gateway that traces requests; others export no such metric."""
@@ -190,7 +198,7 @@ class GatewayMetrics:
         """`names`: hearth, or vllm for the names that vLLM's boards use. Raises InvalidRequest."""
         if names not in NAMES:
             raise InvalidRequest(f"names: {names[:64]!r} is not hearth or vllm", param="names")
-        return generate_latest(self._registries[names])
+        return exposition(self._registries[names].collect())
 
     def _fleet(self) -> Iterable[Member]:
         return self._members()

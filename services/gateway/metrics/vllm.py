@@ -1,19 +1,26 @@
 """The names of vLLM's metrics, so that boards and balancers made for them work.
 
 `engine`: a worker's id, or the gateway's for what a gateway measures for all its workers together.
-What Hearth does not have, such as adapters, is left out.
+What Hearth does not have is left out; adapters are listed as none, for boards that join them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from services.gateway.metrics.histograms import ModelHistograms, vllm_histograms
 from services.gateway.metrics.request_histograms import SPECS
-from shared.messages import Heartbeat
+from shared.messages import STEP_TOKENS, Heartbeat
 from shared.metrics.families.member import Member
 from shared.metrics.families.worker import VALUES, kv_usage
 
@@ -54,6 +61,8 @@ class VllmCollector(Collector):
         decode = [each for each in beats if each.load and each.model and "decode" in each.roles]
         yield from _of_workers(decode)
         yield _cache_config(decode)
+        yield _lora_info(decode)
+        yield _iteration_tokens(decode)
         yield self._success()
         yield from vllm_histograms(SPECS, self._histograms, self._engine())
 
@@ -91,6 +100,35 @@ def _cache_config(heartbeats: Iterable[Heartbeat]) -> Metric:
         assert each.model is not None and each.load is not None
         sizes = [str(each.model.block_size), str(each.load.num_total_blocks)]
         family.add_metric([*_labels(each), *sizes], 1)
+    return family
+
+
+def _lora_info(heartbeats: Iterable[Heartbeat]) -> Metric:
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "No adapters are served.",
+        labels=[*LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    for each in heartbeats:
+        family.add_metric([*_labels(each), "0", "", ""], 0)
+    return family
+
+
+def _iteration_tokens(heartbeats: Iterable[Heartbeat]) -> Metric:
+    """Of workers whose release counts them."""
+    family = HistogramMetricFamily(
+        "vllm:iteration_tokens_total",
+        "Tokens of a step: prompt tokens computed, and tokens sampled.",
+        labels=LABELS,
+    )
+    for each in heartbeats:
+        assert each.load is not None
+        counts = each.load.num_steps_by_tokens
+        if len(counts) == len(STEP_TOKENS) + 1:
+            names = [*(floatToGoString(bound) for bound in STEP_TOKENS), "+Inf"]
+            buckets = list(zip(names, accumulate(counts), strict=True))
+            num_tokens = each.load.num_computed_prompt_tokens + each.load.num_generated_tokens
+            family.add_metric(_labels(each), buckets, num_tokens)
     return family
 
 

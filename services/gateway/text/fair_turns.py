@@ -39,6 +39,10 @@ class FairTurns(Generic[Job]):
         self._tenants: dict[str, _Tenant[Job]] = {}
         self._num_arrivals = 0
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(each.waiting) for each in list(self._tenants.values()))  # from any thread
+
     def add(self, tenant_id: str, job: Job) -> None:
         self._num_arrivals += 1
         tenant = self._tenants.setdefault(tenant_id, _Tenant(self._num_arrivals))

@@ -156,11 +156,21 @@ class PreparationPool:
         self._dying: list[_PoolProcess] = []  # killed, and not yet seen to have ended
         self._background = Background()
         self._is_filling = self._is_closed = False
+        self.num_lost = 0  # processes that ended, or were killed, while they ran a job
 
     @property
     def process_ids(self) -> list[int]:
         """Of the processes in the pool, without the spare."""
         return [each.process.pid for each in self._seats if each.process is not None]
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that no process runs yet."""
+        return self._turns.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return sum(each.running is not None for each in self._seats)
 
     async def start(self) -> None:
         """Optional first call: starts one process, so that the first job does not wait for it."""
@@ -235,6 +245,7 @@ class PreparationPool:
             _fail(waiting, NoCapacity("the preparation process hangs", retry_after_s=1.0))
         finally:
             seat.running = None
+            self.num_lost += has_lost and not self._is_closed
             self._turns.ended(waiting.tenant_id, cpu_s, reached_limit=has_lost)
             if not self._is_closed:
                 self._start_jobs()

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from shared.engine.runner import KvMemory, KvRun
-from shared.errors import FrameRefused
+from shared.errors import FrameRefused, KvMismatch
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.coverage import Coverage
 from shared.kv_wire.link import FrameHeader
@@ -103,16 +103,17 @@ class KvWriter:
         if not 0 <= group < len(layout.groups):
             raise FrameRefused(f"group {group} is not one of {len(layout.groups)}")
         if not self._memory.numerics.may_share_kv(header.numerics):
-            raise FrameRefused(f"KV of {header.numerics} is not that of {self._memory.numerics}")
+            raise KvMismatch(f"KV of {header.numerics} is not that of {self._memory.numerics}")
+        if header.kv_format != layout.key:
+            raise KvMismatch(f"KV in {header.kv_format} is not in {layout.key}")
         next_token = self._coverages[group].next_token(part)
         is_next = header.first_token == next_token and header.num_tokens > 0
         fits = header.first_token + header.num_tokens <= self._num_expected_tokens
         num_bytes = header.num_tokens * part.num_cells * layout.cell_bytes
         has_bytes = header.payload_bytes == num_bytes
-        is_same_format = header.kv_format == layout.key
-        if self.ended.done() or not (is_next and fits and has_bytes and is_same_format):
+        if self.ended.done() or not (is_next and fits and has_bytes):
             raise FrameRefused(
-                f"frame of tokens {header.first_token}+{header.num_tokens} in {header.kv_format} "
+                f"frame of tokens {header.first_token}+{header.num_tokens} "
                 f"of group {group}, layers {header.first_layer}+{header.num_layers}, heads "
                 f"{header.first_head}+{header.num_heads} does not continue {next_token} of "
                 f"{self._num_expected_tokens} tokens"

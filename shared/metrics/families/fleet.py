@@ -47,6 +47,11 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
         "Messages that a process rejected because the stated sender had not sent them.",
         labels=["process"],
     )
+    reconnects = CounterMetricFamily(
+        "hearth_nats_reconnects",
+        "Times a process lost its connection to NATS.",
+        labels=["process"],
+    )
     for heartbeat, is_live in members:
         process_id = heartbeat.process_id
         info.add_metric([process_id, heartbeat.release, heartbeat.region], 1)
@@ -55,4 +60,5 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
             ready.add_metric([process_id, role], is_live and heartbeat.state == "ready")
         uptime.add_metric([process_id], heartbeat.uptime_s)
         mismatches.add_metric([process_id], heartbeat.num_impostors)
-    yield from (info, live, ready, uptime, mismatches)
+        reconnects.add_metric([process_id], heartbeat.num_bus_reconnects)
+    yield from (info, live, ready, uptime, mismatches, reconnects)

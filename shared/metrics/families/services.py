@@ -63,14 +63,27 @@ GATEWAY_VALUES = (
 )
 
 
+REDIS_VALUES = (
+    Value(
+        "breaker_open",
+        "1: the last call to Redis got no reply; calls fail at once, but for one every 0.5 s.",
+        lambda load: load.is_away,
+    ),
+    Value("failures", "Calls that got no reply in time.", lambda load: load.num_failures, True),
+    Value("reconnects", "First replies after a failure.", lambda load: load.num_reconnects, True),
+)
+
+
 def service_families(members: Iterable[Member]) -> Iterator[Metric]:
     heartbeats = [each.heartbeat for each in members]
     schedulers = [(each.process_id, each.scheduler) for each in heartbeats if each.scheduler]
     indices = [(each.process_id, each.index) for each in heartbeats if each.index]
     gateways = [(each.process_id, each.gateway) for each in heartbeats if each.gateway]
+    stores = [(each.process_id, each.store) for each in heartbeats if each.store]
     yield from families(SCHEDULER_VALUES, "hearth_scheduler", "scheduler", schedulers)
     yield from families(INDEX_VALUES, "hearth_kv_index", "process", indices)
     yield from families(GATEWAY_VALUES, "hearth_gateway", "gateway", gateways)
+    yield from families(REDIS_VALUES, "hearth_redis", "process", stores)
     yield from _hosts(members)
 
 

@@ -58,6 +58,18 @@ VALUES = (
         "pushed_tokens", "Tokens whose KV was pushed.", lambda load: load.num_pushed_tokens, True
     ),
     Value("push_seconds", "Time of those pushes.", lambda load: load.push_s, True),
+    Value(
+        "kv_mismatches",
+        "KV rejected because of another format or other numerics.",
+        lambda load: load.num_kv_mismatches,
+        True,
+    ),
+    Value(
+        "failed_handoffs",
+        "Attempts of a prefill that another worker did not complete.",
+        lambda load: load.num_failed_handoffs,
+        True,
+    ),
 )
 
 

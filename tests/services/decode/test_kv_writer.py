@@ -11,6 +11,7 @@ from shared.engine.kv_transfer.kv_writer import KvWriter
 from shared.engine.runner import KvRun
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import FrameRefused
+from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.link import FrameHeader
 from tests.simulation.world.clock import VirtualClock, run
 
@@ -73,5 +74,24 @@ def test_frame_of_unlike_numerics_is_refused() -> None:
         with pytest.raises(FrameRefused, match="sm90"):
             await kv_writer.frame(sent, memoryview(bytes(header.payload_bytes)))
         assert kv_writer.num_held_tokens == 0
+
+    run(main())
+
+
+def test_rejected_format_is_counted_apart() -> None:
+    async def main() -> None:
+        runner = TimingRunner(VirtualClock(), num_blocks=3)
+        kv_writer, header = writer_of(runner)
+        pushes = ExpectedPushes()
+        pushes.expect(header.placement_id, kv_writer)
+        payload = memoryview(bytes(header.payload_bytes))
+
+        async def take_copy() -> tuple[memoryview, int | None]:
+            return payload, header.checksum
+
+        for changed in ({"kv_format": "other"}, {"first_token": 1}):
+            sent = msgspec.structs.replace(header, **changed)
+            assert await pushes.deliver(sent, take_copy) is not None
+        assert (pushes.counts.num_rejected, pushes.counts.num_mismatched) == (2, 1)
 
     run(main())

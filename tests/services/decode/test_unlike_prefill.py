@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.messages import Served
+from shared.messages import Served, WorkerLoad
 from shared.numerics import Mode
 from tests.services.decode.test_handoff import PROMPT
 from tests.simulation.world.bus import SimulatedNetwork
@@ -14,7 +14,13 @@ from tests.simulation.world.workers import Peer, Received, SimulatedWorker, requ
 
 
 def received_from(mode: Mode, *, prefill_variant: int) -> Received:
-    async def main() -> Received:
+    return run_with(mode, prefill_variant=prefill_variant)[0]
+
+
+def run_with(mode: Mode, *, prefill_variant: int) -> tuple[Received, list[WorkerLoad]]:
+    """And the loads of both workers afterwards."""
+
+    async def main() -> tuple[Received, list[WorkerLoad]]:
         network, plane = SimulatedNetwork(), DataPlane()
         workers = [
             SimulatedWorker(
@@ -28,9 +34,10 @@ def received_from(mode: Mode, *, prefill_variant: int) -> Received:
         await asyncio.sleep(2)  # virtual: heartbeats have arrived
         placement_id = await peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
         received = await peer.finished(placement_id)
+        loads = [each.worker.health_monitor.describe().load for each in workers]
         for each in (*workers, peer):
             await each.stop()
-        return received
+        return received, [each for each in loads if each is not None]
 
     return run(main())
 
@@ -57,3 +64,9 @@ def test_served_names_the_numerics_of_the_decode_worker() -> None:
     served = served_of(received_from("fast", prefill_variant=1))
     assert served.numerics is not None
     assert (served.numerics.mode, served.numerics.device) == ("fast", "timing")
+
+
+def test_rejected_kv_is_counted_by_both_workers() -> None:
+    for variant, count in ((0, 0), (1, 1)):
+        _, (prefill, decode) = run_with("exact", prefill_variant=variant)
+        assert (prefill.num_kv_mismatches, decode.num_failed_handoffs) == (count, count)

@@ -112,6 +112,9 @@ def test_loop_runs_all_added_sequences() -> None:
                 assert (await bench.wait_until_finished(sequence)).finish_reason == "length"
                 assert bench.tokens(sequence) == solo(tuple(prompt(n + 1)), greedy())
             assert bench.engine.is_idle
+            load = bench.loop.load()
+            assert sum(load.num_steps_by_tokens) == load.num_busy_steps > 0
+            assert load.num_steps_by_tokens[3] == 1  # 15 tokens of prompts and 5 sampled
 
     run(scenario())
 

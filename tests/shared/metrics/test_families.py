@@ -14,6 +14,7 @@ from shared.messages import (
     HostLoad,
     IndexLoad,
     SchedulerLoad,
+    StoreLoad,
     WorkerLoad,
 )
 from shared.metrics.families.fleet import FleetCollector
@@ -46,6 +47,8 @@ def test_worker() -> None:
         num_corrupt_kv_frames=2,
         num_late_masks=4,
         num_failed_grammars=1,
+        num_kv_mismatches=2,
+        num_failed_handoffs=6,
     )
     prefill = worker_load(saved_kv_bytes=4096, num_failed_steps=3, expert_imbalance=1.5)
     text = exposition(
@@ -63,6 +66,8 @@ def test_worker() -> None:
         'hearth_worker_failed_steps_total{operation="step",worker="prefill-1"} 3.0',
         'hearth_worker_failed_steps_total{operation="zeroing",worker="decode-1"} 0.0',
         'hearth_worker_expert_imbalance{worker="prefill-1"} 1.5',
+        'hearth_worker_kv_mismatches_total{worker="decode-1"} 2.0',
+        'hearth_worker_failed_handoffs_total{worker="decode-1"} 6.0',
         'hearth_worker_grammars_total{outcome="late_mask",worker="decode-1"} 4.0',
         'hearth_worker_grammars_total{outcome="failed",worker="decode-1"} 1.0',
         'hearth_worker_grammars_total{outcome="abandoned_thread",worker="decode-1"} 0.0',
@@ -75,7 +80,7 @@ def test_worker() -> None:
 def test_process_is_live_and_ready() -> None:
     text = exposition(
         Member(heartbeat("decode-1", roles=("prefill", "decode"), release="1.2", region="eu")),
-        Member(heartbeat("decode-2", state="standby", num_impostors=3)),
+        Member(heartbeat("decode-2", state="standby", num_impostors=3, num_bus_reconnects=4)),
         Member(heartbeat("decode-3"), is_live=False),
     )
     for line in (
@@ -87,6 +92,7 @@ def test_process_is_live_and_ready() -> None:
         'hearth_process_live{process="decode-3",role="decode"} 0.0',
         'hearth_process_ready{process="decode-3",role="decode"} 0.0',
         'hearth_impostor_messages_total{process="decode-2"} 3.0',
+        'hearth_nats_reconnects_total{process="decode-2"} 4.0',
     ):
         assert line in text
 
@@ -123,3 +129,20 @@ def test_scheduler_index_gateway_and_host() -> None:
         'hearth_host_models{host="host-1",state="standby"} 2.0',
     ):
         assert line in text
+
+
+def test_redis_of_the_processes_that_use_it() -> None:
+    away = StoreLoad(is_away=True, num_failures=3, num_reconnects=2)
+    text = exposition(
+        Member(heartbeat("gateway-1", store=away)),
+        Member(heartbeat("kv_index-1", store=StoreLoad())),
+        Member(heartbeat("decode-1")),
+    )
+    for line in (
+        'hearth_redis_breaker_open{process="gateway-1"} 1.0',
+        'hearth_redis_failures_total{process="gateway-1"} 3.0',
+        'hearth_redis_reconnects_total{process="gateway-1"} 2.0',
+        'hearth_redis_breaker_open{process="kv_index-1"} 0.0',
+    ):
+        assert line in text
+    assert 'hearth_redis_failures_total{process="decode-1"}' not in text

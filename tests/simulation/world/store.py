@@ -8,6 +8,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
+from shared.messages import StoreLoad
 from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRejected, StoreUnavailable
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.scripts import SCRIPTS
@@ -95,6 +96,9 @@ class MemoryStore:
     ) -> Any:
         self._check()
         return SCRIPTS[script](self, keys, arguments)
+
+    def load(self) -> StoreLoad:
+        return StoreLoad()
 
     async def close(self) -> None:
         pass
@@ -194,6 +198,9 @@ class ProcessStore:
         self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
     ) -> Any:
         return await self._ask(lambda: self._shared.evaluate(script, keys, arguments))
+
+    def load(self) -> StoreLoad:
+        return StoreLoad()
 
     async def close(self) -> None:
         pass

@@ -9,7 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from shared.errors import InvalidRequest
 from shared.messages import GatewayLoad
+from shared.metrics.families.member import Member
 from shared.telemetry.timeline import Phase, Timeline, Try
+from tests.services.gateway.peer import CARD
+from tests.shared.metrics.test_families import heartbeat, worker_load
 
 
 def ended(metrics: GatewayMetrics, tenant: str, *, model: str = "m", outcome: str = "stop") -> None:
@@ -150,3 +153,26 @@ def test_any_name_gives_a_valid_exposition(name: str) -> None:
 def test_unknown_names_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="names: 'sglang' is not hearth or vllm"):
         GatewayMetrics().render("sglang")
+
+
+def test_steps_of_workers_by_their_tokens_under_vllms_name() -> None:
+    load = worker_load(
+        num_steps_by_tokens=(0, 3, *(0,) * 10, 1, 1),
+        num_generated_tokens=20,
+        num_computed_prompt_tokens=40_000,
+    )
+    metrics = GatewayMetrics()
+    older = worker_load(num_generated_tokens=1)
+    fleet = {"decode-1": load, "decode-2": older}
+    metrics.watch_fleet(
+        lambda: [Member(heartbeat(name, load=each, model=CARD)) for name, each in fleet.items()]
+    )
+    lines = metrics.render("vllm").decode().splitlines()
+    labels = f'engine="decode-1",{{}}model_name="{CARD.name}"'
+    for bound, count in (("1.0", 0), ("8.0", 3), ("16384.0", 4), ("+Inf", 5)):
+        bucket = labels.format(f'le="{bound}",')
+        assert f"vllm:iteration_tokens_total_bucket{{{bucket}}} {count}.0" in lines
+    assert f"vllm:iteration_tokens_total_sum{{{labels.format('')}}} 40020.0" in lines
+    assert not any("iteration" in each and "decode-2" in each for each in lines)
+    adapters = labels.format('max_lora="0",') + ',running_lora_adapters="",waiting_lora_adapters=""'
+    assert f"vllm:lora_requests_info{{{adapters}}} 0.0" in lines

@@ -260,3 +260,19 @@ async def test_job_goes_to_a_process_that_has_its_model() -> None:
     held = [[each.process.has_loaded(setup) for setup in setups] for each in pool._seats]  # type: ignore[union-attr]
     assert sorted(held) == [[False, True], [True, False]]
     await pool.close()
+
+
+async def test_pool_counts_its_queue_and_the_processes_it_lost(make: Make) -> None:
+    renderer = await make(ENDLESS_TEMPLATE)
+    pool = renderer.pool
+    await renderer.render(MESSAGES)
+    assert (pool.num_waiting, pool.num_running, pool.num_lost) == (0, 0, 0)
+    first = asyncio.create_task(renderer.render([*MESSAGES, *MESSAGES], tenant_id="a"))
+    second = asyncio.create_task(renderer.render(MESSAGES, tenant_id="b"))
+    await asyncio.sleep(0)  # both have called the pool
+    assert (pool.num_waiting, pool.num_running) == (1, 1)
+    os.kill(pool.process_ids[0], signal.SIGKILL)
+    with pytest.raises(NoCapacity):
+        await first
+    await second
+    assert (pool.num_waiting, pool.num_lost) == (0, 1)

@@ -1,0 +1,35 @@
+"""Families of the processes that render, tokenize and check what clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+
+class PoolLoad(NamedTuple):
+    """`num_waiting`, `num_running`: jobs. `num_lost`: processes that ended while they ran one."""
+
+    num_waiting: int
+    num_running: int
+    num_lost: int
+
+
+def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
+    """`loads`: by pool."""
+    jobs = GaugeMetricFamily(
+        "hearth_preparation_jobs",
+        "Jobs for preparation processes: waiting, or running.",
+        labels=["pool", "state"],
+    )
+    lost = CounterMetricFamily(
+        "hearth_preparation_processes_lost",
+        "Preparation processes that ended, or were killed, while they ran a job.",
+        labels=["pool"],
+    )
+    for pool, load in loads.items():
+        jobs.add_metric([pool, "waiting"], load.num_waiting)
+        jobs.add_metric([pool, "running"], load.num_running)
+        lost.add_metric([pool], load.num_lost)
+    yield from (jobs, lost)

@@ -1,0 +1,103 @@
+"""Real faults of a cluster, and the alerts that each of them raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chaos.world.clients import Exchange, run_exchange
+from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.workload import requests
+
+NUM_STREAMS = 24
+OUTPUT_TOKENS = 4000  # more than a stream gets within a scenario
+NUM_OUTAGES = 4
+OUTAGE_S, PAUSE_S = 0.5, 5.0
+
+Step = Callable[[ChaosCluster], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`lasts_s`: from the fault until all its alerts are raised, with the rules' own `for`."""
+
+    name: str
+    alerts: tuple[str, ...]
+    lasts_s: float
+    cause: Step
+    repair: Step
+
+
+async def _freeze_decode(cluster: ChaosCluster) -> None:
+    cluster.freeze("decode-1")
+
+
+async def _thaw_decode(cluster: ChaosCluster) -> None:
+    cluster.thaw("decode-1")
+
+
+async def _freeze_redis(cluster: ChaosCluster) -> None:
+    cluster.freeze("redis-server")
+
+
+async def _thaw_redis(cluster: ChaosCluster) -> None:
+    cluster.thaw("redis-server")
+
+
+async def _restart_nats(cluster: ChaosCluster) -> None:
+    for _ in range(NUM_OUTAGES):
+        cluster.kill("nats-server")
+        await asyncio.sleep(OUTAGE_S)
+        await cluster.restart("nats-server")
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _kill_decodes(cluster: ChaosCluster) -> None:
+    for name in cluster.named("decode"):
+        cluster.kill(name)
+
+
+async def _restart_decodes(cluster: ChaosCluster) -> None:
+    for name in cluster.named("decode"):
+        await cluster.restart(name)
+
+
+async def _nothing(cluster: ChaosCluster) -> None:
+    return None
+
+
+SCENARIOS = (
+    Scenario(
+        "frozen_decode",
+        ("HearthProcessLost", "HearthResubmissions"),
+        25.0,
+        _freeze_decode,
+        _thaw_decode,
+    ),
+    Scenario("frozen_redis", ("HearthRedisAway",), 25.0, _freeze_redis, _thaw_redis),
+    Scenario("restarted_nats", ("HearthNatsUnstable",), 10.0, _restart_nats, _nothing),
+    Scenario("killed_decodes", ("HearthNoDecodeWorker",), 45.0, _kill_decodes, _restart_decodes),
+)
+
+
+@contextlib.asynccontextmanager
+async def streams(cluster: ChaosCluster) -> AsyncIterator[None]:
+    """Long streams that are open, over all gateways, until the end of the block."""
+    gateways = [*cluster.urls]
+    tasks, exchanges = [], []
+    for number, (path, body) in enumerate(requests(NUM_STREAMS)):
+        gateway = gateways[number % len(gateways)]
+        exchange = Exchange({**body, "max_tokens": OUTPUT_TOKENS, "n": 1}, gateway)
+        sending = run_exchange(exchange, cluster.urls[gateway], cluster.api_key, path)
+        tasks.append(asyncio.create_task(sending))
+        exchanges.append(exchange)
+    await asyncio.gather(*(each.first_event.wait() for each in exchanges))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
