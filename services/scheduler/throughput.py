@@ -8,9 +8,10 @@ The three are fitted to the differences between heartbeats by least squares with
 forgetting. None of them can be negative: where one would be, the others are fitted without it. The
 mean of the model's other workers is the prior of a new one. A process that was frozen in a step
 reports seconds of no work; as a worker that seems slow gets no requests that would correct it, one
-observation counts at most MAX_SURPRISE times what was expected. The cost of a handoff beyond computing
-is learned in the same way: seconds until a prefill worker accepts, and link seconds per pushed
-token.
+observation counts at most MAX_SURPRISE times what was expected.
+
+The cost of a handoff beyond computing is learned in the same way: seconds until a prefill worker
+accepts, and link seconds per pushed token.
 """
 
 from __future__ import annotations
