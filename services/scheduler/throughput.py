@@ -8,9 +8,10 @@ The three are fitted to the differences between heartbeats by least squares with
 forgetting. None of them can be negative: where one would be, the others are fitted without it. The
 mean of the model's other workers is the prior of a new one. A process that was frozen in a step
 reports seconds of no work; as a worker that seems slow gets no requests that would correct it, one
-observation counts at most MAX_SURPRISE times what was expected. The cost of a handoff beyond computing
-is learned in the same way: seconds until a prefill worker accepts, and link seconds per pushed
-token.
+observation counts at most MAX_OVER_EXPECTED times what was expected.
+
+The cost of a handoff beyond computing is learned in the same way: seconds until a prefill worker
+accepts, and link seconds per pushed token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shared.messages import WorkerLoad
 DECAY = 0.97  # factor of earlier observations, per heartbeat that reports work
 MIN_BUSY_S = 0.01  # smaller differences are added to those of later heartbeats
 MIN_MEASURED_TOKENS = 256.0
-MAX_SURPRISE = 4.0  # a worker that is slower by more is learned in several observations
+MAX_OVER_EXPECTED = 4.0  # a worker that is slower by more is learned in several observations
 MIN_LIMIT_S = 0.05  # of the seconds of an observation: an estimate of 0 can grow
 POOL_SHARE = 0.05  # how much one fit moves the mean
 # The prior weighs as much as so many steps, prompt tokens and sampled tokens, measured alone.
@@ -163,7 +164,7 @@ class WorkerThroughput:
             load.num_generated_tokens - last.num_generated_tokens,
         )
         expected_s = sum(a * x for a, x in zip(self._solution, work, strict=True))
-        limit_s = max(MAX_SURPRISE * expected_s, MIN_LIMIT_S)
+        limit_s = max(MAX_OVER_EXPECTED * expected_s, MIN_LIMIT_S)
         self._fit.add(min(load.busy_s - last.busy_s, limit_s), *work)
         self._solution = step_s, token_s, _ = self._fit.solution()
         self.speed = Speed(

@@ -103,7 +103,7 @@ class NoModel(Exception):
 
 
 def complete(url: str, api_key: str) -> dict[str, Any]:
-    """One short chat completion, not streamed. Raises OSError or NoModel."""
+    """One chat completion of 8 tokens, not streamed. Raises OSError or NoModel."""
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     models = urllib.request.Request(f"{url}/v1/models", headers=headers)
     with urllib.request.urlopen(models, timeout=10) as response:
@@ -114,6 +114,7 @@ def complete(url: str, api_key: str) -> dict[str, Any]:
         "model": served[0]["id"],
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 8,
+        "ignore_eos": True,
     }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", data=json.dumps(body).encode(), headers=headers
