@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from services.gateway.http.response import joined
+from services.gateway.http.response import begun, joined
 from services.gateway.nats_api.reply import Reply
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.output.results import Results
@@ -59,7 +59,7 @@ async def _write_body(opened: OpenResponse, reply: Reply, max_reply_bytes: int) 
             results.add(event)
             if isinstance(event, TextDelta):
                 merger.unsent.add(event.num_bytes)
-    await reply.finish(_whole(opened.encoder.body(results), max_reply_bytes))
+    await reply.finish(_whole(await begun(opened.encoder.body(results)), max_reply_bytes))
 
 
 def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:
