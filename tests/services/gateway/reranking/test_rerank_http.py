@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from services.gateway.request import opener
-from services.gateway.reranking.bodies import RERANK_FIELDS, SCORE_FIELDS
-from shared.messages import Request
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.nats_api.conftest import Api, api
@@ -148,8 +145,8 @@ BAD: list[tuple[str, str, str]] = [
     ("documents", '"a"', "documents"),
     ("documents", json.dumps(["a"] * 1001), "documents"),
     ("documents", '["a", ""]', "documents[1]"),
-    ("documents", '["a", 1]', "documents[...]"),
-    ("documents", '[{"image": "x"}]', "documents[...].text"),
+    ("documents", '["a", 1]', "documents[1]"),
+    ("documents", '[{"image": "x"}]', "documents[0].text"),
     ("documents", f"[{SURROGATE}]", "documents"),
     ("top_n", "0", "top_n"),
     ("top_n", "1.5", "top_n"),
@@ -170,8 +167,7 @@ async def test_bad_field_is_named(
     monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
     data = f'{json.dumps(BODY)[:-1]}, "{field}": {value}}}'
     response = await cluster.http.post(PATHS[0], content=data)
-    check_envelope(response, 400, "invalid_request", response.json()["error"]["param"])
-    assert response.json()["error"]["param"] == param
+    check_envelope(response, 400, "invalid_request", param)
     assert cluster.scheduler.submits.empty()
 
 
@@ -188,9 +184,7 @@ async def test_bad_field_is_named(
         ({"text_1": "a", "text_2": {"content": []}}, "text_2"),
     ],
 )
-async def test_bad_score_field_is_named(
-    cluster: Cluster, body: dict[str, Any], param: str
-) -> None:
+async def test_bad_score_field_is_named(cluster: Cluster, body: dict[str, Any], param: str) -> None:
     response = await cluster.http.post("/v1/score", json=body)
     check_envelope(response, 400, "invalid_request", param)
     assert cluster.scheduler.submits.empty()
@@ -208,5 +202,3 @@ async def test_missing_embedding_is_an_error(
     monkeypatch.setattr(PeerDecode, "embedding_for", lambda self, request: embedding)
     response = await cluster.http.post(PATHS[0], json=BODY)
     check_envelope(response, 500, "internal_error", None)
-
-
