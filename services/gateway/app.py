@@ -61,7 +61,11 @@ from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
-from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
+from services.gateway.tokenization.bodies import (
+    DetokenizeResponse,
+    TokenizeResponse,
+    TokenizerInfo,
+)
 from services.gateway.tokenization.routes import (
     DetokenizeBody,
     TokenizationRoutes,
@@ -381,7 +385,13 @@ def _tokenization_handlers(
         dto=DetokenizeBody,
         responses=_responses(DetokenizeResponse, *ERRORS),
     )
-    return [tokenize(routes.tokenize), detokenize(routes.detokenize)]
+    info = READS(
+        ["/tokenizer_info", "/v1/tokenizer_info"],
+        opt={IS_FREE: True},
+        responses=_responses(TokenizerInfo, 400, 401, 403, 404, 503),
+        **known,
+    )
+    return [tokenize(routes.tokenize), detokenize(routes.detokenize), info(routes.info)]
 
 
 def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:

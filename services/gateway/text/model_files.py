@@ -17,6 +17,7 @@ from shared.tokenizer.tokenizer_file import tokenizer_file
 from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 NO_AND_YES = ("no", "yes")
 # The front matter of a model card on Hugging Face's hub.
 _FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
@@ -88,7 +89,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 class ModelFiles:
     """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`,
-    `ranking`: None if there is none.
+    `ranking`: None if there is none. `token_texts`: of special tokens, by names such as eos_token.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -98,9 +99,10 @@ class ModelFiles:
         self.tokenizer = PromptTokenizer(_tokenizer_file(model_dir), source or "")
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
         self.limits = _read(model_dir / "config.json", ModelConfig)
+        self.token_texts = _token_texts(config)
         self.response_template = config.response_template
         self.ranking = self._ranking()
-        self.chat_template = None if source is None else self._template(source, config)
+        self.chat_template = None if source is None else self._template(source)
 
     def _ranking(self) -> Ranking | None:
         """Of a model that answers yes or no to a query and a document."""
@@ -113,19 +115,24 @@ class ModelFiles:
                 return Ranking(RankingTokens(yes, no))
         return Ranking(None)
 
-    def _template(self, source: str, config: _TokenizerConfig) -> ChatTemplate:
-        variables = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            token = getattr(config, name)
-            text = token.content if isinstance(token, _AddedToken) else token
-            if text is not None:
-                variables[name] = text
+    def _template(self, source: str) -> ChatTemplate:
         return ChatTemplate(
             source,
             special_tokens=self.tokenizer.special_tokens,
             markers=self.tokenizer.markers,
-            variables=variables,
+            variables=self.token_texts,
         )
+
+
+def _token_texts(config: _TokenizerConfig) -> dict[str, str]:
+    """The texts of the named special tokens that the tokenizer has."""
+    texts = {}
+    for name in NAMED_TOKENS:
+        token = getattr(config, name)
+        text = token.content if isinstance(token, _AddedToken) else token
+        if text is not None:
+            texts[name] = text
+    return texts
 
 
 def _is_reranker(card: Path) -> bool:

@@ -56,6 +56,18 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs besides to prepare prompts itself; null: the tokenizer has none."""
+
+    model: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None
+    model_max_length: int
+
+
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
