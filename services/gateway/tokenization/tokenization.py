@@ -34,8 +34,8 @@ MAX_INLINE_BYTES = 8 << 10  # some 2 ms of decoding, converting and encoding on 
 
 class Tokenization:
     """`tokenize` and `detokenize` return the response as JSON. All raise the HearthError that
-    rejects the request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded, NoCapacity, and
-    DependencyUnavailable for a model's name that cannot be checked.
+    rejects the request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded, NoCapacity,
+    and DependencyUnavailable for a model's name that cannot be checked.
     """
 
     def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
