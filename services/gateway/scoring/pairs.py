@@ -105,7 +105,7 @@ def requests_for_model(
     if ranking.tokens is None or files.chat_template is None:
         reason = "this reranking model has no chat template, or no tokens for yes and no"
         raise InvalidRequest(f"model: {reason}", param="model")
-    sampling = _judging(ranking.tokens)
+    sampling = judging(ranking.tokens)
     return [
         msgspec.structs.replace(
             generations[0],
@@ -127,7 +127,7 @@ def _question(pairs: Pairs, place: int) -> ChatPrompt:
     return ChatPrompt(messages, variables=NO_REASONING, param=document.param)
 
 
-def _judging(tokens: RankingTokens) -> SamplingFields:
+def judging(tokens: RankingTokens) -> SamplingFields:
     """Every option is given: the model's defaults would change the distribution."""
     return SamplingFields(
         temperature=1.0,
