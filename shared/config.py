@@ -138,6 +138,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
+    # origins such as https://example.com whose pages may call, or * for all; empty: none
+    cors_origin: tuple[str, ...] = ()
 
     @property
     def served_name(self) -> str:
@@ -175,6 +177,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"model_name {self.model_name!r} needs a model_dir"
         if self.tool_format not in TOOL_FORMATS:
             yield f"tool_format {self.tool_format!r} is none of {', '.join(TOOL_FORMATS)}"
+        yield from _origin_problems(self.cors_origin)
+        if "*" in self.cors_origin and not self.metrics_token:
+            yield "cors_origin * needs a metrics_token: every page could read /metrics"
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         if not 0 <= self.http_port < 65536:
@@ -477,6 +482,16 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
         return
     if scheme not in schemes:
         yield f"{name} must start with {' or '.join(f'{each}://' for each in schemes)}"
+
+
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?")
+
+
+def _origin_problems(origins: Iterable[str]) -> Iterator[str]:
+    """An origin is compared as text: browsers send it in lower case and without a path."""
+    for each in origins:
+        if each != "*" and _ORIGIN.fullmatch(each) is None:
+            yield f"cors_origin {each!r} is neither * nor an origin such as https://app.example"
 
 
 def is_loopback(host: str) -> bool:

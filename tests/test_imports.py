@@ -142,9 +142,10 @@ LAYERS = {
         " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
-        "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers |"
-        " page cluster |"
-        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai |"
+        "service | app nats_api preparation_process |"
+        " rerank_handlers workers_ai_handlers endpoints page_handlers | page cluster |"
+        " admission model_list timeline_routes server_info | tokenization reranking | prefixes |"
+        " openai workers_ai | scoring |"
         " http | request | telemetry | models | grammars | tools | streams tenancy output |"
         " text | catalog | metrics"
     ),

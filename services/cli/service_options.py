@@ -74,6 +74,8 @@ HELP = {
     "response_template": "How the model writes tool calls and reasoning: a file in the format of "
     "Hugging Face's response_template, the name of a family such as hermes, or off (default: by "
     "tokenizer_config.json, else by the chat template).",
+    "cors_origin": "Origin such as https://app.example whose pages may call the gateway, or * for "
+    "all; repeatable (default: none).",
     "padding": "Random padding in the events of Workers AI's streams, so that sizes of encrypted "
     "records do not show the lengths of tokens.",
     "max_queued_requests": "Maximum requests in the queue; further requests are rejected with 429.",
@@ -146,7 +148,11 @@ HELP = {
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }
-_OPTION_TYPES: dict[str, Any] = {"process_id": str | None, "budget": list[str]}
+REPEATABLE = {"budget", "cors_origin"}
+_OPTION_TYPES: dict[str, Any] = {
+    "process_id": str | None,
+    **dict.fromkeys(REPEATABLE, list[str]),
+}
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -186,8 +192,8 @@ def service_command(
             options |= _model(
                 str(options["model_dir"]), options["model_name"], needs_weights=needs_weights
             )
-        if "budget" in options:
-            options["budget"] = tuple(options["budget"] or ())
+        for name in REPEATABLE & options.keys():
+            options[name] = tuple(options[name] or ())
         config = config_type(**options)
         check(config)
         _leave(run(config, *arguments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
 from services.gateway.catalog import Readiness
 from services.gateway.cluster.routes import ClusterRoutes
 from services.gateway.http.body_budget import BodyBudget
+from services.gateway.http.cors import cors_config
 from services.gateway.http.errors import error_of_http
 from services.gateway.http.response import error_headers
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
@@ -53,9 +54,17 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
+from services.gateway.rerank_handlers import rerank_handlers
+from services.gateway.reranking.bodies import RerankResponse, ScoreResponse
+from services.gateway.reranking.routes import RerankRoutes
+from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
-from services.gateway.tokenization.bodies import DetokenizeResponse, TokenizeResponse
+from services.gateway.tokenization.bodies import (
+    DetokenizeResponse,
+    TokenizeResponse,
+    TokenizerInfo,
+)
 from services.gateway.tokenization.routes import (
     DetokenizeBody,
     TokenizationRoutes,
@@ -206,8 +215,12 @@ def build_app(
     find_timeline: Callable[[str], Timeline | None],
     metrics_token: str = "",
     padding: Callable[[int], bytes] | None = None,
+    read_info: Callable[[], ServerInfo],
+    cors_origins: Sequence[str] = (),
 ) -> Litestar:
-    """`padding`: random bytes for the streams of Workers AI; None: they have none."""
+    """`padding`: random bytes for the streams of Workers AI; None: they have none.
+    `cors_origins`: of other sites whose pages may call.
+    """
     routes = Routes(
         api_keys=api_keys,
         models=TenantModels(models, names, int(wall_clock())),
@@ -238,9 +251,16 @@ def build_app(
             *_model_handlers(routes, known),
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),
+            *rerank_handlers(
+                RerankRoutes(opener, clock=clock, keep_alive_s=keep_alive_s),
+                known,
+                reranked=_responses(RerankResponse, *ERRORS),
+                scored=_responses(ScoreResponse, *ERRORS),
+            ),
             *workers_ai_handlers(workers_ai, known),
             _timeline_handler(TimelineRoutes(find_timeline, api_keys, cluster.is_operator)),
             *_state_handlers(routes),
+            _info_handler(ServerInfoRoutes(read_info, metrics_token, cluster.is_operator)),
             *page_handlers(cluster, http_host=http_host, has_page=has_page),
         ],
         exception_handlers={
@@ -249,6 +269,7 @@ def build_app(
             Exception: routes.on_other_error,
         },
         openapi_config=_document(version),
+        cors_config=cors_config(cors_origins),
         request_max_body_size=max_body_bytes,
         logging_config=None,
     )
@@ -363,7 +384,13 @@ def _tokenization_handlers(
         dto=DetokenizeBody,
         responses=_responses(DetokenizeResponse, *ERRORS),
     )
-    return [tokenize(routes.tokenize), detokenize(routes.detokenize)]
+    info = READS(
+        ["/tokenizer_info", "/v1/tokenizer_info"],
+        opt={IS_FREE: True},
+        responses=_responses(TokenizerInfo, 400, 401, 403, 404, 503),
+        **known,
+    )
+    return [tokenize(routes.tokenize), detokenize(routes.detokenize), info(routes.info)]
 
 
 def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:
@@ -376,6 +403,11 @@ def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:
         metrics(routes.metrics),
         READS("/openapi.json", include_in_schema=False)(routes.openapi),
     ]
+
+
+def _info_handler(info: ServerInfoRoutes) -> HTTPRouteHandler:
+    handler = READS("/server_info", include_in_schema=False, guards=[info.authorize])
+    return handler(info.server_info)
 
 
 def _document(version: str) -> OpenAPIConfig:

@@ -46,6 +46,7 @@ from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
+from services.gateway.server_info import ServerInfo
 from services.gateway.streams.actions import (
     Report,
     ReportNumericsChange,
@@ -252,6 +253,8 @@ class GatewayService:
             metrics_token=self._config.metrics_token,
             find_timeline=self.telemetry.find,
             padding=self._randomness.bytes if self._config.padding else None,
+            read_info=self._info,
+            cors_origins=self._config.cors_origin,
         )
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
@@ -395,6 +398,20 @@ class GatewayService:
                 self.metrics.count_numerics_change()
             case ReportUnlikePrefill():
                 self.metrics.count_unlike_prefill()
+
+    def _info(self) -> ServerInfo:
+        config = self._config
+        return ServerInfo(
+            version=installed_release(),
+            process_id=config.process_id,
+            region=config.region,
+            models=sorted(self.models.names),
+            max_requests=config.max_requests,
+            num_open_requests=len(self._driver),
+            max_body_bytes=config.max_body_bytes,
+            default_max_tokens=config.default_max_tokens,
+            request_timeout_s=config.request_timeout_s,
+        )
 
     def _members(self) -> list[Member]:
         """All processes that are known, this one too."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model")
+TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "README.md")
 WEIGHT_FILES = ("*.safetensors",)
 NOT_OURS = ("*/*", "consolidated*")  # other formats of the same weights, examples
 

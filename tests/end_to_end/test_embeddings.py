@@ -82,3 +82,14 @@ def test_input_may_fill_the_context(cluster):
     with pytest.raises(openai.APIStatusError) as raised:
         embed(cluster, [[5], [5] * (context + 1)])
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input[1]")
+
+
+def test_rerank_scores_are_cosines_of_the_embeddings(cluster):
+    query, *documents = embed(cluster, TEXTS)
+    body = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    results = cluster.client.post("/v1/rerank", json=body).json()["results"]
+    for each in results:
+        vector = documents[each["index"]]
+        cosine = math.fsum(a * b for a, b in zip(query, vector, strict=True))
+        assert each["relevance_score"] == pytest.approx(cosine, abs=1e-3)
+    assert len(results) == 2

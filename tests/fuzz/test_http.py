@@ -78,12 +78,21 @@ STREAM = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
 TEXT = {**COMMON, "prompt": ["hello", "world"], "echo": True, "logprobs": 1, "best_of": 2}
 TOKENS = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "echo": True}
 EMBEDDING = {"input": ["hello", "you"], "encoding_format": "base64", "pooling": "mean"}
+RERANK = {
+    "query": "hello",
+    "documents": ["you", {"text": "a"}],
+    "top_n": 1,
+    "return_documents": True,
+}
+SCORE = {"text_1": ["hello", "a"], "text_2": ["you", "b"], "instruction": None}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", STREAM),
     ("/v1/completions", TEXT),
     ("/v1/completions", TOKENS),
     ("/v1/embeddings", EMBEDDING),
+    ("/v1/rerank", RERANK),
+    ("/v1/score", SCORE),
 )
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
@@ -309,13 +318,14 @@ FIELDS = (
     b"messages",
     b"prompt",
     b"input",
+    b"documents",
     b"stop",
     b"logit_bias",
     b"unknown",
     b"request",
 )
 LARGE_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/rerank"),
     *("/v1/prefixes/dry_run", "/v1/prefixes/large"),
 )
 MAX_TURN_S = 0.05

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import msgspec
 from litestar.types import Receive, Scope, Send
@@ -104,7 +105,7 @@ class GenerationResponse:
 
     async def _send_body(self, send: Send, connection: ClientConnection) -> None:
         try:
-            parts = joined(self.encoder.body(await self._results()))
+            parts = joined(await begun(self.encoder.body(await self._results())))
         except HearthError as error:
             await self._send_error(send, error)
             return
@@ -220,6 +221,15 @@ def _client_error(connection: ClientConnection) -> ClientDisconnected:
     if connection.is_slow:
         return ClientSlow("the client did not read its response")
     return ClientDisconnected("the client closed the connection")
+
+
+async def begun(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Computes up to the first part that has bytes. After an empty one other streams continue."""
+    for part in parts:
+        if part:
+            return chain((part,), parts)
+        await asyncio.sleep(0)
+    return iter(())
 
 
 def joined(parts: Iterator[bytes]) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 SERVICE = "hearth"
-DESCRIPTION = "Chat, completions, embeddings and tokens of one model, as over HTTP."
+DESCRIPTION = "Chat, completions, embeddings, ranks and tokens of models, as over HTTP."
 UNKNOWN_VERSION = "0.0.0"
 _SEMANTIC_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
 _PREFIX = "io.nats.micro.v1"

@@ -15,6 +15,8 @@ from services.gateway.openai.completions import Completion, CompletionChunk, Com
 from services.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
 from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
 from services.gateway.request.endpoint import Endpoint
+from services.gateway.reranking.bodies import RerankRequest, RerankResponse
+from services.gateway.reranking.endpoints import RERANK
 from services.gateway.tokenization.bodies import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -91,6 +93,7 @@ _ALL = (
     ApiEndpoint(
         name="embeddings", request=EmbeddingRequest, response=EmbeddingList, generates=EMBEDDINGS
     ),
+    ApiEndpoint(name=RERANK.name, request=RerankRequest, response=RerankResponse, generates=RERANK),
     ApiEndpoint(name=TOKENIZE, request=TokenizeRequest, response=TokenizeResponse),
     ApiEndpoint(name=DETOKENIZE, request=DetokenizeRequest, response=DetokenizeResponse),
     ApiEndpoint(name=MODELS, request=NoFields, response=ModelList, is_free=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterator
 
-from services.gateway.http.response import joined
+from services.gateway.http.response import begun, joined
 from services.gateway.nats_api.reply import Reply
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.output.results import Results
@@ -72,7 +72,7 @@ async def _write_body(
             results.add(event)
             if isinstance(event, TextDelta):
                 merger.unsent.add(event.num_bytes)
-    body = _whole(opened.encoder.body(results), max_reply_bytes)
+    body = _whole(await begun(opened.encoder.body(results)), max_reply_bytes)
     await _timed(reply.finish(body), merger, clock)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from litestar import Request
 from litestar.params import Body
 
+from services.gateway.http.affinity import AFFINITY_HEADER, session_key_of
 from services.gateway.http.body import StrictBody
 from services.gateway.http.response import GenerationResponse
 from services.gateway.openai.chat import ChatCompletionRequest
@@ -16,8 +17,6 @@ from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
 from services.gateway.request.endpoint import Endpoint
 from services.gateway.request.opener import Opener
 from shared.clock import Clock
-
-AFFINITY_HEADER = "x-session-affinity"  # overrides the body's prompt_cache_key
 
 
 class ChatBody(StrictBody):
@@ -67,5 +66,6 @@ class OpenAIRoutes:
             request.state.reservation,
             prompts=request.state.prompts,
             affinity_key=request.headers.get(AFFINITY_HEADER),
+            session_key=session_key_of(request.headers),
         )
         return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)

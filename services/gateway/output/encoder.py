@@ -27,8 +27,8 @@ class Encoder(Protocol):
         ...
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Returns the complete encoded response in parts. Raises HearthError, before the first
-        part, if the response cannot be built.
+        """Returns the complete encoded response in parts. Empty ones come first, while it is
+        computed. Raises HearthError, before the first other part, if it cannot be built.
         """
         ...
 

@@ -11,13 +11,16 @@ from services.gateway.output.framing import Framing
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.text.model_files import ModelFiles, RankingTokens
 from services.gateway.text.token_bytes import TokenBytes
+
+Requests = Sequence[GenerationRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
     """What an encoder knows besides the body. `model`: as the client named it. `created`: seconds
-    since 1970.
+    since 1970. `ranking`: of a reranking checkpoint.
     """
 
     merger: OutputMerger
@@ -26,6 +29,7 @@ class ResponseContext:
     model: str
     created: int
     framing: Framing
+    ranking: RankingTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,11 @@ class Endpoint:
     name: str
     fields: SupportedFields
     # body, default model → one request per prompt; raises InvalidRequest
-    generations: Callable[[Any, str], Sequence[GenerationRequest]]
+    generations: Callable[[Any, str], Requests]
     is_streamed: Callable[[Any], bool]
     encoder: Callable[[Any, ResponseContext], Encoder]
     without_prompts: Callable[[Any, int], Any]
+    # body, its requests, the model's files → the requests that this model gets
+    for_model: Callable[[Any, Requests, ModelFiles], Requests] = lambda _, generations, __: (
+        generations
+    )

@@ -28,6 +28,7 @@ from shared.errors import HearthError
 # Larger bodies are decoded, rendered and tokenized in another process. A thread would not do: the
 # decoder holds the interpreter's lock.
 MAX_INLINE_BYTES = 256 * 1024
+MAX_KEY_CHARS = 256  # of an affinity key
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +94,36 @@ class Opener:
         prompts: Sequence[TokenizedPrompt] | None = None,
         framing: Framing = SSE,
         affinity_key: str | None = None,
+        session_key: str | None = None,
         timeout_s: float | None = None,
     ) -> OpenResponse:
         """`model`: of a body that names none (default: the gateway's). `affinity_key` overrides the
-        body's; `timeout_s` shortens the gateway's. Raises the HearthError that rejects the request.
+        body's, `session_key` is for a body without one; `timeout_s` shortens the gateway's.
+        Raises the HearthError that rejects the request.
         """
+        reservation.record.is_streamed = is_streamed = endpoint.is_streamed(body)
         default_model = self._default_model if model is None else model
         generations = endpoint.generations(body, default_model)
+        named = generations[0].model
+        chosen = await self._chosen(reservation, named)
+        files = chosen.text.files
+        generations = endpoint.for_model(body, generations, files)
         if prompts is not None:
             generations = with_prompts(generations, prompts)
         changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
-        if affinity_key:
-            changes["affinity_key"] = affinity_key
+        if affinity_key or (session_key and not generations[0].affinity_key):
+            changes["affinity_key"] = (affinity_key or session_key or "")[:MAX_KEY_CHARS]
         if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
-        reservation.record.is_streamed = is_streamed = endpoint.is_streamed(body)
-        named = generations[0].model
-        chosen = await self._chosen(reservation, named)
         merger = await self._submission.submit(reservation, generations, chosen)
         context = ResponseContext(
             merger,
-            chosen.text.files.tokenizer.token_bytes,
+            files.tokenizer.token_bytes,
             request_id=reservation.request_id,
             model=named,
             created=int(self._wall_clock()),
             framing=framing,
+            ranking=None if files.ranking is None else files.ranking.tokens,
         )
         return OpenResponse(
             merger,

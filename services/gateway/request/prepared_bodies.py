@@ -32,7 +32,7 @@ def prepare_body(
 ) -> PreparedBody:
     """Raises InvalidRequest and its subclasses, as the endpoint itself."""
     body = endpoint.fields.decode(job.body)
-    generations = endpoint.generations(body, "")
+    generations = endpoint.for_model(body, endpoint.generations(body, ""), files)
     prompts = [_tokenized(each, job, files, template) for each in generations]
     short = endpoint.without_prompts(body, len(prompts))
     return PreparedBody(msgspec.json.encode(short), prompts)

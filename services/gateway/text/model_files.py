@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +17,12 @@ from shared.tokenizer.tokenizer_file import tokenizer_file
 from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+NO_AND_YES = ("no", "yes")
+# The front matter of a model card on Hugging Face's hub.
+_FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+_IS_RERANKER = re.compile(r"^pipeline_tag: *['\"]?text-ranking\b", re.MULTILINE)
+MAX_CARD_CHARS = 1 << 20
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -44,9 +51,27 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
         )
 
 
-class ModelLimits(msgspec.Struct, frozen=True):
+class RankingTokens(NamedTuple):
+    """The tokens with which a reranking checkpoint answers."""
+
+    yes: int
+    no: int
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """Of a checkpoint whose card or configuration calls it a reranker. `tokens`: None if its
+    vocabulary has no single ones.
+    """
+
+    tokens: RankingTokens | None
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """Of `config.json`. `classifier_from_token`: the texts of no and yes, as vLLM calls them."""
+
     max_position_embeddings: int | None = None
     hidden_size: int | None = None
+    classifier_from_token: tuple[str, ...] | None = None
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -63,8 +88,8 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class ModelFiles:
-    """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`: None
-    if there is none.
+    """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`,
+    `ranking`: None if there is none. `token_texts`: of special tokens, by names such as eos_token.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -73,23 +98,51 @@ class ModelFiles:
         source = _template_source(model_dir, config)
         self.tokenizer = PromptTokenizer(_tokenizer_file(model_dir), source or "")
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
-        self.limits = _read(model_dir / "config.json", ModelLimits)
+        self.limits = _read(model_dir / "config.json", ModelConfig)
+        self.token_texts = _token_texts(config)
         self.response_template = config.response_template
-        self.chat_template = None if source is None else self._template(source, config)
+        self.ranking = self._ranking()
+        self.chat_template = None if source is None else self._template(source)
 
-    def _template(self, source: str, config: _TokenizerConfig) -> ChatTemplate:
-        variables = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            token = getattr(config, name)
-            text = token.content if isinstance(token, _AddedToken) else token
-            if text is not None:
-                variables[name] = text
+    def _ranking(self) -> Ranking | None:
+        """Of a model that answers yes or no to a query and a document."""
+        answers = self.limits.classifier_from_token
+        if answers is None and not _is_reranker(self.model_dir / "README.md"):
+            return None
+        found = [self.tokenizer.tokenizer.token_to_id(each) for each in answers or NO_AND_YES]
+        match found:
+            case [int(no), int(yes)]:
+                return Ranking(RankingTokens(yes, no))
+        return Ranking(None)
+
+    def _template(self, source: str) -> ChatTemplate:
         return ChatTemplate(
             source,
             special_tokens=self.tokenizer.special_tokens,
             markers=self.tokenizer.markers,
-            variables=variables,
+            variables=self.token_texts,
         )
+
+
+def _token_texts(config: _TokenizerConfig) -> dict[str, str]:
+    """The texts of the named special tokens that the tokenizer has."""
+    texts = {}
+    for name in NAMED_TOKENS:
+        token = getattr(config, name)
+        text = token.content if isinstance(token, _AddedToken) else token
+        if text is not None:
+            texts[name] = text
+    return texts
+
+
+def _is_reranker(card: Path) -> bool:
+    """Whether the model card calls the model one that ranks texts."""
+    try:
+        with card.open(encoding="utf-8") as file:
+            found = _FRONT_MATTER.match(file.read(MAX_CARD_CHARS))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return found is not None and _IS_RERANKER.search(found[1]) is not None
 
 
 def _tokenizer_file(model_dir: Path) -> Path:

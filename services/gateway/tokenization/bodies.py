@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from services.gateway.http.text_fields import TextFields
 from services.gateway.openai.messages import ChatMessage, turns_of
 from services.gateway.request.conversation import Conversation, chat_prompt
 from services.gateway.request.prompt import ChatPrompt
-from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.tools.choice_fields import tool_options
 from services.gateway.tools.tool_fields import ToolFields
 from shared.errors import InvalidRequest
@@ -58,49 +56,24 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs besides to prepare prompts itself; null: the tokenizer has none."""
+
+    model: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None
+    model_max_length: int
+
+
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-class _TextFields(SupportedFields):
-    """Names the field also for text that is not valid Unicode, which no JSON decoder places."""
-
-    def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
-        super().__init__(struct, neutral_values)
-        self._names = {*struct.__struct_fields__, *neutral_values}
-
-    def decode(self, data: bytes | msgspec.Raw) -> Any:
-        try:
-            return super().decode(data)
-        except InvalidRequest as error:
-            field = None if error.param else self._field_of_invalid_text(bytes(data))
-            if field is None:
-                raise
-            message = f"{field}: the text has a lone surrogate, or a byte that is not UTF-8"
-            raise InvalidRequest(message, param=field) from error
-
-    def _field_of_invalid_text(self, data: bytes) -> str | None:
-        """Python's decoder accepts such text, unlike msgspec, and is slower."""
-        try:
-            body = json.loads(data.decode("utf-8", "surrogateescape"))
-        except (ValueError, RecursionError):
-            return None
-        fields = body if isinstance(body, dict) else {}
-        return next(
-            (name for name in self._names & fields.keys() if _is_invalid(fields[name])), None
-        )
-
-
-def _is_invalid(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-TOKENIZE_FIELDS = _TextFields(TokenizeRequest, NEUTRAL_VALUES)
-DETOKENIZE_FIELDS = _TextFields(DetokenizeRequest, {})
+TOKENIZE_FIELDS = TextFields(TokenizeRequest, NEUTRAL_VALUES)
+DETOKENIZE_FIELDS = TextFields(DetokenizeRequest, {})
 
 
 def check_tokenize(body: TokenizeRequest) -> None:

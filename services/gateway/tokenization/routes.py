@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from litestar import Request
+from litestar import Request, Response
 from litestar.openapi.spec import Reference, Schema
 from litestar.params import Body
 from litestar.types import Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
 from services.gateway.http.body import StrictBody
-from services.gateway.tokenization.bodies import DetokenizeRequest, TokenizeRequest
+from services.gateway.tokenization.bodies import DetokenizeRequest, TokenizeRequest, TokenizerInfo
 from services.gateway.tokenization.tokenization import Tokenization
 
 PART_BYTES = 128 << 10  # 0.1 ms of the event loop
@@ -80,6 +80,14 @@ class TokenizationRoutes:
     ) -> JsonParts:
         """The text of tokens, with the texts of special tokens."""
         return _response(request, await self._tokenization.detokenize(request.state.tenant, data))
+
+    async def info(self, request: Request[Any, Any, Any]) -> Response[TokenizerInfo]:
+        """The special tokens and the chat template, for clients that prepare prompts themselves.
+        `model`: another than the gateway's own.
+        """
+        name = request.query_params.get("model")
+        info = await self._tokenization.info(request.state.tenant, name)
+        return Response(info, headers={"x-request-id": request.state.request_id})
 
 
 def _response(request: Request[Any, Any, Any], body: bytes) -> JsonParts:

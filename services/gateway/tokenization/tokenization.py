@@ -19,6 +19,7 @@ from services.gateway.tokenization.bodies import (
     DETOKENIZE_FIELDS,
     TOKENIZE_FIELDS,
     TokenizeRequest,
+    TokenizerInfo,
     check_tokenize,
     prompt_of,
 )
@@ -32,9 +33,9 @@ MAX_INLINE_BYTES = 8 << 10  # some 2 ms of decoding, converting and encoding on 
 
 
 class Tokenization:
-    """Both methods return the response as JSON. They raise the HearthError that rejects the
-    request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded, NoCapacity, and
-    DependencyUnavailable for a model's name that cannot be checked.
+    """`tokenize` and `detokenize` return the response as JSON. All raise the HearthError that
+    rejects the request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded, NoCapacity,
+    and DependencyUnavailable for a model's name that cannot be checked.
     """
 
     def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
@@ -63,6 +64,18 @@ class Tokenization:
         tokenizer = model.text.files.tokenizer
         response = detokenize(body, tokenizer, vocab_size=model.card.vocab_size)
         return msgspec.json.encode(response)
+
+    async def info(self, tenant: TenantRecord, name: str | None) -> TokenizerInfo:
+        """`name`: None: the gateway's own model."""
+        model = await self._model(tenant, name)
+        files = model.text.files
+        template = files.chat_template
+        return TokenizerInfo(
+            model=model.card.name,
+            chat_template=None if template is None else template.source.source,
+            model_max_length=model.card.max_context_tokens,
+            **files.token_texts,
+        )
 
     async def _chat_tokens(
         self, tenant: TenantRecord, text: ServedText, body: TokenizeRequest

@@ -10,10 +10,12 @@ from services.gateway.output.framing import Framing, TextEvent
 from services.gateway.request.endpoint import Endpoint, ResponseContext
 from services.gateway.workers_ai.embedding_response import EmbeddingEncoder
 from services.gateway.workers_ai.padding import PaddedTextEvent
+from services.gateway.workers_ai.rerank_response import RerankEncoder
 from services.gateway.workers_ai.run_request import (
     DEFAULT_POOLING,
     RUN_FIELDS,
     RunRequest,
+    for_model,
     to_generation_requests,
     without_prompts,
 )
@@ -30,6 +32,7 @@ def run_endpoint(random_bytes: Callable[[int], bytes] | None = None) -> Endpoint
         fields=RUN_FIELDS,
         generations=to_generation_requests,
         is_streamed=lambda body: body.is_streamed,
+        for_model=for_model,
         encoder=partial(_encoder, text_events),
         without_prompts=without_prompts,
     )
@@ -55,6 +58,9 @@ class _TextEvents:
 
 
 def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContext) -> Encoder:
+    pairs = body.pairs
+    if pairs is not None:
+        return RerankEncoder(context, pairs, body.top_k)
     framing = context.framing
     if not body.is_embedding:
         return RunEncoder(framing, text_events.of(framing), context.merger.warnings)

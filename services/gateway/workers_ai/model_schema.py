@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.workers_ai.embedding_response import EmbeddingResult
+from services.gateway.workers_ai.rerank_response import RerankResult
 from services.gateway.workers_ai.run_request import RunRequest
 from services.gateway.workers_ai.run_response import RunFrame
 
@@ -18,9 +19,12 @@ REF_TEMPLATE = "#/$defs/{name}"
 def model_schema() -> dict[str, Any]:
     """The input and output of every model; each an object with its own definitions."""
     return {
-        "input": _schema((RunRequest,), "One of messages, prompt and text, with options"),
+        "input": _schema(
+            (RunRequest,), "One of messages, prompt, text, and query with contexts; with options"
+        ),
         "output": _schema(
-            (RunFrame, EmbeddingResult), "A text, or vectors for an input with `text`"
+            (RunFrame, EmbeddingResult, RerankResult),
+            "A text, or vectors for an input with `text`, or scores for a `query`",
         ),
     }
 

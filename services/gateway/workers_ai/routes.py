@@ -9,6 +9,7 @@ from litestar import Request, Response
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
+from services.gateway.http.affinity import AFFINITY_HEADER, session_key_of
 from services.gateway.http.response import GenerationResponse
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
@@ -32,7 +33,6 @@ from shared.clock import Clock
 from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
-AFFINITY_HEADER = "x-session-affinity"
 Search = Callable[[list[ModelRow], SearchQuery], Success]
 
 
@@ -87,6 +87,7 @@ class WorkersAIRoutes:
             model=model,
             prompts=request.state.prompts,
             affinity_key=request.headers.get(AFFINITY_HEADER),
+            session_key=session_key_of(request.headers),
         )
         return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)
 

@@ -1,18 +1,21 @@
-"""The body of `ai/run`, and its meaning in Hearth's terms: one of three keys holds the prompts.
+"""The body of `ai/run`, and its meaning in Hearth's terms: one of four keys holds the prompts.
 
 messages   a conversation
 prompt     the message of a user; with `raw` a text without chat template
 text       a text or texts to embed
+query      what the texts of `contexts` are ranked by
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.grammars.spellings import constraint_of
+from services.gateway.http.text_fields import TextFields
 from services.gateway.request.conversation import (
     Conversation,
     Effort,
@@ -24,7 +27,16 @@ from services.gateway.request.conversation import (
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import MAX_INT, SamplingFields
-from services.gateway.request.supported_fields import FOREIGN_FIELDS, SupportedFields
+from services.gateway.request.supported_fields import FOREIGN_FIELDS
+from services.gateway.scoring.pairs import (
+    MAX_DOCUMENTS,
+    PLACEHOLDER,
+    Pairs,
+    Text,
+    embedding_requests,
+    requests_for_model,
+)
+from services.gateway.text.model_files import ModelFiles
 from services.gateway.tools.choice_fields import ToolChoiceField, tool_options
 from services.gateway.tools.tool_fields import ToolFields
 from services.gateway.workers_ai.errors import LoraNotSupported
@@ -35,7 +47,7 @@ from shared.messages import Pooling
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_POOLING: Pooling = "mean"
 MAX_TEXTS = 100
-PROMPT_KEYS = ("messages", "prompt", "text")
+PROMPT_KEYS = ("messages", "prompt", "text", "query")
 
 # Keys that would change the output and that are not supported, with the values that change nothing.
 # Any other unknown key is ignored, since clients send many.
@@ -43,7 +55,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **FOREIGN_FIELDS,
     "add_special_tokens": (None, True),
     "best_of": (None, 1),
-    "contexts": (None, []),
     "echo": (None, False),
     "image": (None,),
     "include_reasoning": (None, True),
@@ -54,7 +65,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (None,),
     "max_length": (None,),
     "n": (None, 1),
-    "query": (None,),
     "request_id": (None,),
     "requests": (None, []),
     "source_lang": (None,),
@@ -68,18 +78,30 @@ class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
     reject_if_busy: bool | None = None
 
 
+class RankedContext(msgspec.Struct, frozen=True):
+    text: str
+
+
+RankedContexts = Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
 EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class RunRequest(SamplingFields, frozen=True, kw_only=True):
     """Cloudflare's options beside those of all dialects. Of `temperature` and `top_p`, its bounds
-    are wider; a `top_p` above 1 excludes no token, as 1.
+    are wider; a `top_p` above 1 excludes no token, as 1. `top_k`: with a query, the number of
+    results.
     """
 
     messages: Annotated[list[RunMessage], Meta(min_length=1)] | None = None
     prompt: str | None = None
     raw: bool | None = None
     text: EmbeddedText | None = None
+    query: str | None = None
+    contexts: (
+        Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)] | None
+    ) = None
     pooling: Pooling | None = None
     normalize: bool | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
@@ -99,6 +121,15 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
         return self.text is not None
 
     @property
+    def pairs(self) -> Pairs | None:
+        """Of a query and its contexts; None for a body without. Raises InvalidRequest."""
+        if self.query is None:
+            return None
+        contexts = enumerate(self.contexts or ())
+        texts = [Text(each.text, f"contexts[{place}].text") for place, each in contexts]
+        return Pairs([Text(self.query, "query")], texts)
+
+    @property
     def is_streamed(self) -> bool:
         return bool(self.stream)
 
@@ -107,18 +138,20 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
         return self.options is None or not self.options.reject_if_busy
 
 
-RUN_FIELDS = SupportedFields(RunRequest, NEUTRAL_VALUES)
+RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES)
 
 
 def to_generation_requests(body: RunRequest, model: str) -> list[GenerationRequest]:
-    """Returns one request per text, else one. Raises InvalidRequest if keys contradict each other,
-    LoraNotSupported, PayloadTooLarge.
+    """Returns one request for each text, else one. Raises InvalidRequest if keys contradict each
+    other, LoraNotSupported, PayloadTooLarge.
     """
     if body.lora:
         raise LoraNotSupported(f"the model {model!r} does not support LoRA", param="lora")
     _check_keys(body)
     if body.text is not None:
         return _embeddings(body, model)
+    if (pairs := body.pairs) is not None:
+        return embedding_requests(pairs, model, is_queueable=body.is_queueable)
     conversation = _conversation(body)
     return [
         GenerationRequest(
@@ -135,10 +168,21 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
     ]
 
 
+def for_model(
+    body: RunRequest, generations: Sequence[GenerationRequest], files: ModelFiles
+) -> Sequence[GenerationRequest]:
+    """What the model is asked to rank contexts. Raises InvalidRequest."""
+    pairs = body.pairs
+    return generations if pairs is None else requests_for_model(pairs, generations, files)
+
+
 def without_prompts(body: RunRequest, count: int) -> RunRequest:
     """The body with `count` empty prompts."""
     if body.text is not None:
         return msgspec.structs.replace(body, text="" if count == 1 else [""] * count)
+    if body.query is not None:
+        contexts = [RankedContext(PLACEHOLDER)] * len(body.contexts or ())
+        return msgspec.structs.replace(body, query=PLACEHOLDER, contexts=contexts)
     if body.prompt is not None:
         return msgspec.structs.replace(body, prompt="")
     return msgspec.structs.replace(body, messages=[RunMessage(role="user", content="")])
@@ -147,17 +191,28 @@ def without_prompts(body: RunRequest, count: int) -> RunRequest:
 def _check_keys(body: RunRequest) -> None:
     given = [key for key in PROMPT_KEYS if getattr(body, key) is not None]
     if not given:
-        raise InvalidRequest("the body needs one of messages, prompt and text")
+        raise InvalidRequest("the body needs one of messages, prompt, text and query")
     if len(given) > 1:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
     if body.raw and given != ["prompt"]:
         raise InvalidRequest("raw is for a prompt", param="raw")
-    is_templated = given != ["text"] and not body.raw
+    _check_ranking(body)
+    is_templated = given[0] in ("messages", "prompt") and not body.raw
     for name in ("tools", "chat_template_kwargs"):
         if getattr(body, name) and not is_templated:
             raise InvalidRequest(f"{name} is for messages, or a prompt without raw", param=name)
-    if body.stream and given == ["text"]:
-        raise InvalidRequest("embeddings are not streamed", param="stream")
+    if body.stream and given[0] in ("text", "query"):
+        raise InvalidRequest("embeddings and ranks are not streamed", param="stream")
+
+
+def _check_ranking(body: RunRequest) -> None:
+    if body.query is None:
+        if body.contexts is not None:
+            raise InvalidRequest("contexts are for a query", param="contexts")
+    elif body.contexts is None:
+        raise InvalidRequest("contexts: the texts that are ranked are missing", param="contexts")
+    elif body.top_k is not None and body.top_k < 1:
+        raise InvalidRequest("top_k: a rank has at least one result", param="top_k")
 
 
 def _conversation(body: RunRequest) -> Conversation:

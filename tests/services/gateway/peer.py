@@ -218,7 +218,8 @@ class PeerDecode:
             if position == self.hold_at:
                 await self.released.wait()
             if run.request.pooling is not None:
-                run.finish = msgspec.structs.replace(self.finish, embedding=self.embedding)
+                embedding = self.embedding_for(run.request)
+                run.finish = msgspec.structs.replace(self.finish, embedding=embedding)
             elif position >= len(run.answer):
                 run.finish = self.finishes.get(run.choice_index, self.finish)
             else:
@@ -228,6 +229,9 @@ class PeerDecode:
             entry = run.entry_from(position, self.finish.served)
             await self._emit(run.request.gateway_id, entry)
             await asyncio.sleep(0)
+
+    def embedding_for(self, request: Request) -> bytes | None:
+        return self.embedding
 
     async def _emit(self, gateway_id: str, entry: TokenEntry) -> None:
         self.step += 1

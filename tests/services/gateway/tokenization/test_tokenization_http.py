@@ -229,3 +229,19 @@ async def test_a_request_is_charged_and_no_tokens_are(acme: Acme) -> None:
     for body in ({"prompt": "a"}, {"prompt": "a " * 5000}):
         response = await acme.http.post("/tokenize", json=body)
         check_envelope(response, 403, "model_not_allowed", "model")
+
+
+@pytest.mark.parametrize("path", ["/tokenizer_info", "/v1/tokenizer_info?model=tiny"])
+async def test_tokenizer_info(cluster: Cluster, path: str) -> None:
+    """What lm-eval needs to prepare prompts with `/tokenize` alone."""
+    info = (await cluster.http.get(path)).json()
+    assert (info["eos_token"], info["bos_token"], info["pad_token"]) == ("<|im_end|>", None, None)
+    assert (info["model"], info["model_max_length"]) == ("tiny", 512)
+    assert "<|im_start|>" in info["chat_template"]
+
+
+async def test_tokenizer_info_of_an_unknown_model(cluster: Cluster) -> None:
+    response = await cluster.http.get("/tokenizer_info", params={"model": "huge"})
+    check_envelope(response, 404, "model_not_found", "model")
+    response = await cluster.http.get("/tokenizer_info", headers={"authorization": ""})
+    check_envelope(response, 401, "invalid_api_key", None)

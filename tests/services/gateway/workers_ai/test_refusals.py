@@ -67,7 +67,9 @@ async def test_bad_field_is_named(cluster: Cluster, fields: dict[str, Any], fiel
 
 
 async def test_no_key_and_bad_json(cluster: Cluster) -> None:
-    check_rejected(await cluster.http.post(RUN, json={}), 400, 5004, "messages, prompt and text")
+    check_rejected(
+        await cluster.http.post(RUN, json={}), 400, 5004, "messages, prompt, text and query"
+    )
     for data in (b"{", b"[]", b"\xff\xfe", b"[" * 30_000, b"null", b"1", b'"x"'):
         check_rejected(await cluster.http.post(RUN, content=data), 400, 5004)
     check_rejected(await cluster.http.post(RUN), 400, 3003, "no body")

@@ -1,0 +1,17 @@
+"""The session of a request, by the headers of its client.
+
+x-session-affinity, else the body's prompt_cache_key, else the header in which a client sends its
+session: Codex, Claude Code, Open WebUI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+AFFINITY_HEADER = "x-session-affinity"
+SESSION_HEADERS = ("session-id", "x-claude-code-session-id", "x-openwebui-chat-id")
+
+
+def session_key_of(headers: Mapping[str, str]) -> str | None:
+    """The first that is not empty."""
+    return next((found for name in SESSION_HEADERS if (found := headers.get(name))), None)

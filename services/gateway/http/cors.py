@@ -1,0 +1,33 @@
+"""Which pages of other origins may call the gateway. Keys are sent in a header and never as
+cookies, so no response allows credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from litestar.config.cors import CORSConfig
+
+# What a script may read besides the body.
+EXPOSED = (
+    "retry-after",
+    "x-request-id",
+    *(
+        f"x-ratelimit-{state}-{kind}"
+        for state in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens", "input-tokens", "output-tokens")
+    ),
+)
+
+
+def cors_config(origins: Sequence[str]) -> CORSConfig | None:
+    """`*`: every origin. None without an origin: then no page of another origin may."""
+    if not origins:
+        return None
+    return CORSConfig(
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"],
+        allow_headers=["*"],
+        allow_credentials=False,
+        expose_headers=list(EXPOSED),
+    )
