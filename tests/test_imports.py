@@ -142,9 +142,11 @@ LAYERS = {
         " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
-        "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers |"
+        "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers"
+        " anthropic_handlers error_response |"
         " page cluster |"
-        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai |"
+        " admission model_list timeline_routes | dialects | tokenization | prefixes |"
+        " anthropic openai workers_ai |"
         " http | request | telemetry | models | grammars | tools | streams tenancy output |"
         " text | catalog | metrics"
     ),

@@ -34,7 +34,7 @@ class Framing:
     name_line: bytes = b""
 
     def named(self, name: str) -> Framing:
-        """The framing of one kind of event, for dialects that name them; they end without `done`."""
+        """The framing of one kind of event, of a dialect that names them and has no `done`."""
         line = self.name_line % name.encode() if self.name_line else b""
         return replace(self, before=line + self.before, done=b"", name_line=b"")
 

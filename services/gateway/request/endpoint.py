@@ -17,7 +17,7 @@ from services.gateway.text.token_bytes import TokenBytes
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
     """What an encoder knows besides the body. `model`: as the client named it. `created`: seconds
-    since 1970.
+    since 1970. `signing_key`: of the tenant.
     """
 
     merger: OutputMerger
@@ -26,6 +26,7 @@ class ResponseContext:
     model: str
     created: int
     framing: Framing
+    signing_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
