@@ -26,9 +26,7 @@ from shared.errors import (
 )
 
 # The numbers in the messages of PromptTooLong, which also come from other processes.
-_LENGTH = re.compile(
-    r"(?P<tokens>\d+) tokens(?P<more>, plus .*?)?,? exceeds .*context of (?P<most>\d+)"
-)
+_LENGTH = re.compile(r"(?P<tokens>\d+) tokens.* exceeds .*context of (?P<most>\d+)")
 
 
 class ErrorType(msgspec.Struct, frozen=True):
@@ -96,5 +94,6 @@ def _too_long(message: str) -> str:
     found = _LENGTH.search(message)
     if found is None:
         return f"prompt is too long: {message}"
-    most = int(found["most"]) - bool(found["more"])  # one token is left for the answer
-    return f"prompt is too long: {found['tokens']} tokens > {most} maximum"
+    num_tokens, context = int(found["tokens"]), int(found["most"])
+    most = context if num_tokens > context else num_tokens - 1  # an answer has one token at least
+    return f"prompt is too long: {num_tokens} tokens > {most} maximum"

@@ -51,8 +51,8 @@ class NoFields(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiEndpoint:
-    """`encode_error`: in the form of its dialect. `event`: of a streamed response. `generates`: None for an endpoint that answers at once.
-    `is_free`: a request costs nothing.
+    """`encode_error`: in the form of its dialect. `event`: of a streamed response.
+    `generates`: None for an endpoint that answers at once. `is_free`: a request costs nothing.
     """
 
     name: str
