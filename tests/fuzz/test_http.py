@@ -41,7 +41,7 @@ ANSWER = "hello world, how are you? 😀 東京"
 MAX_BODY_BYTES = 256 * 1024
 ANSWER_S = 20.0
 PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter for incomplete requests
-STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504)
+STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504, 529)
 
 COMMON: dict[str, Any] = {
     "model": "tiny",
@@ -78,15 +78,43 @@ STREAM = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
 TEXT = {**COMMON, "prompt": ["hello", "world"], "echo": True, "logprobs": 1, "best_of": 2}
 TOKENS = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "echo": True}
 EMBEDDING = {"input": ["hello", "you"], "encoding_format": "base64", "pooling": "mean"}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [1]}}
+MESSAGES: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 9,
+    "system": [{"type": "text", "text": "x-anthropic-billing-header: a"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, USE]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "r"}],
+        },
+        {"role": "system", "content": "be brief"},
+    ],
+    "tool_choice": {"type": "auto"},
+    "stop_sequences": ["you"],
+    "temperature": 0.5,
+    "top_k": 5,
+    "stream": True,
+    "metadata": {"user_id": "u"},
+    "thinking": {"type": "enabled", "budget_tokens": 3},
+    "output_config": {"effort": "low"},
+}
+CALLED = {**MESSAGES, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", STREAM),
     ("/v1/completions", TEXT),
     ("/v1/completions", TOKENS),
     ("/v1/embeddings", EMBEDDING),
+    ("/v1/messages", MESSAGES),
+    ("/v1/messages", CALLED),
+    ("/v1/messages/count_tokens", MESSAGES),
 )
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs", "/", "/v1/models/%ff%00", "*"),
     *("/v1/models/../../etc", "//", "/%2e%2e/", "/v1/models/" + "a" * 3000, "http://x/health"),
 )
@@ -234,7 +262,9 @@ def check(answer: bytes) -> None:
     if b"\r\ntransfer-encoding: chunked" in head.lower() or not body:
         return
     error = json.loads(body)["error"]
-    assert error["message"] and error["code"], error
+    assert error["message"] and (
+        error["type"] if "request_id" in json.loads(body) else error["code"]
+    )
 
 
 def json_bodies(tree: dict[str, Any]) -> st.SearchStrategy[bytes]:
