@@ -74,7 +74,7 @@ class TenantModels:
         return ModelEntry(
             id=name,
             created=self._created,
-            display_name=name,
+            display_name=card.name,
             created_at=self._created_at,
             max_input_tokens=card.max_context_tokens,
             max_tokens=card.max_context_tokens,
