@@ -48,7 +48,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_whitespace_pattern": (None,),
-    "ignore_eos": (None, False),
     "include_reasoning": (None, True),
     "json_schema": (None,),
     "logit_bias": (None, {}),
@@ -109,7 +108,7 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(PromptFields, frozen=True, kw_only=True):
-    """Anthropic's fields, and `seed`. `max_tokens`: more than the context has room for means all of
+    """Anthropic's fields, `seed` and `ignore_eos`. `max_tokens`: more than the context has room for means all of
     the room.
     """
 
@@ -119,6 +118,7 @@ class MessagesRequest(PromptFields, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
 
@@ -213,6 +213,7 @@ def _sampling(body: MessagesRequest) -> SamplingFields:
         top_p=body.top_p,
         top_k=body.top_k,
         seed=body.seed,
+        ignore_eos=body.ignore_eos,
         stop=body.stop_sequences,
     )
 

@@ -77,7 +77,7 @@ async def test_usage_is_known_at_the_start(cluster: Cluster) -> None:
 
 
 async def test_same_request_as_over_openai(cluster: Cluster) -> None:
-    options = {"seed": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 5}
+    options = {"seed": 3, "ignore_eos": True, "temperature": 0.5, "top_p": 0.5, "top_k": 5}
     body = {**BODY, **options, "system": "Be brief.", "stop_sequences": ["zz"]}
     await whole(cluster.http, body)
     ours = await submitted(cluster)
