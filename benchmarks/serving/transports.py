@@ -1,4 +1,4 @@
-"""Requests/s of one gateway by dialect and transport: chat, Workers AI, Messages, and chat over NATS.
+"""Requests/s of one gateway by dialect and transport: chat, Workers AI, Messages, chat over NATS.
 
     python -m benchmarks.serving.transports [--concurrency 16] [--duration-s 5] [--rounds 6]
 

@@ -21,6 +21,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "hearth"
     type: str = "model"
     display_name: str
+    lifecycle: str = "active"
     created_at: str  # RFC 3339
     max_input_tokens: int
     max_tokens: int

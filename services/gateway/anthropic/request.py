@@ -108,9 +108,7 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(PromptFields, frozen=True, kw_only=True):
-    """Anthropic's fields, `seed` and `ignore_eos`. `max_tokens`: more than the context has room for means all of
-    the room.
-    """
+    """Anthropic's fields, `seed` and `ignore_eos`. `max_tokens`: cut to the room in the context."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None

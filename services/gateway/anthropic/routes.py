@@ -17,7 +17,7 @@ from services.gateway.request.opener import Opener
 from shared.clock import Clock
 
 REQUEST_ID = "request-id"  # the header in which this dialect's clients look for it
-AFFINITY_HEADER = "x-session-affinity"
+AFFINITY_HEADERS = ("x-session-affinity", "x-claude-code-session-id")
 
 
 class MessagesBody(StrictBody):
@@ -48,7 +48,7 @@ class AnthropicRoutes:
             data,
             request.state.reservation,
             prompts=request.state.prompts,
-            affinity_key=request.headers.get(AFFINITY_HEADER),
+            affinity_key=_session_of(request),
         )
         headers = {**opened.headers, REQUEST_ID: request.state.request_id}
         opened = dataclasses.replace(opened, headers=headers)
@@ -63,3 +63,9 @@ class AnthropicRoutes:
         headers = {"x-request-id": request_id, REQUEST_ID: request_id}
         limits = request.state.reservation.headers
         return Response(body, media_type="application/json", headers={**headers, **limits})
+
+
+def _session_of(request: Request[Any, Any, Any]) -> str | None:
+    """By the first header that is not empty."""
+    headers = request.headers
+    return next((found for name in AFFINITY_HEADERS if (found := headers.get(name))), None)

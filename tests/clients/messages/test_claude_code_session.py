@@ -12,25 +12,16 @@ from tests.clients.messages.claude_code import HEADERS, body_of, first_messages,
 
 
 def send(client: anthropic.Anthropic, body: dict[str, Any]) -> Message:
-    """Claude Code's own client sends the body to the path of the beta."""
-    stream = client.post(
-        "/v1/messages?beta=true",
-        body=body,
-        cast_to=Message,
-        stream=True,
-        stream_cls=anthropic.Stream[anthropic.types.RawMessageStreamEvent],
-        options={"headers": HEADERS},
-    )
-    message: Message | None = None
-    from anthropic.lib.streaming._messages import accumulate_event
-
-    for event in stream:
-        if event.type != "ping":
-            message = accumulate_event(
-                event=event, current_snapshot=message, request_headers=anthropic.NOT_GIVEN
-            )
-    assert message is not None
-    return message
+    """Some fields are of the beta, to whose path Claude Code sends."""
+    own = ("context_management", "output_config")
+    fields = {name: each for name, each in body.items() if name not in (*own, "stream")}
+    with client.messages.stream(
+        **fields,
+        extra_headers=HEADERS,
+        extra_query={"beta": "true"},
+        extra_body={name: body[name] for name in own},
+    ) as stream:
+        return stream.get_final_message()
 
 
 def test_second_turn_is_cached(agent_client: anthropic.Anthropic) -> None:
