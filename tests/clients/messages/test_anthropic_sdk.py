@@ -21,8 +21,7 @@ REQUEST: dict[str, Any] = {
     "max_tokens": 32,
     "system": SYSTEM,
     "messages": MESSAGES,
-    "temperature": 0.8,
-    "extra_body": {"seed": 7},
+    "extra_body": {"seed": 7, "temperature": 0.8},  # the SDK has no argument for them
 }
 CLOCK = {
     "name": "clock",
@@ -34,6 +33,7 @@ CLOCK = {
         "additionalProperties": False,
     },
 }
+GREEDY = {"temperature": 0}
 QUESTION = [{"role": "user", "content": "What time is it in Oslo?"}]
 
 
@@ -55,7 +55,7 @@ def strict_events(account: Account, body: dict[str, Any]) -> list[Any]:
 
 def test_message(client: anthropic.Anthropic, reference: Reference) -> None:
     raw = client.messages.with_raw_response.create(**REQUEST)
-    message = Message.model_validate_json(raw.content)
+    message = Message.model_validate_json(raw.read())
     [block] = message.content
     assert block.type == "text" and block.text == expected_text(reference)
     assert raw.headers["request-id"] in message.id
@@ -90,7 +90,7 @@ def test_count_tokens_is_usage(client: anthropic.Anthropic) -> None:
     counted = client.messages.with_raw_response.count_tokens(
         model=MODEL, system=SYSTEM, messages=MESSAGES
     )
-    count = MessageTokensCount.model_validate_json(counted.content)
+    count = MessageTokensCount.model_validate_json(counted.read())
     usage = client.messages.create(**REQUEST).usage
     assert usage.cache_read_input_tokens is not None
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
@@ -107,12 +107,12 @@ def test_stop_sequence(client: anthropic.Anthropic, reference: Reference) -> Non
 def test_tools(agent_client: anthropic.Anthropic, agents: Account) -> None:
     """A call and its result, streamed and whole."""
     request: dict[str, Any] = {"model": AGENT_MODEL, "max_tokens": 200, "tools": [CLOCK]}
-    with agent_client.messages.stream(**request, messages=QUESTION, temperature=0) as stream:
+    with agent_client.messages.stream(**request, messages=QUESTION, extra_body=GREEDY) as stream:
         message = stream.get_final_message()
     assert message.stop_reason == "tool_use"
     [call] = [each for each in message.content if each.type == "tool_use"]
     assert (call.name, call.input.keys()) == ("clock", {"zone", "hour"})
-    whole = agent_client.messages.create(**request, messages=QUESTION, temperature=0)
+    whole = agent_client.messages.create(**request, messages=QUESTION, extra_body=GREEDY)
     assert [each.input for each in whole.content if each.type == "tool_use"] == [call.input]
     body = {**request, "messages": QUESTION, "temperature": 0, "stream": True}
     kinds = [each.type for each in strict_events(agents, body)]
@@ -159,7 +159,7 @@ def test_errors_are_exceptions_by_status(
         return body["error"]
 
     assert raised(anthropic.NotFoundError, model="no/such")["type"] == "not_found_error"
-    invalid = raised(anthropic.BadRequestError, temperature=-1)
+    invalid = raised(anthropic.BadRequestError, extra_body={"temperature": -1})
     assert "temperature" in invalid["message"]
     long = [{"role": "user", "content": "word " * 8_000}]
     assert "prompt is too long" in raised(anthropic.BadRequestError, messages=long)["message"]
