@@ -101,6 +101,8 @@ MESSAGES: dict[str, Any] = {
     "thinking": {"type": "enabled", "budget_tokens": 3},
     "output_config": {"effort": "low"},
 }
+# the chat template knows no tools
+TEXTS = {**MESSAGES, "messages": [MESSAGES["messages"][0], MESSAGES["messages"][-1]]}
 CALLED = {**MESSAGES, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
@@ -108,9 +110,9 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", TEXT),
     ("/v1/completions", TOKENS),
     ("/v1/embeddings", EMBEDDING),
-    ("/v1/messages", MESSAGES),
+    ("/v1/messages", TEXTS),
     ("/v1/messages", CALLED),
-    ("/v1/messages/count_tokens", MESSAGES),
+    ("/v1/messages/count_tokens", TEXTS),
 )
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
@@ -309,8 +311,9 @@ def malformed_requests(draw: st.DrawFn) -> bytes:
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
     answer = patient.runner.run(patient.play(data))
-    assert answer
-    check(answer)
+    assert answer or len(data) > MAX_BODY_BYTES  # whose rejection the reset may overtake
+    if answer:
+        check(answer)
 
 
 @fuzz(100)
