@@ -35,18 +35,20 @@ def writes_in_place(render: Callable[[Messages], str]) -> bool:
 
 def with_late_system_as_user(messages: Messages) -> list[Mapping[str, Any]]:
     converted: list[Mapping[str, Any]] = []
-    has_joined = False  # the last message is a system text that waits for the user's
+    is_open = False  # a system text ends the user's message: the next one of the user joins it
     for index, message in enumerate(messages):
-        role = message["role"]
-        is_late = index > 0 and role == "system"
+        role, is_late = message["role"], index > 0 and message["role"] == "system"
         last = converted[-1] if converted else None
-        is_after_user = last is not None and last["role"] == "user"
-        if last is not None and is_after_user and (is_late or (has_joined and role == "user")):
+        if (
+            last is not None
+            and last["role"] == "user"
+            and (is_late or (is_open and role == "user"))
+        ):
             content = f"{last['content']}\n{message['content']}"
             converted[-1] = {**last, "content": content}
+        elif is_late:
+            converted.append({"role": "user", "content": message["content"]})
         else:
-            converted.append(
-                {"role": "user", "content": message["content"]} if is_late else message
-            )
-            has_joined = is_late
+            converted.append(message)
+        is_open = is_late
     return converted

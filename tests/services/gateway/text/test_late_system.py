@@ -43,6 +43,7 @@ def test_text_joins_the_user_next_to_it(source: str) -> None:
         render(source, ("user", "a"), ("assistant", "b"), later, ("user", "c"))
         == "[user]a[assistant]b[user]S\nc"
     )
+    assert render(source, ("user", "a"), later, ("user", "b")) == "[user]a\nS\nb"
     assert render(source, ("user", "a"), ("user", "b")) == "[user]a[user]b"
 
 
