@@ -72,7 +72,7 @@ def run_claude(program: str, folder: Path, cluster: Cluster) -> str:
 
 
 def transcript(output: str) -> Iterator[dict[str, Any]]:
-    """The messages of both sides, and the result: without ids, times and paths."""
+    """The messages of both sides, and the result: without times and paths."""
     for line in output.splitlines():
         event = json.loads(line)
         match event["type"]:
