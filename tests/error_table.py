@@ -110,10 +110,13 @@ def _descendants(root: type[HearthError]) -> Iterator[type[HearthError]]:
 
 
 def table() -> str:
-    """The Markdown table, sorted by status. Raises KeyError for a code without a meaning."""
+    """The Markdown table, sorted by status, then as MEANING: not by the order of imports. Raises
+    KeyError for a code without a meaning.
+    """
+    order = {code: place for place, code in enumerate(MEANING)}
     lines = ["| status | `code` | `type` | meaning |", "| --- | --- | --- | --- |"]
     rows = [(each.http_status, each.code, each.openai_type) for each in error_classes()]
-    for status, code, kind in sorted(rows, key=lambda row: row[0]):
+    for status, code, kind in sorted(rows, key=lambda row: (row[0], order[row[1]])):
         lines.append(f"| {status} | `{code}` | `{kind}` | {MEANING[code]} |")
     return "\n".join(lines) + "\n"
 

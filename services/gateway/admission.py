@@ -17,6 +17,7 @@ from typing import Any
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
 from litestar.utils.scope.state import ScopeState
 
+from services.gateway.dialects import dialect_of
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.request.opener import Opener
@@ -24,7 +25,6 @@ from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
-from services.gateway.workers_ai.paths import dialect_of
 from shared.errors import HearthError, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
@@ -90,8 +90,7 @@ class Admission:
         return admitted
 
     async def _authenticate(self, scope: Scope) -> TenantRecord:
-        header = _header(scope, b"authorization")
-        tenant = await self._api_keys.tenant_of(header)
+        tenant = await self._api_keys.tenant_of(_authorization(scope))
         on_authenticated = scope["state"].get(ON_AUTHENTICATED)
         if on_authenticated is not None:
             on_authenticated()
@@ -135,6 +134,12 @@ class Admission:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
+
+
+def _authorization(scope: Scope) -> str | None:
+    """Anthropic's clients send the key alone, in a header of their own."""
+    header, api_key = _header(scope, b"authorization"), _header(scope, b"x-api-key")
+    return f"Bearer {api_key}" if header is None and api_key is not None else header
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -20,12 +20,16 @@ from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
+from services.gateway.anthropic.routes import AnthropicRoutes
+from services.gateway.anthropic.token_count import TokenCounter
+from services.gateway.anthropic_handlers import anthropic_handlers
 from services.gateway.catalog import Readiness
 from services.gateway.cluster.routes import ClusterRoutes
+from services.gateway.dialects import dialect_of
+from services.gateway.error_response import error_response
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.cors import cors_config
 from services.gateway.http.errors import error_of_http
-from services.gateway.http.response import error_headers
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.model_list import ModelEntry, ModelList, TenantModels
 from services.gateway.models.model_names import ModelNames
@@ -33,7 +37,7 @@ from services.gateway.models.served_models import ServedModels
 from services.gateway.openai.chat import ChatCompletion
 from services.gateway.openai.completions import Completion
 from services.gateway.openai.embeddings import EmbeddingList
-from services.gateway.openai.errors import ErrorEnvelope, envelope
+from services.gateway.openai.errors import ErrorEnvelope
 from services.gateway.openai.routes import (
     ChatBody,
     CompletionBody,
@@ -71,9 +75,7 @@ from services.gateway.tokenization.routes import (
     TokenizeBody,
 )
 from services.gateway.tokenization.tokenization import Tokenization
-from services.gateway.workers_ai.errors import envelope as workers_ai_envelope
-from services.gateway.workers_ai.errors import number_of
-from services.gateway.workers_ai.paths import OPENAI_ROOTS, dialect_of, has_own_envelope
+from services.gateway.workers_ai.paths import OPENAI_ROOTS
 from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
 from services.gateway.workers_ai_handlers import workers_ai_handlers
 from shared.clock import Clock
@@ -167,7 +169,7 @@ class Routes:
         if request.method == "POST":
             self._count_refused(request, error)
         request_id = request.state.get("request_id") or self._new_request_id()
-        response = _error_response(request.scope["path"], error, request_id)
+        response = error_response(request.scope["path"], error, request_id)
         reservation: Reservation | None = request.state.get("reservation")
         if reservation is not None:
             reservation.record.error = error
@@ -234,6 +236,9 @@ def build_app(
     workers_ai = WorkersAIRoutes(
         opener, models, names, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
     )
+    anthropic = AnthropicRoutes(
+        opener, TokenCounter(submission, models, names), clock=clock, keep_alive_s=keep_alive_s
+    )
     admission = Admission(
         submission,
         opener,
@@ -259,6 +264,7 @@ def build_app(
             ),
             *workers_ai_handlers(workers_ai, known),
             _timeline_handler(TimelineRoutes(find_timeline, api_keys, cluster.is_operator)),
+            *anthropic_handlers(anthropic, known),
             *_state_handlers(routes),
             _info_handler(ServerInfoRoutes(read_info, metrics_token, cluster.is_operator)),
             *page_handlers(cluster, http_host=http_host, has_page=has_page),
@@ -272,17 +278,6 @@ def build_app(
         cors_config=cors_config(cors_origins),
         request_max_body_size=max_body_bytes,
         logging_config=None,
-    )
-
-
-def _error_response(path: str, error: HearthError, request_id: str) -> Response[Any]:
-    """The path decides the dialect."""
-    is_workers_ai = has_own_envelope(path)
-    return Response(
-        workers_ai_envelope(error) if is_workers_ai else envelope(error),
-        status_code=number_of(type(error)).status if is_workers_ai else error.http_status,
-        headers={"x-request-id": request_id, **error_headers(error)},
-        media_type="application/json",
     )
 
 

@@ -1,6 +1,8 @@
-"""The models that a tenant may use, as OpenAI lists them."""
+"""The models that a tenant may use, with the fields of OpenAI's list and of Anthropic's."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -11,17 +13,30 @@ from shared.tenancy.tenant import TenantRecord
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_input_tokens`, `max_tokens`: Anthropic's, both the context."""
+
     id: str
     object: str = "model"
     created: int
     owned_by: str = "hearth"
+    type: str = "model"
+    display_name: str
+    lifecycle: str = "active"
+    created_at: str  # RFC 3339
+    max_input_tokens: int
+    max_tokens: int
     max_context: int
     revision: str
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Always complete: there is no next page."""
+
     object: str = "list"
     data: list[ModelEntry]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
 
 
 class TenantModels:
@@ -33,15 +48,19 @@ class TenantModels:
         self._models = models
         self._names = names
         self._created = created
+        self._created_at = f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
     async def all(self, tenant: TenantRecord) -> ModelList:
         """Raises DependencyUnavailable if the tenant's aliases have never been read."""
+        data = [
+            self._entry(name, card)
+            async for card, names in self._names.all(tenant)
+            for name in names
+        ]
         return ModelList(
-            data=[
-                self._entry(name, card)
-                async for card, names in self._names.all(tenant)
-                for name in names
-            ]
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
         )
 
     async def one(self, tenant: TenantRecord, name: str) -> ModelEntry:
@@ -56,6 +75,10 @@ class TenantModels:
         return ModelEntry(
             id=name,
             created=self._created,
+            display_name=card.name,
+            created_at=self._created_at,
+            max_input_tokens=card.max_context_tokens,
+            max_tokens=card.max_context_tokens,
             max_context=card.max_context_tokens,
             revision=card.revision,
         )

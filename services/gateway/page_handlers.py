@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 from litestar import HttpMethod, route
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import Guard
@@ -11,6 +12,16 @@ from litestar.types import Guard
 from services.gateway.cluster.routes import ClusterRoutes
 from services.gateway.page.headers import HostCheck
 from services.gateway.page.routes import PageRoutes
+
+
+class ServerName(msgspec.Struct, frozen=True):
+    name: str
+
+
+async def _index() -> ServerName:
+    """Claude Code asks for `/` before its first request."""
+    return ServerName("hearth")
+
 
 _HIDDEN = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD], include_in_schema=False)
 
@@ -25,7 +36,9 @@ def page_handlers(
         "/v1/cluster/events", http_method=HttpMethod.GET, include_in_schema=False, guards=guards
     )
     handlers: list[HTTPRouteHandler] = [snapshot, events(cluster.events)]
-    if has_page:
+    if not has_page:
+        handlers.append(_HIDDEN("/")(_index))
+    else:
         page = PageRoutes()
         handlers.append(_HIDDEN("/", guards=[host_check])(page.index))
         handlers.append(_HIDDEN("/page/{name:str}", guards=[host_check])(page.file))

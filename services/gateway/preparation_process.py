@@ -23,6 +23,7 @@ BODY_NICENESS = 10  # more than the process has
 
 def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> BodyHandler:
     """Loads the tokenizer, and the dialects, which a process that only renders does not need."""
+    from services.gateway.anthropic.token_count import COUNT_TOKENS, count_large
     from services.gateway.endpoints import ENDPOINTS
     from services.gateway.prefixes.large_bodies import PREFIX_KINDS, check_prefix_body
     from services.gateway.request.prepared_bodies import prepare_body
@@ -41,6 +42,8 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
             return check_prefix_body(job, files.tokenizer.longest_token_chars)
         if job.kind in TOKENIZATION_KINDS:
             return answer(job, files.tokenizer, template)
+        if job.kind == COUNT_TOKENS:
+            return count_large(job, files.tokenizer, template)
         return prepare_body(job, ENDPOINTS[job.kind], files, template)
 
     return lambda job: _body_thread().submit(prepare, job).result()

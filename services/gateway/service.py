@@ -258,7 +258,13 @@ class GatewayService:
         )
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
-        return Opener(self.submission, self.model_names, self.models.default_name, wall_clock)
+        return Opener(
+            self.submission,
+            self.model_names,
+            self.models.default_name,
+            wall_clock,
+            signing_key=root_key(self._config.cluster_secret),
+        )
 
     def _api_over(
         self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]

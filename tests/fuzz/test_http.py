@@ -41,7 +41,7 @@ ANSWER = "hello world, how are you? 😀 東京"
 MAX_BODY_BYTES = 256 * 1024
 ANSWER_S = 20.0
 PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter for incomplete requests
-STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504)
+STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504, 529)
 
 COMMON: dict[str, Any] = {
     "model": "tiny",
@@ -85,6 +85,32 @@ RERANK = {
     "return_documents": True,
 }
 SCORE = {"text_1": ["hello", "a"], "text_2": ["you", "b"], "instruction": None}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [1]}}
+MESSAGES: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 9,
+    "system": [{"type": "text", "text": "x-anthropic-billing-header: a"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, USE]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "r"}],
+        },
+        {"role": "system", "content": "be brief"},
+    ],
+    "tool_choice": {"type": "auto"},
+    "stop_sequences": ["you"],
+    "temperature": 0.5,
+    "top_k": 5,
+    "stream": True,
+    "metadata": {"user_id": "u"},
+    "thinking": {"type": "enabled", "budget_tokens": 3},
+    "output_config": {"effort": "low"},
+}
+# the chat template knows no tools
+TEXTS = {**MESSAGES, "messages": [MESSAGES["messages"][0], MESSAGES["messages"][-1]]}
+CALLED = {**MESSAGES, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", STREAM),
@@ -93,9 +119,13 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/embeddings", EMBEDDING),
     ("/v1/rerank", RERANK),
     ("/v1/score", SCORE),
+    ("/v1/messages", TEXTS),
+    ("/v1/messages", CALLED),
+    ("/v1/messages/count_tokens", TEXTS),
 )
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs", "/", "/v1/models/%ff%00", "*"),
     *("/v1/models/../../etc", "//", "/%2e%2e/", "/v1/models/" + "a" * 3000, "http://x/health"),
 )
@@ -243,7 +273,9 @@ def check(answer: bytes) -> None:
     if b"\r\ntransfer-encoding: chunked" in head.lower() or not body:
         return
     error = json.loads(body)["error"]
-    assert error["message"] and error["code"], error
+    assert error["message"] and (
+        error["type"] if "request_id" in json.loads(body) else error["code"]
+    )
 
 
 def json_bodies(tree: dict[str, Any]) -> st.SearchStrategy[bytes]:
@@ -288,8 +320,9 @@ def malformed_requests(draw: st.DrawFn) -> bytes:
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
     answer = patient.runner.run(patient.play(data))
-    assert answer
-    check(answer)
+    assert answer or len(data) > MAX_BODY_BYTES  # whose rejection the reset may overtake
+    if answer:
+        check(answer)
 
 
 @fuzz(100)

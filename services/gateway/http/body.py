@@ -45,3 +45,19 @@ class StrictBody(AbstractDTO[Any]):
     @classmethod
     def detect_nested_field(cls, field_definition: FieldDefinition) -> bool:
         return False
+
+
+class RawBody(StrictBody):
+    """The body as bytes, since a large one is decoded elsewhere. `struct`: what it must hold."""
+
+    struct: ClassVar[type[Any]]
+
+    def decode_bytes(self, value: bytes) -> bytes:
+        return value
+
+    @classmethod
+    def create_openapi_schema(
+        cls, field_definition: FieldDefinition, handler_id: str, schema_creator: Any
+    ) -> Reference | Schema:
+        described = FieldDefinition.from_annotation(cls.struct)
+        return super().create_openapi_schema(described, handler_id, schema_creator)

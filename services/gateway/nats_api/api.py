@@ -19,7 +19,13 @@ import structlog
 
 from services.gateway.nats_api.discovery import Discovery
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
-from services.gateway.nats_api.endpoints import API_ENDPOINTS, CANCEL, Cancelled, CancelRequest
+from services.gateway.nats_api.endpoints import (
+    API_ENDPOINTS,
+    CANCEL,
+    Cancelled,
+    CancelRequest,
+    error_encoder_of,
+)
 from services.gateway.nats_api.errors import RequestCancelled
 from services.gateway.nats_api.reply import Reply
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
@@ -150,7 +156,7 @@ class NatsApi:
             return
         arrived_at = self._received(endpoint)
         message = RequestMessage(endpoint, client_id, data, headers, arrived_at)
-        response = Reply(self._messages, reply, self._new_request_id())
+        response = Reply(self._messages, reply, self._new_request_id(), error_encoder_of(endpoint))
         if len(self._tasks) >= self._max_requests:
             error = Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
             self._ended(endpoint, arrived_at, error)

@@ -8,8 +8,13 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.anthropic.endpoint import MESSAGES
+from services.gateway.anthropic.errors import envelope, type_of
+from services.gateway.anthropic.request import MessagesRequest
+from services.gateway.anthropic.response_types import MessageResponse, StreamEvent
 from services.gateway.model_list import ModelList
 from services.gateway.nats_api.discovery import EndpointInfo, schema_of
+from services.gateway.nats_api.reply import EncodeError, openai_error
 from services.gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from services.gateway.openai.completions import Completion, CompletionChunk, CompletionRequest
 from services.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
@@ -48,16 +53,17 @@ class NoFields(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiEndpoint:
-    """`event`: of a streamed response. `generates`: None for an endpoint that answers at once.
-    `is_free`: a request costs nothing.
+    """`encode_error`: in the form of its dialect. `event`: of a streamed response.
+    `generates`: None for an endpoint that answers at once. `is_free`: a request costs nothing.
     """
 
     name: str
     request: type[Any]
     response: type[Any]
-    event: type[Any] | None = None
+    event: Any = None
     generates: Endpoint | None = None
     is_free: bool = False
+    encode_error: EncodeError = openai_error
 
     @property
     def info(self) -> EndpointInfo:
@@ -94,9 +100,23 @@ _ALL = (
         name="embeddings", request=EmbeddingRequest, response=EmbeddingList, generates=EMBEDDINGS
     ),
     ApiEndpoint(name=RERANK.name, request=RerankRequest, response=RerankResponse, generates=RERANK),
+    ApiEndpoint(
+        name=MESSAGES.name,
+        request=MessagesRequest,
+        response=MessageResponse,
+        event=StreamEvent,
+        generates=MESSAGES,
+        encode_error=lambda error, request_id: (type_of(error).status, envelope(error, request_id)),
+    ),
     ApiEndpoint(name=TOKENIZE, request=TokenizeRequest, response=TokenizeResponse),
     ApiEndpoint(name=DETOKENIZE, request=DetokenizeRequest, response=DetokenizeResponse),
     ApiEndpoint(name=MODELS, request=NoFields, response=ModelList, is_free=True),
     ApiEndpoint(name=CANCEL, request=CancelRequest, response=Cancelled, is_free=True),
 )
 API_ENDPOINTS: Mapping[str, ApiEndpoint] = {each.name: each for each in _ALL}
+
+
+def error_encoder_of(name: str) -> EncodeError:
+    """Of an endpoint that may not exist."""
+    endpoint = API_ENDPOINTS.get(name)
+    return openai_error if endpoint is None else endpoint.encode_error

@@ -8,7 +8,8 @@ into the connection's buffer before they wait for anything: two tasks may send.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 import structlog
@@ -25,17 +26,30 @@ ERROR, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
 FAILED = "error"  # the value of END after an error
 MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent
 _encode = msgspec.json.Encoder().encode
+# error, id of the request → the HTTP status and the body in the form of a dialect
+EncodeError = Callable[[HearthError, str], tuple[int, Any]]
+
+
+def openai_error(error: HearthError, _: str) -> tuple[int, Any]:
+    return error.http_status, envelope(error)
 
 
 class Reply:
     """`limit_headers`: the state of the tenant's limits, in the first and the last message."""
 
-    def __init__(self, messages: UntypedMessages, subject: str, request_id: str) -> None:
+    def __init__(
+        self,
+        messages: UntypedMessages,
+        subject: str,
+        request_id: str,
+        encode_error: EncodeError = openai_error,
+    ) -> None:
         self.request_id = request_id
         self.limit_headers: Mapping[str, str] = {}
         self.is_ended = False
         self._messages = messages
         self._subject = subject
+        self._encode_error = encode_error
         self._num_sent = 0
 
     async def send(self, data: bytes = b"", *, check: str = "") -> None:
@@ -58,15 +72,16 @@ class Reply:
         if self.is_ended:
             return
         self.is_ended = True
+        status, body = self._encode_error(error, self.request_id)
         headers = {
             END: FAILED,
             ERROR: error.message[:MAX_REASON_CHARS],
-            ERROR_CODE: str(error.http_status),
+            ERROR_CODE: str(status),
             **self.limit_headers,
             **error_headers(error),
         }
         try:
-            await self._send(_encode(envelope(error)), headers)
+            await self._send(_encode(body), headers)
         except DependencyUnavailable as lost:
             log.warning("reply_failed", request=self.request_id, error=lost.message)
 

@@ -7,7 +7,7 @@ a token's text in the same envelope.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,13 +23,20 @@ _ENCODED_MARK = _encode(_MARK)
 @dataclass(frozen=True, slots=True)
 class Framing:
     """`before`, `after`: what surrounds an event. `done`: after the last one. `keep_alive`: what a
-    silent stream sends, and its reader ignores.
+    silent stream sends, and its reader ignores. `name_line`: a format of the line that names an
+    event.
     """
 
     before: bytes
     after: bytes
     done: bytes
     keep_alive: bytes
+    name_line: bytes = b""
+
+    def named(self, name: str) -> Framing:
+        """The framing of one kind of event, of a dialect that names them and has no `done`."""
+        line = self.name_line % name.encode() if self.name_line else b""
+        return replace(self, before=line + self.before, done=b"", name_line=b"")
 
     def event(self, body: Any) -> bytes:
         return self.before + on_one_line(_encode(body)) + self.after
@@ -43,7 +50,7 @@ def on_one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-SSE = Framing(b"data: ", b"\n\n", b"data: [DONE]\n\n", b": keep-alive\n\n")
+SSE = Framing(b"data: ", b"\n\n", b"data: [DONE]\n\n", b": keep-alive\n\n", b"event: %b\n")
 LINES = Framing(b"", b"\n", b"", b"")
 
 

@@ -33,6 +33,7 @@ class ChoiceResult:
     tool_calls: list[ToolCallResult] = field(default_factory=list)
     tokens: ScoredTokens = field(default_factory=ScoredTokens)
     finish_reason: str = ""
+    stop_sequence: str | None = None  # the stop string that ended it
 
     @property
     def text(self) -> str:
@@ -71,7 +72,8 @@ class Results:
             case ToolCallEnd():
                 pass
             case Finished():
-                self._choice(event.choice_index).finish_reason = event.reason
+                choice = self._choice(event.choice_index)
+                choice.finish_reason, choice.stop_sequence = event.reason, event.stop_sequence
             case Usage():
                 self.usage = event
 

@@ -20,7 +20,7 @@ Requests = Sequence[GenerationRequest]
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
     """What an encoder knows besides the body. `model`: as the client named it. `created`: seconds
-    since 1970. `ranking`: of a reranking checkpoint.
+    since 1970. `ranking`: of a reranking checkpoint. `signing_key`: of the tenant.
     """
 
     merger: OutputMerger
@@ -30,6 +30,7 @@ class ResponseContext:
     created: int
     framing: Framing
     ranking: RankingTokens | None = None
+    signing_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

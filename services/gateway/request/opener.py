@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -53,7 +54,9 @@ class OpenResponse:
 
 
 class Opener:
-    """`wall_clock`: seconds since 1970, for `created`."""
+    """`wall_clock`: seconds since 1970, for `created`. `signing_key`: of the cluster; each tenant
+    has one that is derived from it.
+    """
 
     def __init__(
         self,
@@ -61,11 +64,13 @@ class Opener:
         names: ModelNames,
         default_model: str,
         wall_clock: Callable[[], float],
+        signing_key: bytes = b"",
     ) -> None:
         self._submission = submission
         self._names = names
         self._default_model = default_model
         self._wall_clock = wall_clock
+        self._signing_key = signing_key
 
     async def read(
         self,
@@ -124,6 +129,7 @@ class Opener:
             created=int(self._wall_clock()),
             framing=framing,
             ranking=None if files.ranking is None else files.ranking.tokens,
+            signing_key=self._tenant_key(reservation.tenant.tenant_id),
         )
         return OpenResponse(
             merger,
@@ -132,6 +138,9 @@ class Opener:
             headers={"x-request-id": reservation.request_id, **merger.headers},
             cancel=partial(self._submission.cancel, merger.outputs),
         )
+
+    def _tenant_key(self, tenant_id: str) -> bytes:
+        return blake2b(tenant_id.encode(), key=self._signing_key, person=b"signing").digest()
 
     async def _chosen(self, reservation: Reservation, name: str) -> ServedModel:
         resolved = await self._names.resolve(reservation.tenant.tenant_id, name)

@@ -18,6 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import jinja2
@@ -30,6 +31,11 @@ from services.gateway.text.history.argument_texts import with_argument_texts
 from services.gateway.text.history.call_arguments import CallArguments
 from services.gateway.text.history.call_ids import CallIds, with_call_ids
 from services.gateway.text.history.hermes import in_hermes_format
+from services.gateway.text.history.late_system import (
+    has_late_system,
+    with_late_system_as_user,
+    writes_in_place,
+)
 from shared.errors import ConfigError, InvalidRequest
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -134,6 +140,8 @@ class ChatTemplate:
         Raises InvalidRequest with the template's message if the template rejects the messages.
         """
         messages, tools = self._with_known_tools(messages, tools)
+        if has_late_system(messages) and not self._writes_late_system:
+            messages = with_late_system_as_user(messages)
         messages = with_call_ids(messages, self.source.call_ids)
         if self._has_xml_arguments:
             messages = with_argument_texts(messages, tools)
@@ -154,6 +162,19 @@ class ChatTemplate:
             message = f"the chat template fails on these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
         return self._split(prompt)
+
+    @cached_property
+    def _writes_late_system(self) -> bool:
+        """Whether a system message after the first is written in its place. Takes a rendering."""
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            context = {**self._variables, "messages": messages, "add_generation_prompt": False}
+            try:
+                return self._template.render(context)
+            except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
+                raise ValueError("the template rejects the messages") from error
+
+        return writes_in_place(render)
 
     def _with_known_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from litestar import Request, Response
-from litestar.openapi.spec import Reference, Schema
 from litestar.params import Body
 from litestar.types import Receive, Scope, Send
-from litestar.typing import FieldDefinition
 
-from services.gateway.http.body import StrictBody
+from services.gateway.http.body import RawBody
 from services.gateway.tokenization.bodies import DetokenizeRequest, TokenizeRequest, TokenizerInfo
 from services.gateway.tokenization.tokenization import Tokenization
 
 PART_BYTES = 128 << 10  # 0.1 ms of the event loop
-
-
-class RawBody(StrictBody):
-    """The body as bytes, since a large one is decoded elsewhere. `struct`: what it must hold."""
-
-    struct: ClassVar[type[Any]]
-
-    def decode_bytes(self, value: bytes) -> bytes:
-        return value
-
-    @classmethod
-    def create_openapi_schema(
-        cls, field_definition: FieldDefinition, handler_id: str, schema_creator: Any
-    ) -> Reference | Schema:
-        described = FieldDefinition.from_annotation(cls.struct)
-        return super().create_openapi_schema(described, handler_id, schema_creator)
 
 
 class TokenizeBody(RawBody):

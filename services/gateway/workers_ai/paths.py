@@ -20,11 +20,6 @@ def has_own_envelope(path: str) -> bool:
     return _OWN.fullmatch(path) is not None and _OPENAI.fullmatch(path) is None
 
 
-def dialect_of(path: str) -> str:
-    """The dialect of this path's errors, as metrics name it."""
-    return "workers_ai" if has_own_envelope(path) else "openai"
-
-
 def model_part(raw_path: bytes) -> str:
     """What follows `ai/run` in a path of that route, decoded: `%2F` is a slash. `raw_path`: as it
     was sent, since the web framework joins slashes.

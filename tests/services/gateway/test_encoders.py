@@ -100,6 +100,10 @@ def test_chat_body_says_what_the_events_say() -> None:
     assert second.message.tool_calls is None and not second.message.model_extra
 
 
+def test_whole_result_knows_the_stop_string_that_ended_it() -> None:
+    assert [each.stop_sequence for each in results().choices] == [None, "END"]
+
+
 def test_end_joins_the_text_right_before_it() -> None:
     text, other, end = TextDelta(0, ["a"]), TextDelta(1, ["b"]), Finished(0, "stop")
     cases: list[tuple[Sequence[Event], list[tuple[Event, Finished | None]]]] = [

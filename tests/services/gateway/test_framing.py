@@ -46,3 +46,13 @@ def test_no_text_ends_a_line(framing: Framing, text: str) -> None:
     (line,) = filter(None, event.decode().splitlines())
     body = msgspec.json.decode(line.removeprefix("data: "), type=ChatCompletionChunk)
     assert body.choices[0].delta.content == text
+
+
+def test_named_events_have_a_line_with_their_name_over_http() -> None:
+    named = SSE.named("ping")
+    assert named.event({"a": 1}) == b'event: ping\ndata: {"a":1}\n\n'
+    assert (named.done, named.keep_alive) == (b"", SSE.keep_alive)
+    assert TextEvent(named, lambda text: {"t": text}).of(["x", "y"]) == (
+        b'event: ping\ndata: {"t":"x"}\n\nevent: ping\ndata: {"t":"y"}\n\n'
+    )
+    assert LINES.named("ping").event({}) == b"{}\n"

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.anthropic.request import MESSAGES_FIELDS
+from services.gateway.anthropic.request import to_generation_requests as messages_of
 from services.gateway.openai.chat import CHAT_FIELDS, to_generation_request
 from services.gateway.openai.completions import COMPLETION_FIELDS
 from services.gateway.openai.completions import to_generation_requests as completions_of
@@ -246,6 +248,18 @@ HARMLESS_IN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("prompt_cache_key", "cache_salt"), "of the cache"),
         "priority": "the turn of a request",
     },
+    "messages": {
+        "add_special_tokens": "the template writes them",
+        **dict.fromkeys(
+            ("image", "image_b64", "input", "input_text", "contexts", "query", "requests"),
+            "of models and bodies of another API",
+        ),
+        **dict.fromkeys(("max_length", "source_lang", "target_lang", "raw", "lora"), "another API"),
+        **dict.fromkeys(("prompt_cache_key", "cache_salt"), "of the cache"),
+        **dict.fromkeys(("priority", "options"), "of another API"),
+        "stream": "the form of the response",
+        "logprobs_mode": "of logprobs",
+    },
 }
 
 NOT_NULL = {"add_special_tokens"}
@@ -268,7 +282,23 @@ def run(fields: dict[str, Any]) -> Sequence[GenerationRequest]:
     return runs_of(RUN_FIELDS.decode(msgspec.json.encode({"messages": MESSAGES, **fields})), "m")
 
 
-DIALECTS: dict[str, Convert] = {"chat": chat, "completions": completions, "run": run}
+def messages(fields: dict[str, Any]) -> Sequence[GenerationRequest]:
+    if fields.get("tools"):
+        fields = {**fields, "tools": [{"name": "f", "input_schema": SCHEMA}]}
+    if fields.get("tool_choice"):
+        fields = {**fields, "tool_choice": {"type": "any"}}
+    required = {"model": "m", "max_tokens": 9, "messages": MESSAGES}
+    given = {name: each for name, each in fields.items() if each or name not in required}
+    body = MESSAGES_FIELDS.decode(msgspec.json.encode({**required, **given}))
+    return messages_of(body, "m")
+
+
+DIALECTS: dict[str, Convert] = {
+    "chat": chat,
+    "completions": completions,
+    "run": run,
+    "messages": messages,
+}
 NEEDED_WITH = {
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": [TOOL]},
@@ -282,7 +312,9 @@ def test_field_is_honoured_or_refused_or_harmless(dialect: str, field: str) -> N
     convert, value = DIALECTS[dialect], KNOWN[field]
     if dialect == "completions" and field == "logprobs":
         value = 1
-    others = NEEDED_WITH.get(field, {}) if dialect == "chat" else {}
+    others = NEEDED_WITH.get(field, {}) if dialect in ("chat", "messages") else {}
+    if dialect == "messages" and field == "top_logprobs":
+        others = {}
     harmless = {**HARMLESS, **HARMLESS_IN[dialect]}
     try:
         is_honoured = convert({**others, field: value}) != convert(others)

@@ -14,6 +14,8 @@ from shared.subjects import api_request
 from shared.tenancy.tenant import TENANTS
 from shared.transport.untyped_messages import UntypedMessages
 from tests.servers import NatsServer
+from tests.services.gateway.anthropic.stream import MESSAGES, message_of
+from tests.services.gateway.anthropic.test_messages_http import BODY as MESSAGE
 from tests.services.gateway.conftest import ANSWER, until
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
@@ -23,6 +25,7 @@ PATHS = {
     "chat": CHAT,
     "completions": "/v1/completions",
     "embeddings": "/v1/embeddings",
+    "messages": MESSAGES,
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
@@ -31,6 +34,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("chat", {**BODY, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}),
     ("completions", {"prompt": ["hello", "fox"], "max_tokens": 4, "echo": True}),
     ("embeddings", {"input": ["a", "b"]}),
+    ("messages", {**MESSAGE, "stop_sequences": ["how"]}),
     ("tokenize", {"prompt": "the quick brown fox", "return_token_strs": True}),
     ("tokenize", {"messages": BODY["messages"]}),
     ("detokenize", {"tokens": [5, 6, 7]}),
@@ -40,6 +44,20 @@ VOLATILE = ("id", "created", "hearth")  # of a request, not of its text
 
 def stable(body: Any) -> Any:
     return {key: body[key] for key in body if key not in VOLATILE}
+
+
+async def test_messages_are_streamed_and_rejected_in_their_dialect(api: Api) -> None:
+    events = await api.events("messages", {**MESSAGE, "stream": True})
+    message = message_of(events)
+    assert message["content"] == [{"type": "text", "text": ANSWER}]
+    reply = await api.reply("messages", {**MESSAGE, "model": "huge"})
+    assert (reply.headers or {})["Nats-Service-Error-Code"] == "404"
+    error = json.loads(reply.data)
+    assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")
+    assert error["request_id"] == (reply.headers or {})["Hearth-Request"]
+    long = {**MESSAGE, "messages": [{"role": "user", "content": "x y " * 400}]}
+    reply = await api.reply("messages", long)
+    assert (reply.headers or {})["Nats-Service-Error-Code"] == "400"
 
 
 @pytest.mark.parametrize(("endpoint", "body"), BODIES)

@@ -82,8 +82,9 @@ async def test_gateway_without_page(
 ) -> None:
     config = msgspec.structs.replace(gateway_config, page=False)
     async with running_cluster(nats_server, config, model_files) as cluster:
-        for path in ("/", "/page/app.js"):
-            assert (await cluster.http.get(path)).status_code == 404
+        assert (await cluster.http.get("/page/app.js")).status_code == 404
+        assert (await cluster.http.get("/")).json() == {"name": "hearth"}
+        assert (await cluster.http.head("/")).status_code == 200
 
 
 def test_page_is_small_and_names_no_other_origin() -> None:

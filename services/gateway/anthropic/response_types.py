@@ -1,0 +1,118 @@
+"""The types of a response, and of the events of its stream."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """`input_tokens`: those that were computed; with those read from a cache they are the prompt.
+    `cache_creation_input_tokens`: always 0, as nothing is charged for it.
+    """
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Content = Text | Thinking | ToolUse
+
+
+class HearthWarnings(msgspec.Struct, frozen=True):
+    """What of the request the output need not match, and tools that were left out."""
+
+    warnings: tuple[str, ...]
+
+
+class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`hearth`: missing without warnings."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Content]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: Usage
+    hearth: HearthWarnings | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
+    message: MessageResponse
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: Content
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
+    delta: Stop
+    usage: Usage
+    hearth: HearthWarnings | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
+    pass
+
+
+class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
+    pass
+
+
+StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int

@@ -1,0 +1,28 @@
+"""Signs thinking, so that clients which demand a signature have one: an HMAC of the text with a key
+of the tenant, in base64. Nothing checks it: see `blocks.ThinkingBlock`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+
+
+class Signature:
+    """Of texts that come in parts."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._hmac: hmac.HMAC | None = None  # most responses have no thinking
+
+    def add(self, text: str) -> None:
+        if self._hmac is None:
+            self._hmac = hmac.new(self._key, digestmod="sha256")
+        self._hmac.update(text.encode())
+
+    def take(self) -> str:
+        """The signature of the texts since the last call."""
+        signed, self._hmac = self._hmac, None
+        if signed is None:
+            signed = hmac.new(self._key, digestmod="sha256")
+        return base64.b64encode(signed.digest()).decode()

@@ -1,0 +1,104 @@
+"""Runs Claude Code, unmodified, for one round trip of a tool: `scripts/try_claude_code [CLAUDE]`.
+
+In an empty home and a folder with one file, against a cluster of the wide checkpoint, whose model
+calls the tool that it is offered. CLAUDE: the program (default: `claude`), such as that of
+`npm install @anthropic-ai/claude-code`. What it did is written to `transcripts/claude_code.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.clients.account import AGENT_MODEL
+from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.wide.checkpoint import write_wide_checkpoint
+
+TRANSCRIPT = Path(__file__).parent / "transcripts/claude_code.jsonl"
+TIMEOUT_S = 240
+LEAST_CACHED = 0.95  # of the second prompt
+MODEL_VARIABLES = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+OFF = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY")
+OPTIONS = ("--output-format", "stream-json", "--verbose", "--tools", "Bash", "--allowedTools")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if it called the tool, and found the second prompt in the cache."""
+    program = arguments[0] if arguments else "claude"
+    with tempfile.TemporaryDirectory(prefix="hearth-claude-") as name:
+        folder = Path(name)
+        model = write_wide_checkpoint(folder / AGENT_MODEL)
+        with run_cluster(folder, "--model", str(model)) as cluster:
+            messages = list(transcript(run_claude(program, folder, cluster)))
+    TRANSCRIPT.parent.mkdir(exist_ok=True)
+    TRANSCRIPT.write_text("".join(json.dumps(each) + "\n" for each in messages))
+    problems = list(problems_of(messages))
+    print(f"{len(messages)} messages in {TRANSCRIPT}", *problems, sep="\n")
+    return int(bool(problems))
+
+
+def run_claude(program: str, folder: Path, cluster: Cluster) -> str:
+    """Returns what it wrote: a JSON object in each line."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    (work / "README.md").write_text("A file.\n")
+    environ = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "ANTHROPIC_BASE_URL": cluster.url,
+        "ANTHROPIC_AUTH_TOKEN": cluster.state.api_key,
+        **dict.fromkeys(MODEL_VARIABLES, AGENT_MODEL),
+        **dict.fromkeys(OFF, "1"),
+    }
+    command = [program, "-p", "List the files.", *OPTIONS, "Bash", "--max-turns", "3"]
+    done = subprocess.run(
+        command,
+        cwd=work,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    sys.stderr.write(done.stderr)
+    return done.stdout
+
+
+def transcript(output: str) -> Iterator[dict[str, Any]]:
+    """The messages of both sides, and the result: without times and paths."""
+    for line in output.splitlines():
+        event = json.loads(line)
+        match event["type"]:
+            case "assistant" | "user":
+                message = event["message"]
+                fields = ("role", "content", "stop_reason", "usage")
+                yield {name: message[name] for name in fields if name in message}
+            case "result":
+                fields = ("subtype", "is_error", "num_turns", "result")
+                yield {name: event[name] for name in fields if name in event}
+
+
+def problems_of(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    blocks = [
+        block for each in messages for block in each.get("content", ()) if isinstance(block, dict)
+    ]
+    for kind in ("tool_use", "tool_result"):
+        if all(block["type"] != kind for block in blocks):
+            yield f"there is no {kind}"
+    if not messages or messages[-1].get("is_error", True):
+        yield "it ended with an error"
+    usages = [each["usage"] for each in messages if "usage" in each]
+    cached = usages[-1]["cache_read_input_tokens"] if usages else 0
+    if not usages or cached < LEAST_CACHED * (cached + usages[-1]["input_tokens"]):
+        yield "the last prompt was not found in the cache"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
