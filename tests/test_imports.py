@@ -142,10 +142,11 @@ LAYERS = {
         " | decode prefill rank gateway scheduler kv_index"
     ),
     "services/gateway": (
-        "service | app nats_api preparation_process | workers_ai_handlers endpoints page_handlers |"
+        "service | app nats_api preparation_process |"
+        " workers_ai_handlers responses_handlers endpoints page_handlers |"
         " page cluster |"
-        " admission model_list timeline_routes | tokenization | prefixes | openai workers_ai |"
-        " http | request | telemetry | models | grammars | tools | streams tenancy output |"
+        " admission model_list timeline_routes | tokenization | prefixes | workers_ai | responses |"
+        " openai | http | request | telemetry | models | grammars | tools | streams tenancy output |"
         " text | catalog | metrics"
     ),
     "services/scheduler/residency": (

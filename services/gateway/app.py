@@ -53,6 +53,9 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
+from services.gateway.responses.routes import ResponsesRoutes
+from services.gateway.responses.store import ResponseStore
+from services.gateway.responses_handlers import responses_handlers
 from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
@@ -189,6 +192,7 @@ def build_app(
     submission: Submission,
     opener: Opener,
     prefix_store: PrefixStore,
+    response_store: ResponseStore,
     api_keys: ApiKeys,
     models: ServedModels,
     names: ModelNames,
@@ -219,6 +223,15 @@ def build_app(
         version=version,
     )
     openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
+    responses = ResponsesRoutes(
+        opener,
+        response_store,
+        submission=submission,
+        models=models,
+        names=names,
+        clock=clock,
+        keep_alive_s=keep_alive_s,
+    )
     workers_ai = WorkersAIRoutes(
         opener, models, names, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
     )
@@ -236,6 +249,7 @@ def build_app(
     return Litestar(
         [
             *_openai_handlers(openai, known),
+            *responses_handlers(responses, known, _responses, ERRORS),
             *_model_handlers(routes, known),
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),

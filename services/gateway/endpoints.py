@@ -2,7 +2,8 @@
 
 from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
 from services.gateway.request.endpoint import Endpoint
+from services.gateway.responses.endpoint import RESPONSES
 from services.gateway.workers_ai.endpoint import run_endpoint
 
-_ALL = (CHAT, COMPLETIONS, EMBEDDINGS, run_endpoint())
+_ALL = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, run_endpoint())
 ENDPOINTS: dict[str, Endpoint] = {each.name: each for each in _ALL}

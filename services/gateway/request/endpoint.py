@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,13 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.text.token_bytes import TokenBytes
+from shared.tenancy.tenant import TenantRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What an encoder knows besides the body. `model`: as the client named it. `created`: seconds
-    since 1970.
+    """What an encoder knows besides the body. `model`: as the client named it. `created`, `now`:
+    seconds since 1970. `state`: what the endpoint's `EndpointState` has for the tenant.
     """
 
     merger: OutputMerger
@@ -26,6 +28,18 @@ class ResponseContext:
     model: str
     created: int
     framing: Framing
+    now: Callable[[], float] = time.time
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointState:
+    """What an endpoint keeps between requests. `complete`: adds to a body what it refers to; raises
+    the HearthError that rejects it. `of_tenant`: what the encoders of a tenant's responses get.
+    """
+
+    complete: Callable[[TenantRecord, bytes], Awaitable[bytes]]
+    of_tenant: Callable[[TenantRecord], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ read (a large body: in a preparation process) ──▶ decode ──▶ open �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from services.gateway.models.named_model import named_model
 from services.gateway.models.served_text import ServedModel
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import SSE, Framing
-from services.gateway.request.endpoint import Endpoint, ResponseContext
+from services.gateway.request.endpoint import Endpoint, EndpointState, ResponseContext
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.reservation import Reservation
@@ -52,7 +52,7 @@ class OpenResponse:
 
 
 class Opener:
-    """`wall_clock`: seconds since 1970, for `created`."""
+    """`wall_clock`: seconds since 1970. `states`: of the endpoints that have one, by name."""
 
     def __init__(
         self,
@@ -60,11 +60,13 @@ class Opener:
         names: ModelNames,
         default_model: str,
         wall_clock: Callable[[], float],
+        states: Mapping[str, EndpointState] | None = None,
     ) -> None:
         self._submission = submission
         self._names = names
         self._default_model = default_model
         self._wall_clock = wall_clock
+        self._states = {} if states is None else states
 
     async def read(
         self,
@@ -74,8 +76,11 @@ class Opener:
         model_of: Callable[[], str] | None = None,
     ) -> ReadBody:
         """`kind`: the name of an endpoint. `model_of`: reads the model where bodies name none.
-        Raises the HearthError that rejects a large body.
+        Raises the HearthError that rejects a large body, or what a body refers to.
         """
+        state = self._states.get(kind)
+        if state is not None:
+            data = await state.complete(reservation.tenant, data)
         if len(data) <= MAX_INLINE_BYTES:
             return ReadBody(data)
         named = named_model(data, kind) if model_of is None else model_of()
@@ -110,6 +115,7 @@ class Opener:
         named = generations[0].model
         chosen = await self._chosen(reservation, named)
         merger = await self._submission.submit(reservation, generations, chosen)
+        state = self._states.get(endpoint.name)
         context = ResponseContext(
             merger,
             chosen.text.files.tokenizer.token_bytes,
@@ -117,6 +123,8 @@ class Opener:
             model=named,
             created=int(self._wall_clock()),
             framing=framing,
+            now=self._wall_clock,
+            state=None if state is None else state.of_tenant(reservation.tenant),
         )
         return OpenResponse(
             merger,

@@ -32,8 +32,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
-
-    param = "messages"
+    param: str = "messages"  # the request field that holds it
 
     @property
     def num_chars(self) -> int:
