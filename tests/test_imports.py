@@ -146,8 +146,8 @@ LAYERS = {
         " workers_ai_handlers responses_handlers endpoints page_handlers |"
         " page cluster |"
         " admission model_list timeline_routes | tokenization | prefixes | workers_ai | responses |"
-        " openai | http | request | telemetry | models | grammars | tools | streams tenancy output |"
-        " text | catalog | metrics"
+        " openai | http | request | telemetry | models | grammars | tools |"
+        " streams tenancy output | text | catalog | metrics"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

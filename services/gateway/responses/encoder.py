@@ -82,12 +82,13 @@ class ResponsesEncoder:
         return envelope(error)
 
     def error_event(self, error: HearthError) -> bytes:
+        head = b"".join(self._head())
         failed = self._ended(
             "failed",
             error=objects.ErrorDetails(code=_code(error), message=_message(error)),
         )
         event = objects.ResponseFailed(sequence_number=next(self._items.numbers), response=failed)
-        return b"".join(self._head()) + self._event(event)
+        return head + self._event(event)
 
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         yield from self._head()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -153,7 +154,7 @@ class OutputItems:
                 part = items.OutputText(text=text, logprobs=logprobs)
                 yield items.TextDone(**place, text=text, logprobs=logprobs)
                 yield items.PartDone(**self._place(opened), part=part)
-                changes: dict[str, object] = {"content": (part,)}
+                changes: dict[str, Any] = {"content": (part,)}
             case items.ReasoningItem():
                 yield items.ReasoningDone(**place, text=text)
                 sealed = None if self._seal is None else self._seal(text)
@@ -179,7 +180,7 @@ class OutputItems:
             sequence_number=next(self.numbers), output_index=self.output_index, item=item
         )
 
-    def _place(self, item: Item) -> dict[str, object]:
+    def _place(self, item: Item) -> dict[str, Any]:
         """The fields that place an event of an open item."""
         return {
             "sequence_number": next(self.numbers),

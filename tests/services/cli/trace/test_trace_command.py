@@ -109,12 +109,7 @@ def test_table_has_workers_bytes_and_late_masks() -> None:
         for part in timeline_parts(TIMELINE, 80):
             console.print(part)
     text = capture.get()
-    for expected in (
-        "3 late masks",
-        "3.0 MiB",
-        "30 tokens, 31 steps",
-        "try 1: decode-1, prefill prefill-1",
-    ):
+    for expected in ("3 late masks", "3.0 MiB", "30 tokens, 31 steps", "try 1: decode-1, prefill prefill-1"):
         assert expected in text
     assert "…" not in text  # nothing is cut at 80 cells
 
