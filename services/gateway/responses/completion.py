@@ -43,6 +43,7 @@ class _Head(msgspec.Struct, frozen=True):
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _head_decoder = msgspec.json.Decoder(_Head)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
 
 
@@ -89,27 +90,30 @@ class Completion:
         self, tenant: TenantRecord, data: bytes, previous: str | None, has_items: bool
     ) -> bytes:
         fields = _fields_decoder.decode(data)
-        if has_items and "input" in fields:
-            given = msgspec.json.decode(fields["input"])
-            if isinstance(given, list):
-                items = await self._items(tenant, given)
-                fields["input"] = msgspec.Raw(_encode(items))
+        given = _listed(fields.get("input")) if has_items else None
+        if given is not None:
+            fields["input"] = msgspec.Raw(_encode(await self._items(tenant, given)))
         if previous is not None:
             chain = await self._store.chain(tenant, previous)
             history = [item for record in chain for item in items_of(record)]
             fields["hearth_history"] = msgspec.Raw(_encode(history))
         return _encode(fields)
 
-    async def _items(self, tenant: TenantRecord, given: list[Any]) -> list[Any]:
+    async def _items(self, tenant: TenantRecord, given: list[msgspec.Raw]) -> list[msgspec.Raw]:
         records: dict[str, ResponseRecord] = {}
         items = []
-        for index, item in enumerate(given):
-            kind = item.get("type") if isinstance(item, dict) else None
-            if kind == "item_reference":
-                item = await self._referenced(tenant, f"input[{index}].id", item.get("id"), records)
-            elif kind == "reasoning":
-                item = self._opened(tenant, item)
-            items.append(item)
+        for index, raw in enumerate(given):
+            encoded = bytes(raw)
+            if _REFERENCE in encoded or _SEALED in encoded:
+                item = _decoded(encoded)
+                kind = item.get("type") if isinstance(item, dict) else None
+                if kind == "item_reference":
+                    param = f"input[{index}].id"
+                    item = await self._referenced(tenant, param, item.get("id"), records)
+                elif kind == "reasoning":
+                    item = self._opened(tenant, item)
+                raw = msgspec.Raw(_encode(item))
+            items.append(raw)
         return items
 
     async def _referenced(
@@ -137,3 +141,19 @@ class Completion:
         if text is None:
             return item
         return {**item, "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def _listed(given: msgspec.Raw | None) -> list[msgspec.Raw] | None:
+    """None for an input that is not a list."""
+    try:
+        return None if given is None else _items_decoder.decode(given)
+    except _UNREADABLE:
+        return None
+
+
+def _decoded(encoded: bytes) -> Any:
+    """An item that cannot be decoded is refused later, by name."""
+    try:
+        return msgspec.json.decode(encoded)
+    except _UNREADABLE:
+        return msgspec.Raw(encoded)
