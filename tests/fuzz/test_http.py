@@ -78,15 +78,46 @@ STREAM = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
 TEXT = {**COMMON, "prompt": ["hello", "world"], "echo": True, "logprobs": 1, "best_of": 2}
 TOKENS = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "echo": True}
 EMBEDDING = {"input": ["hello", "you"], "encoding_format": "base64", "pooling": "mean"}
+RESPONSE = {
+    **{name: COMMON[name] for name in ("model", "temperature", "stop", "seed", "bad_words")},
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "r", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "12:34"},
+        {"type": "item_reference", "id": "msg_" + "0" * 36},
+    ],
+    "instructions": "be brief",
+    "tools": [
+        {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False},
+        {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]},
+        {"type": "web_search"},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+    "top_logprobs": 2,
+    "max_output_tokens": 9,
+    "metadata": {"a": "b"},
+    "previous_response_id": "resp_" + "0" * 32,
+    "store": True,
+    "truncation": "auto",
+}
+PLAIN_RESPONSE = {"input": "hello", "stream": True, "tools": RESPONSE["tools"]}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", STREAM),
     ("/v1/completions", TEXT),
     ("/v1/completions", TOKENS),
     ("/v1/embeddings", EMBEDDING),
+    ("/v1/responses", RESPONSE),
+    ("/v1/responses", PLAIN_RESPONSE),
+    ("/v1/responses/input_tokens", PLAIN_RESPONSE),
 )
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
+    *("/v1/responses", "/v1/responses/resp_1", "/v1/responses/x/input_items?limit=%ff"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs", "/", "/v1/models/%ff%00", "*"),
     *("/v1/models/../../etc", "//", "/%2e%2e/", "/v1/models/" + "a" * 3000, "http://x/health"),
 )
@@ -315,7 +346,7 @@ FIELDS = (
     b"request",
 )
 LARGE_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"),
     *("/v1/prefixes/dry_run", "/v1/prefixes/large"),
 )
 MAX_TURN_S = 0.05

@@ -15,6 +15,10 @@ from services.gateway.openai.completions import Completion, CompletionChunk, Com
 from services.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
 from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
 from services.gateway.request.endpoint import Endpoint
+from services.gateway.responses.endpoint import NAME as RESPONSES_NAME
+from services.gateway.responses.endpoint import RESPONSES
+from services.gateway.responses.fields import ResponsesRequest
+from services.gateway.responses.object import ResponseEvent, ResponseObject
 from services.gateway.tokenization.bodies import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -53,7 +57,7 @@ class ApiEndpoint:
     name: str
     request: type[Any]
     response: type[Any]
-    event: type[Any] | None = None
+    event: Any = None  # a type, or several
     generates: Endpoint | None = None
     is_free: bool = False
 
@@ -90,6 +94,13 @@ _ALL = (
     ),
     ApiEndpoint(
         name="embeddings", request=EmbeddingRequest, response=EmbeddingList, generates=EMBEDDINGS
+    ),
+    ApiEndpoint(
+        name=RESPONSES_NAME,
+        request=ResponsesRequest,
+        response=ResponseObject,
+        event=ResponseEvent,
+        generates=RESPONSES,
     ),
     ApiEndpoint(name=TOKENIZE, request=TokenizeRequest, response=TokenizeResponse),
     ApiEndpoint(name=DETOKENIZE, request=DetokenizeRequest, response=DetokenizeResponse),

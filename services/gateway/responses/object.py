@@ -106,6 +106,12 @@ class ResponseFailed(StreamEvent, frozen=True, kw_only=True, tag="response.faile
     response: ResponseObject
 
 
+# The events of a stream that have the object; those between have items and texts.
+ResponseEvent = (
+    ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete | ResponseFailed
+)
+
+
 def new_object(
     body: CompleteRequest, *, response_id: str, model: str, created_at: int, is_stored: bool
 ) -> ResponseObject:
