@@ -13,7 +13,7 @@ from pathlib import Path
 import services.gateway.http.errors
 import services.gateway.nats_api.errors
 import services.gateway.prefixes.errors
-import services.gateway.responses.errors
+import services.gateway.responses.storage.errors
 import services.gateway.tenancy.errors
 import services.gateway.workers_ai.errors
 import services.gateway.workers_ai.model_id
@@ -33,7 +33,7 @@ MODULES = (
     services.gateway.http.errors,
     services.gateway.nats_api.errors,
     services.gateway.prefixes.errors,
-    services.gateway.responses.errors,
+    services.gateway.responses.storage.errors,
     services.gateway.tenancy.errors,
     services.gateway.workers_ai.errors,
     services.gateway.workers_ai.model_id,

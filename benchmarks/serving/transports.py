@@ -1,4 +1,5 @@
-"""Requests/s of one gateway by dialect and transport: chat, Workers AI, and chat over NATS.
+"""Requests/s of one gateway by dialect and transport: chat, Workers AI, responses (stored or not),
+and chat over NATS.
 
     python -m benchmarks.serving.transports [--concurrency 16] [--duration-s 5] [--rounds 6]
 
@@ -32,8 +33,8 @@ from benchmarks.serving.closed_loop import ClientKind, Tally, Target
 from benchmarks.serving.hearth import SPLIT, TENANT, Processes, hearth
 
 SHAPE = SHAPES["split"]
-NAMES = ("chat", "workers_ai", "nats")
-BARS = {"workers_ai": 0.9, "nats": 1.2}  # requests/s over chat's
+NAMES = ("chat", "workers_ai", "responses", "stored", "nats")
+BARS = {"workers_ai": 0.9, "responses": 0.8, "stored": 0.8, "nats": 1.2}  # requests/s over chat's
 WARM_UP_S = 1.0
 
 
@@ -44,6 +45,8 @@ class Load:
         if name == "workers_ai":
             path = f"/client/v4/accounts/{TENANT}/ai/run/{target.model}"
             target = replace(target, path=path)
+        elif name in ("responses", "stored"):
+            target = replace(target, path=closed_loop.RESPONSES, is_stored=name == "stored")
         self.name = name
         self._target = target
         self._nats = nats_loop.NatsTarget(target.nats_url, target.model)

@@ -54,7 +54,7 @@ from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.responses.routes import ResponsesRoutes
-from services.gateway.responses.store import ResponseStore
+from services.gateway.responses.storage.store import ResponseStore
 from services.gateway.responses_handlers import responses_handlers
 from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of

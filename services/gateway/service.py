@@ -45,10 +45,10 @@ from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
-from services.gateway.responses.completion import Completion
 from services.gateway.responses.endpoint import NAME as RESPONSES
-from services.gateway.responses.seal import Seal
-from services.gateway.responses.store import ResponseStore
+from services.gateway.responses.storage.completion import Completion
+from services.gateway.responses.storage.seal import Seal
+from services.gateway.responses.storage.store import ResponseStore
 from services.gateway.streams.actions import (
     Report,
     ReportNumericsChange,

@@ -81,11 +81,8 @@ EMBEDDING = {"input": ["hello", "you"], "encoding_format": "base64", "pooling": 
 RESPONSE = {
     **{name: COMMON[name] for name in ("model", "temperature", "stop", "seed", "bad_words")},
     "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
-        {"type": "reasoning", "summary": [], "content": [{"type": "r", "text": "hm"}]},
         {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "12:34"},
-        {"type": "item_reference", "id": "msg_" + "0" * 36},
     ],
     "instructions": "be brief",
     "tools": [
@@ -100,11 +97,18 @@ RESPONSE = {
     "top_logprobs": 2,
     "max_output_tokens": 9,
     "metadata": {"a": "b"},
-    "previous_response_id": "resp_" + "0" * 32,
     "store": True,
     "truncation": "auto",
 }
-PLAIN_RESPONSE = {"input": "hello", "stream": True, "tools": RESPONSE["tools"]}
+NEXT_RESPONSE = {
+    "input": [{"type": "item_reference", "id": "msg_" + "0" * 36}],
+    "previous_response_id": "resp_" + "0" * 32,
+}
+PLAIN_RESPONSE = {
+    "input": [{"role": "user", "content": "hello"}, {"type": "reasoning", "content": [{"text": "hm"}]}],
+    "stream": True,
+    "tools": RESPONSE["tools"],
+}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", STREAM),
@@ -113,6 +117,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/embeddings", EMBEDDING),
     ("/v1/responses", RESPONSE),
     ("/v1/responses", PLAIN_RESPONSE),
+    ("/v1/responses", NEXT_RESPONSE),
     ("/v1/responses/input_tokens", PLAIN_RESPONSE),
 )
 PATHS = (

@@ -32,7 +32,7 @@ from services.gateway.responses.fields import CompleteRequest
 from services.gateway.responses.ids import response_id
 from services.gateway.responses.items import StreamEvent, name_of
 from services.gateway.responses.output_items import OutputItems
-from services.gateway.responses.record import ResponseRecord, TenantState, stored_items
+from services.gateway.responses.storage.record import ResponseRecord, TenantState, stored_items
 from services.gateway.responses.tools import left_out, namespaces_of
 from services.gateway.tenancy.errors import LimitIsZero, RateLimited
 from services.gateway.text.scored_tokens import ScoredToken

@@ -5,8 +5,8 @@ from __future__ import annotations
 from services.gateway.request.endpoint import Endpoint
 from services.gateway.responses.encoder import ResponsesEncoder
 from services.gateway.responses.fields import RESPONSES_FIELDS
-from services.gateway.responses.record import stored_items
 from services.gateway.responses.request import to_generation_request, without_prompt
+from services.gateway.responses.storage.record import stored_items
 
 NAME = "responses"
 

@@ -17,9 +17,9 @@ from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.submission import Submission
 from services.gateway.responses.endpoint import RESPONSES
 from services.gateway.responses.fields import ResponsesRequest
-from services.gateway.responses.record import input_items_of
 from services.gateway.responses.request import to_generation_request
-from services.gateway.responses.store import ResponseStore
+from services.gateway.responses.storage.record import input_items_of
+from services.gateway.responses.storage.store import ResponseStore
 from shared.clock import Clock
 from shared.errors import InvalidRequest
 from shared.packing import TOKEN_ID_BYTES

@@ -36,14 +36,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("tokenize", {"messages": BODY["messages"]}),
     ("detokenize", {"tokens": [5, 6, 7]}),
 ]
-VOLATILE = (
-    "id",
-    "created",
-    "created_at",
-    "completed_at",
-    "output",
-    "hearth",
-)  # of a request, not of its text
+# of a request, not of its text
+VOLATILE = ("id", "created", "created_at", "completed_at", "output", "hearth")
 
 
 def stable(body: Any) -> Any:

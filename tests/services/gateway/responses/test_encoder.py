@@ -24,7 +24,7 @@ from services.gateway.output.framing import LINES
 from services.gateway.output.results import Results
 from services.gateway.responses.encoder import ResponsesEncoder
 from services.gateway.responses.fields import RESPONSES_FIELDS
-from services.gateway.responses.record import ResponseRecord, TenantState, input_items_of
+from services.gateway.responses.storage.record import ResponseRecord, TenantState, input_items_of
 from services.gateway.tenancy.errors import LimitIsZero, RequestsExhausted
 from shared.errors import DeadlineExceeded, GrammarFailed, HearthError, Overloaded, PromptTooLong
 from tests.services.gateway.responses.events import STRICT_RESPONSE, events_of, joined_deltas

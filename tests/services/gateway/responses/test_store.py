@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.responses import store as stores
-from services.gateway.responses.completion import Completion
-from services.gateway.responses.errors import UnknownResponse
 from services.gateway.responses.ids import response_id
-from services.gateway.responses.record import ResponseRecord
-from services.gateway.responses.seal import Seal
-from services.gateway.responses.store import ResponseStore
+from services.gateway.responses.storage import store as stores
+from services.gateway.responses.storage.completion import Completion
+from services.gateway.responses.storage.errors import UnknownResponse
+from services.gateway.responses.storage.record import ResponseRecord
+from services.gateway.responses.storage.seal import Seal
+from services.gateway.responses.storage.store import ResponseStore
 from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionRejected
 from shared.clock import MonotonicClock
-from shared.errors import PayloadTooLarge
+from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.randomness import SystemRandomness
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.tenant import TenantRecord
@@ -236,3 +236,9 @@ async def test_another_tenant_gets_the_same_404(cluster: Cluster) -> None:
         response = await cluster.http.post("/v1/responses", json=body, headers=headers)
         answers.append((response.status_code, response.json()))
     assert answers[0] == answers[1] and answers[0][0] == 404
+
+
+async def test_name_that_is_no_text_is_refused(stored: Stored) -> None:
+    body = b'{"input":[{"type":"item_reference","id":"msg_1"}],"\xf0a":1}'
+    with pytest.raises(InvalidRequest):
+        await Completion(stored.store, None).complete(TENANT, body)

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from services.gateway.responses import scripts
-from services.gateway.responses.errors import UnknownResponse
 from services.gateway.responses.ids import is_response_id
-from services.gateway.responses.record import ResponseRecord
+from services.gateway.responses.storage import scripts
+from services.gateway.responses.storage.errors import UnknownResponse
+from services.gateway.responses.storage.record import ResponseRecord
 from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionRejected
 from shared.background import Background
 from shared.clock import Clock

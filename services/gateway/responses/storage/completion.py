@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 
 from services.gateway.request.endpoint import EndpointState
-from services.gateway.responses.errors import UnknownResponse
 from services.gateway.responses.ids import response_of_item
-from services.gateway.responses.record import (
+from services.gateway.responses.storage.errors import UnknownResponse
+from services.gateway.responses.storage.record import (
     ResponseRecord,
     TenantState,
     input_items_of,
     items_of,
     output_items_of,
 )
-from services.gateway.responses.seal import PREFIX, Seal
-from services.gateway.responses.store import PREVIOUS, ResponseStore
+from services.gateway.responses.storage.seal import PREFIX, Seal
+from services.gateway.responses.storage.store import PREVIOUS, ResponseStore
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
@@ -89,7 +89,10 @@ class Completion:
     async def _completed(
         self, tenant: TenantRecord, data: bytes, previous: str | None, has_items: bool
     ) -> bytes:
-        fields = _fields_decoder.decode(data)
+        try:
+            fields = _fields_decoder.decode(data)
+        except _UNREADABLE as error:  # a name that is no text
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
         given = _listed(fields.get("input")) if has_items else None
         if given is not None:
             fields["input"] = msgspec.Raw(_encode(await self._items(tenant, given)))
