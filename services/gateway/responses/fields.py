@@ -27,10 +27,17 @@ MAX_INCLUDES = 32
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in FOREIGN_FIELDS.items() if name != "reasoning"},
     "background": (None, False),
+    "best_of": (None, 1),
     "conversation": (None,),
+    "echo": (None, False),
+    "include_reasoning": (None, True),
     "logprobs": (None, False),
+    "max_completion_tokens": (None,),  # here they are `max_output_tokens`
+    "max_tokens": (None,),
     "n": (None, 1),
+    "options": (None, {}),
     "prompt": (None,),
+    "reasoning_effort": (None,),  # here it is `reasoning.effort`
 }
 
 ItemId = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
