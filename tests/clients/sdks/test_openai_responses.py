@@ -97,3 +97,18 @@ def test_errors_are_exceptions_by_status(client: openai.OpenAI, model: str) -> N
     assert invalid.value.param == "background"
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="@cf/no/such", input=QUESTION)
+
+
+def test_long_chain_is_read_from_the_cache(account: Account) -> None:
+    previous = None
+    with openai.OpenAI(base_url=f"{account.url}/v1", api_key=account.token) as client:
+        for number in range(50):
+            last = client.responses.create(
+                model=MODEL,
+                input=f"Turn {number}: what comes after this?",
+                previous_response_id=previous,
+                max_output_tokens=8,
+            )
+            previous = last.id
+    assert last.usage is not None
+    assert last.usage.input_tokens_details.cached_tokens >= 0.95 * last.usage.input_tokens

@@ -23,6 +23,7 @@ from services.gateway.output.events import (
 from services.gateway.output.framing import LINES
 from services.gateway.output.results import Results
 from services.gateway.responses.encoder import ResponsesEncoder
+from services.gateway.responses.endpoint import RESPONSES
 from services.gateway.responses.fields import RESPONSES_FIELDS
 from services.gateway.responses.storage.record import ResponseRecord, TenantState, input_items_of
 from services.gateway.tenancy.errors import LimitIsZero, RequestsExhausted
@@ -143,6 +144,8 @@ def test_error_after_the_head_is_a_failed_response(
         assert last["response"]["error"]["code"] == code
         assert message in last["response"]["error"]["message"]
         assert encoded.startswith(b"event: response.created\n")
+        if code not in ("context_length_exceeded", "insufficient_quota"):  # of clients, not of it
+            assert events_of(encoded)[-1] == last
         assert last["sequence_number"] == encoded.count(b"data: ") - 1
 
 
@@ -167,6 +170,18 @@ def test_complete_response_is_stored_once() -> None:
     assert item["id"].startswith("msg_")
     events = stream_of(encoder_of(state, store=False), RECORDED)
     assert len(saved) == 1 and events[-1]["response"]["store"] is False
+
+
+def test_large_body_is_stored_without_its_prompt() -> None:
+    """A preparation process returns it without its conversation."""
+    fields = {"input": "hi", "tools": [NAMESPACE, PATCH], "hearth_history": [{"role": "user"}]}
+    body = RESPONSES_FIELDS.decode(json.dumps(fields).encode())
+    short = RESPONSES_FIELDS.decode(msgspec.json.encode(RESPONSES.without_prompts(body, 1)))
+    assert short.input == "" and short.history == [] and short.tools == body.tools
+    saved: list[ResponseRecord] = []
+    made = dataclasses.replace(context(), state=TenantState(save=saved.append))
+    stream_of(ResponsesEncoder(short, made), RECORDED)
+    assert input_items_of(saved[0])[0]["content"] == [{"type": "input_text", "text": "hi"}]
 
 
 def test_hosted_tools_are_named_in_warnings() -> None:
