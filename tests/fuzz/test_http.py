@@ -105,7 +105,10 @@ NEXT_RESPONSE = {
     "previous_response_id": "resp_" + "0" * 32,
 }
 PLAIN_RESPONSE = {
-    "input": [{"role": "user", "content": "hello"}, {"type": "reasoning", "content": [{"text": "hm"}]}],
+    "input": [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "content": [{"text": "hm"}]},
+    ],
     "stream": True,
     "tools": RESPONSE["tools"],
 }
