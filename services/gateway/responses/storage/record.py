@@ -84,26 +84,29 @@ def _new_id(response_id: str, index: int, item: dict[str, Any]) -> str:
 
 
 def _stored(item: InputItem) -> dict[str, Any]:
+    """The item in the form of the API, whatever the client left out."""
     shown: dict[str, Any] = {"type": item.type, **msgspec.to_builtins(item)}
-    if item.type == "message":
-        shown["status"] = "completed"
-        shown["content"] = _parts(item.role or "", item.content or "")
-    elif item.type in ("function_call", "custom_tool_call"):
-        shown["status"] = "completed"
-    elif item.type in ("function_call_output", "custom_tool_call_output"):
-        shown["status"] = "completed"
-        shown["output"] = msgspec.to_builtins(item.output) or ""
-    elif item.type == "reasoning":
-        shown["summary"] = msgspec.to_builtins(item.summary) or []
+    match item.type:
+        case "message":
+            is_answer = item.role == "assistant"
+            parts = _parts("output_text" if is_answer else "input_text", item.content)
+            if is_answer:
+                parts = [{**each, "annotations": []} for each in parts]
+            return {**shown, "status": "completed", "content": parts}
+        case "function_call_output" | "custom_tool_call_output":
+            given = item.output or ""
+            output = given if isinstance(given, str) else _parts("input_text", given)
+            return {**shown, "status": "completed", "output": output}
+        case "function_call" | "custom_tool_call":
+            return {**shown, "status": "completed"}
+        case "reasoning":
+            content = _parts("reasoning_text", item.content)
+            return {**shown, "summary": _parts("summary_text", item.summary), "content": content}
     return shown
 
 
-def _parts(role: str, content: Content) -> list[dict[str, Any]]:
-    texts = (
-        [content]
-        if isinstance(content, str)
-        else [(part.refusal if part.text is None else part.text) or "" for part in content]
-    )
-    if role == "assistant":
-        return [{"type": "output_text", "text": text, "annotations": []} for text in texts]
-    return [{"type": "input_text", "text": text} for text in texts]
+def _parts(kind: str, content: Content | None) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": kind, "text": content}]
+    texts = (part.refusal if part.text is None else part.text for part in content or ())
+    return [{"type": kind, "text": text or ""} for text in texts]

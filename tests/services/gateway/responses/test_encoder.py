@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.responses.response_item import ResponseItem
+from pydantic import TypeAdapter
 
 from services.gateway.output.events import (
     Event,
@@ -170,6 +172,27 @@ def test_complete_response_is_stored_once() -> None:
     assert item["id"].startswith("msg_")
     events = stream_of(encoder_of(state, store=False), RECORDED)
     assert len(saved) == 1 and events[-1]["response"]["store"] is False
+
+
+def test_input_items_are_those_of_the_vendor() -> None:
+    call, custom = {"call_id": "c1", "name": "f"}, {"call_id": "c2", "name": "g"}
+    given = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},
+        {"role": "assistant", "content": "d"},
+        {"type": "function_call", **call, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "e"},
+        {"type": "custom_tool_call", **custom, "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"text": "e"}]},
+    ]
+    saved: list[ResponseRecord] = []
+    body_of(encoder_of(TenantState(save=saved.append), input=given), RECORDED)
+    listed = input_items_of(saved[0])
+    for each in listed:
+        TypeAdapter(ResponseItem).validate_json(json.dumps(each))
+    assert [each["type"] for each in listed] == [each.get("type", "message") for each in given]
+    assert len({each["id"] for each in listed}) == len(given)
 
 
 def test_large_body_is_stored_without_its_prompt() -> None:
