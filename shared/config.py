@@ -137,6 +137,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     page: bool = True  # at /
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
+    response_ttl_s: float = 24 * 3600.0  # of stored responses (Responses API)
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
     # origins such as https://example.com whose pages may call, or * for all; empty: none
     cors_origin: tuple[str, ...] = ()
@@ -169,7 +170,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             self,
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
             *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
-            *("max_unsent_bytes", "max_tenant_unsent_bytes"),
+            *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s"),
         )
         if self.model_dir is not None and not self.model_dir.is_dir():
             yield f"model_dir {self.model_dir} is not a directory"

@@ -13,6 +13,7 @@ from pathlib import Path
 import services.gateway.http.errors
 import services.gateway.nats_api.errors
 import services.gateway.prefixes.errors
+import services.gateway.responses.storage.errors
 import services.gateway.tenancy.errors
 import services.gateway.workers_ai.errors
 import services.gateway.workers_ai.model_id
@@ -32,6 +33,7 @@ MODULES = (
     services.gateway.http.errors,
     services.gateway.nats_api.errors,
     services.gateway.prefixes.errors,
+    services.gateway.responses.storage.errors,
     services.gateway.tenancy.errors,
     services.gateway.workers_ai.errors,
     services.gateway.workers_ai.model_id,
@@ -52,10 +54,11 @@ MEANING = {
     "limit_is_zero": "requests are disabled for this tenant by a limit of 0",
     "model_not_allowed": "the tenant may not use this model",
     "no_region_allowed": "the tenant's data may be in no region",
-    "zero_retention": "tenants with zero retention cannot have named prefixes",
+    "zero_retention": "tenants with zero retention have no named prefixes and no stored responses",
     "impostor": "a process used another's name (between processes)",
     "model_not_found": "the gateway does not serve this model",
     "not_found": "no such route",
+    "response_not_found": "the tenant has no stored response or item of this id",
     "prefix_not_found": "no prefix of this name",
     "method_not_allowed": "the route does not take this method",
     "too_many_prefixes": "the tenant has as many prefixes as allowed: delete one",

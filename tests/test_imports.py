@@ -143,11 +143,12 @@ LAYERS = {
     ),
     "services/gateway": (
         "service | app nats_api preparation_process |"
-        " rerank_handlers workers_ai_handlers anthropic_handlers error_response endpoints"
+        " rerank_handlers workers_ai_handlers anthropic_handlers responses_handlers"
+        " error_response endpoints"
         " page_handlers | page cluster |"
         " admission model_list timeline_routes server_info | dialects |"
         " tokenization reranking | prefixes |"
-        " anthropic openai workers_ai | scoring |"
+        " anthropic workers_ai | responses | openai | scoring |"
         " http | request | telemetry | models | grammars | tools | streams tenancy output |"
         " text | catalog | metrics"
     ),

@@ -19,6 +19,9 @@ from services.client.http_client import (
     text_events,
 )
 
+RESPONSES = "/v1/responses"
+NUM_REPEATED = 4  # events at the end of a stream of this API that repeat all its text
+
 
 @dataclass(frozen=True)
 class ClientKind:
@@ -30,8 +33,8 @@ class ClientKind:
 
 @dataclass(frozen=True)
 class Target:
-    """`path`: of chat completions, or of another endpoint that takes the same body. `nats_url`: of
-    the same tenant's client.
+    """`path`: of chat completions, of another endpoint that takes the same body, or of responses.
+    `nats_url`: of the same tenant's client.
     """
 
     url: str
@@ -39,9 +42,13 @@ class Target:
     model: str
     path: str = "/v1/chat/completions"
     nats_url: str = ""
+    is_stored: bool = False  # of responses
 
     def request(self, prompt: str, num_output_tokens: int) -> bytes:
         body = body_of(self.model, prompt, num_output_tokens)
+        if self.path == RESPONSES:
+            body |= {"input": body.pop("messages"), "max_output_tokens": body.pop("max_tokens")}
+            body["store"] = self.is_stored
         return http_request(self.url, self.api_key, self.path, body)
 
 
@@ -88,6 +95,8 @@ async def num_events_of(target: Target, prompt: str, num_output_tokens: int) -> 
         response += data
     writer.close()
     num_events, num_texts = text_events(response)
+    if target.path == RESPONSES:
+        num_texts -= NUM_REPEATED
     if num_texts != num_output_tokens:
         raise ValueError(f"{num_texts} events with text for {num_output_tokens} tokens")
     return num_events

@@ -1,4 +1,5 @@
-"""Requests/s of one gateway by dialect and transport: chat, Workers AI, Messages, chat over NATS.
+"""Requests/s of one gateway by dialect and transport: chat, Workers AI, Messages, Responses (stored
+or not), and chat over NATS.
 
     python -m benchmarks.serving.transports [--concurrency 16] [--duration-s 5] [--rounds 6]
 
@@ -32,8 +33,9 @@ from benchmarks.serving.closed_loop import ClientKind, Tally, Target
 from benchmarks.serving.hearth import SPLIT, TENANT, Processes, hearth
 
 SHAPE = SHAPES["split"]
-NAMES = ("chat", "workers_ai", "messages", "nats")
-BARS = {"workers_ai": 0.9, "messages": 0.9, "nats": 1.2}  # requests/s over chat's
+NAMES = ("chat", "workers_ai", "messages", "responses", "stored", "nats")
+# requests/s over chat's
+BARS = {"workers_ai": 0.9, "messages": 0.9, "responses": 0.8, "stored": 0.8, "nats": 1.2}
 WARM_UP_S = 1.0
 
 
@@ -46,6 +48,8 @@ class Load:
             target = replace(target, path=path)
         elif name == "messages":
             target = replace(target, path="/v1/messages")
+        elif name in ("responses", "stored"):
+            target = replace(target, path=closed_loop.RESPONSES, is_stored=name == "stored")
         self.name = name
         self._target = target
         self._nats = nats_loop.NatsTarget(target.nats_url, target.model)

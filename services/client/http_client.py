@@ -21,7 +21,7 @@ import msgspec
 from shared.errors import DependencyUnavailable
 from shared.transport.wire_errors import UNREADABLE
 
-_TEXT = re.compile(rb'"(?:content|text|response)":\s*"(?!")')
+_TEXT = re.compile(rb'"(?:content|text|response|delta)":\s*"(?!")')
 _EVENT = re.compile(rb"data: (\{[^\n]*\})\n\n")
 _LAST_CHUNK = b"0\r\n\r\n"
 _USAGE = re.compile(rb'"usage":\s*\{')

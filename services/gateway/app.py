@@ -61,6 +61,9 @@ from services.gateway.request.submission import Submission
 from services.gateway.rerank_handlers import rerank_handlers
 from services.gateway.reranking.bodies import RerankResponse, ScoreResponse
 from services.gateway.reranking.routes import RerankRoutes
+from services.gateway.responses.routes import ResponsesRoutes
+from services.gateway.responses.storage.store import ResponseStore
+from services.gateway.responses_handlers import responses_handlers
 from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
@@ -199,6 +202,7 @@ def build_app(
     submission: Submission,
     opener: Opener,
     prefix_store: PrefixStore,
+    response_store: ResponseStore,
     api_keys: ApiKeys,
     models: ServedModels,
     names: ModelNames,
@@ -233,6 +237,15 @@ def build_app(
         version=version,
     )
     openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
+    responses = ResponsesRoutes(
+        opener,
+        response_store,
+        submission=submission,
+        models=models,
+        names=names,
+        clock=clock,
+        keep_alive_s=keep_alive_s,
+    )
     workers_ai = WorkersAIRoutes(
         opener, models, names, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
     )
@@ -253,6 +266,7 @@ def build_app(
     return Litestar(
         [
             *_openai_handlers(openai, known),
+            *responses_handlers(responses, known, _responses, ERRORS),
             *_model_handlers(routes, known),
             *_prefix_handlers(prefixes, known),
             *_tokenization_handlers(tokenization, known),

@@ -13,6 +13,8 @@ import msgspec
 import structlog
 from litestar.types import ASGIApp
 
+from services.gateway.anthropic.endpoint import MESSAGES
+from services.gateway.anthropic.signature import signing_state
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.cluster.feed import ClusterFeed
@@ -46,6 +48,10 @@ from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
+from services.gateway.responses.endpoint import NAME as RESPONSES
+from services.gateway.responses.storage.completion import Completion
+from services.gateway.responses.storage.seal import Seal
+from services.gateway.responses.storage.store import ResponseStore
 from services.gateway.server_info import ServerInfo
 from services.gateway.streams.actions import (
     Report,
@@ -171,6 +177,14 @@ class GatewayService:
             self.metrics.watch_dropped_spans(lambda: self.telemetry.num_dropped_spans)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
+        self.response_store = ResponseStore(
+            self._prefix_redis,
+            clock,
+            region=config.region,
+            now=wall_clock,
+            count=self.metrics.count_stored_response,
+            ttl_s=config.response_ttl_s,
+        )
         self._background = Background()
         self._is_leaving = False
         self.metrics.watch_open_streams(lambda: len(self._driver))
@@ -237,6 +251,7 @@ class GatewayService:
             models=self.models,
             names=self.model_names,
             prefix_store=self.prefix_store,
+            response_store=self.response_store,
             api_keys=self.api_keys,
             metrics=self.metrics,
             readiness=self.readiness,
@@ -258,12 +273,17 @@ class GatewayService:
         )
 
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
+        secret = self._config.cluster_secret
+        seal = Seal(secret, self._randomness.bytes) if secret else None
         return Opener(
             self.submission,
             self.model_names,
             self.models.default_name,
             wall_clock,
-            signing_key=root_key(self._config.cluster_secret),
+            {
+                MESSAGES.name: signing_state(root_key(secret)),
+                RESPONSES: Completion(self.response_store, seal).state,
+            },
         )
 
     def _api_over(
@@ -371,6 +391,7 @@ class GatewayService:
             await self._nats_api.stop()
         await self._background.stop()
         await self._driver.stop()
+        await self.response_store.stop()
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
         await self._health_monitor.stop()

@@ -36,7 +36,6 @@ def workers_ai_handlers(routes: WorkersAIRoutes, known: dict[str, Any]) -> list[
     }
     return [
         runs(routes.run),
-        posts(path=_paths("/v1/responses"), include_in_schema=False)(routes.openai_responses),
         *(reads(path=_paths(path))(handler) for path, handler in searches.items()),
     ]
 

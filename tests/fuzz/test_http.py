@@ -111,6 +111,40 @@ MESSAGES: dict[str, Any] = {
 # the chat template knows no tools
 TEXTS = {**MESSAGES, "messages": [MESSAGES["messages"][0], MESSAGES["messages"][-1]]}
 CALLED = {**MESSAGES, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+RESPONSE = {
+    **{name: COMMON[name] for name in ("model", "temperature", "stop", "seed", "bad_words")},
+    "input": [
+        {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "12:34"},
+    ],
+    "instructions": "be brief",
+    "tools": [
+        {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False},
+        {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]},
+        {"type": "web_search"},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+    "top_logprobs": 2,
+    "max_output_tokens": 9,
+    "metadata": {"a": "b"},
+    "store": True,
+    "truncation": "auto",
+}
+NEXT_RESPONSE = {
+    "input": [{"type": "item_reference", "id": "msg_" + "0" * 36}],
+    "previous_response_id": "resp_" + "0" * 32,
+}
+PLAIN_RESPONSE = {
+    "input": [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "content": [{"text": "hm"}]},
+    ],
+    "stream": True,
+    "tools": RESPONSE["tools"],
+}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", STREAM),
@@ -122,10 +156,15 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", TEXTS),
     ("/v1/messages", CALLED),
     ("/v1/messages/count_tokens", TEXTS),
+    ("/v1/responses", RESPONSE),
+    ("/v1/responses", PLAIN_RESPONSE),
+    ("/v1/responses", NEXT_RESPONSE),
+    ("/v1/responses/input_tokens", PLAIN_RESPONSE),
 )
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"),
+    *("/v1/responses", "/v1/responses/resp_1", "/v1/responses/x/input_items?limit=%ff"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs", "/", "/v1/models/%ff%00", "*"),
     *("/v1/models/../../etc", "//", "/%2e%2e/", "/v1/models/" + "a" * 3000, "http://x/health"),
 )
@@ -358,8 +397,8 @@ FIELDS = (
     b"request",
 )
 LARGE_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/rerank"),
-    *("/v1/prefixes/dry_run", "/v1/prefixes/large"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"),
+    *("/rerank", "/v1/prefixes/dry_run", "/v1/prefixes/large"),
 )
 MAX_TURN_S = 0.05
 

@@ -65,7 +65,7 @@ class MessageEncoder:
         self._is_begun = False
         self._num_blocks = 0
         self._open: type[Content] | None = None  # the kind of the last block, until it has ended
-        self._signature = Signature(context.signing_key)
+        self._signature = Signature(context.state or b"")
         self._stop = Stop("end_turn", None)
 
     @classmethod

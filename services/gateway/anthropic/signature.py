@@ -6,6 +6,18 @@ from __future__ import annotations
 
 import base64
 import hmac
+from hashlib import blake2b
+
+from services.gateway.request.endpoint import EndpointState
+
+
+def signing_state(cluster_key: bytes) -> EndpointState:
+    """The key of each tenant, derived from that of the cluster."""
+    return EndpointState(
+        lambda tenant: blake2b(
+            tenant.tenant_id.encode(), key=cluster_key, person=b"signing"
+        ).digest()
+    )
 
 
 class Signature:

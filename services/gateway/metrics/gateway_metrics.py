@@ -54,6 +54,11 @@ class OwnCollector(Collector):
             "hearth_dropped_messages",
             "Requests over NATS without a valid reply subject: nobody can be answered.",
         )
+        self.stored_responses = LabelCounts(
+            "hearth_stored_responses",
+            "Responses to keep for later requests; outcome: stored, evicted, too_large, failed.",
+            "outcome",
+        )
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
@@ -65,7 +70,7 @@ class OwnCollector(Collector):
     def counts(self) -> tuple[LabelCounts, ...]:
         return (
             *(self.requests, self.tokens, self.resubmissions, self.tool_calls),
-            *(self.slow_clients, self.dropped_messages),
+            *(self.slow_clients, self.dropped_messages, self.stored_responses),
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -172,6 +177,9 @@ class GatewayMetrics:
 
     def count_dropped_message(self) -> None:
         self.own.dropped_messages.add()
+
+    def count_stored_response(self, outcome: str) -> None:
+        self.own.stored_responses.add(outcome)
 
     def count_numerics_change(self) -> None:
         self._load["num_numerics_changes"] += 1

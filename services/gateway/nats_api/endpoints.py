@@ -22,6 +22,10 @@ from services.gateway.openai.endpoints import CHAT, COMPLETIONS, EMBEDDINGS
 from services.gateway.request.endpoint import Endpoint
 from services.gateway.reranking.bodies import RerankRequest, RerankResponse
 from services.gateway.reranking.endpoints import RERANK
+from services.gateway.responses.endpoint import NAME as RESPONSES_NAME
+from services.gateway.responses.endpoint import RESPONSES
+from services.gateway.responses.fields import ResponsesRequest
+from services.gateway.responses.object import ResponseEvent, ResponseObject
 from services.gateway.tokenization.bodies import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -60,7 +64,7 @@ class ApiEndpoint:
     name: str
     request: type[Any]
     response: type[Any]
-    event: Any = None
+    event: Any = None  # a type, or several
     generates: Endpoint | None = None
     is_free: bool = False
     encode_error: EncodeError = openai_error
@@ -107,6 +111,13 @@ _ALL = (
         event=StreamEvent,
         generates=MESSAGES,
         encode_error=lambda error, request_id: (type_of(error).status, envelope(error, request_id)),
+    ),
+    ApiEndpoint(
+        name=RESPONSES_NAME,
+        request=ResponsesRequest,
+        response=ResponseObject,
+        event=ResponseEvent,
+        generates=RESPONSES,
     ),
     ApiEndpoint(name=TOKENIZE, request=TokenizeRequest, response=TokenizeResponse),
     ApiEndpoint(name=DETOKENIZE, request=DetokenizeRequest, response=DetokenizeResponse),

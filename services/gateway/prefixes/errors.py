@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from services.gateway.tenancy.errors import PermissionDenied
 from shared.errors import InvalidRequest
 
 
 class UnknownPrefix(InvalidRequest):
     code = "prefix_not_found"
     http_status = 404
-
-
-class ZeroRetentionRejected(PermissionDenied):
-    code = "zero_retention"
 
 
 class PrefixTooShort(InvalidRequest):

@@ -17,8 +17,9 @@ from services.gateway.prefixes.bodies import (
     WorkerPrefix,
     prompt_of,
 )
-from services.gateway.prefixes.errors import UnknownPrefix, ZeroRetentionRejected
+from services.gateway.prefixes.errors import UnknownPrefix
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.tenancy.errors import ZeroRetentionRejected
 from services.gateway.tenancy.permissions import check_regions
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest

@@ -74,10 +74,10 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingFields = SamplingFields()
 
 
-def chat_prompt(conversation: Conversation) -> ChatPrompt:
+def chat_prompt(conversation: Conversation, *, param: str = "messages") -> ChatPrompt:
     """Converts the turns to the dicts of chat templates, and joins the texts of each with newlines.
-    Raises InvalidRequest for a result without a call before it, and for what no model can be given
-    yet.
+    `param`: the request field that holds the conversation. Raises InvalidRequest for a result
+    without a call before it, and for what no model can be given yet.
     """
     names: dict[str, str] = {}  # of the called tools, by the call's id
     messages: list[dict[str, Any]] = []
@@ -86,7 +86,12 @@ def chat_prompt(conversation: Conversation) -> ChatPrompt:
     options = conversation.tools
     shown = () if options is None else options.shown_tools
     variables = template_variables(conversation.variables, conversation.reasoning.effort)
-    return ChatPrompt(tuple(messages), tools=tuple(map(template_tool, shown)), variables=variables)
+    return ChatPrompt(
+        tuple(messages),
+        tools=tuple(map(template_tool, shown)),
+        variables=variables,
+        param=param,
+    )
 
 
 def template_variables(variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,15 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.text.model_files import ModelFiles, RankingTokens
 from services.gateway.text.token_bytes import TokenBytes
+from shared.tenancy.tenant import TenantRecord
 
 Requests = Sequence[GenerationRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What an encoder knows besides the body. `model`: as the client named it. `created`: seconds
-    since 1970. `ranking`: of a reranking checkpoint. `signing_key`: of the tenant.
+    """What an encoder knows besides the body. `model`: as the client named it. `created`, `now`:
+    seconds since 1970. `state`: what the endpoint's `EndpointState` has for the tenant.
     """
 
     merger: OutputMerger
@@ -30,7 +32,18 @@ class ResponseContext:
     created: int
     framing: Framing
     ranking: RankingTokens | None = None
-    signing_key: bytes = b""
+    now: Callable[[], float] = time.time
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointState:
+    """What an endpoint keeps between requests. `of_tenant`: what the encoders of a tenant get.
+    `complete`: adds to a body what it refers to; raises the HearthError that rejects it.
+    """
+
+    of_tenant: Callable[[TenantRecord], Any]
+    complete: Callable[[TenantRecord, bytes], Awaitable[bytes]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,9 @@ read (a large body: in a preparation process) ──▶ decode ──▶ open �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from services.gateway.models.named_model import named_model
 from services.gateway.models.served_text import ServedModel
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import SSE, Framing
-from services.gateway.request.endpoint import Endpoint, ResponseContext
+from services.gateway.request.endpoint import Endpoint, EndpointState, ResponseContext
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.reservation import Reservation
@@ -54,9 +53,7 @@ class OpenResponse:
 
 
 class Opener:
-    """`wall_clock`: seconds since 1970, for `created`. `signing_key`: of the cluster; each tenant
-    has one that is derived from it.
-    """
+    """`wall_clock`: seconds since 1970. `states`: of the endpoints that have one, by name."""
 
     def __init__(
         self,
@@ -64,13 +61,13 @@ class Opener:
         names: ModelNames,
         default_model: str,
         wall_clock: Callable[[], float],
-        signing_key: bytes = b"",
+        states: Mapping[str, EndpointState] | None = None,
     ) -> None:
         self._submission = submission
         self._names = names
         self._default_model = default_model
         self._wall_clock = wall_clock
-        self._signing_key = signing_key
+        self._states = {} if states is None else states
 
     async def read(
         self,
@@ -80,8 +77,11 @@ class Opener:
         model_of: Callable[[], str] | None = None,
     ) -> ReadBody:
         """`kind`: the name of an endpoint. `model_of`: reads the model where bodies name none.
-        Raises the HearthError that rejects a large body.
+        Raises the HearthError that rejects a large body, or what a body refers to.
         """
+        state = self._states.get(kind)
+        if state is not None and state.complete is not None:
+            data = await state.complete(reservation.tenant, data)
         if len(data) <= MAX_INLINE_BYTES:
             return ReadBody(data)
         named = named_model(data, kind) if model_of is None else model_of()
@@ -121,6 +121,7 @@ class Opener:
         if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
         merger = await self._submission.submit(reservation, generations, chosen)
+        state = self._states.get(endpoint.name)
         context = ResponseContext(
             merger,
             files.tokenizer.token_bytes,
@@ -129,7 +130,8 @@ class Opener:
             created=int(self._wall_clock()),
             framing=framing,
             ranking=None if files.ranking is None else files.ranking.tokens,
-            signing_key=self._tenant_key(reservation.tenant.tenant_id),
+            now=self._wall_clock,
+            state=None if state is None else state.of_tenant(reservation.tenant),
         )
         return OpenResponse(
             merger,
@@ -138,9 +140,6 @@ class Opener:
             headers={"x-request-id": reservation.request_id, **merger.headers},
             cancel=partial(self._submission.cancel, merger.outputs),
         )
-
-    def _tenant_key(self, tenant_id: str) -> bytes:
-        return blake2b(tenant_id.encode(), key=self._signing_key, person=b"signing").digest()
 
     async def _chosen(self, reservation: Reservation, name: str) -> ServedModel:
         resolved = await self._names.resolve(reservation.tenant.tenant_id, name)

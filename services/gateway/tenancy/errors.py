@@ -4,6 +4,7 @@ PermissionDenied          403  a retry does not help
 ├── UnknownTenant              the API key exists, its tenant does not
 ├── LimitIsZero
 ├── ModelNotAllowed
+├── ZeroRetentionRejected
 └── NoRegionAllowed
 ExceedsLimit              400  this request alone exceeds the limit
 RateLimited               429  retry later
@@ -34,6 +35,10 @@ class LimitIsZero(PermissionDenied):
 
 class ModelNotAllowed(PermissionDenied):
     code = "model_not_allowed"
+
+
+class ZeroRetentionRejected(PermissionDenied):
+    code = "zero_retention"
 
 
 class NoRegionAllowed(PermissionDenied):

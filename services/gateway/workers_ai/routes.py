@@ -109,11 +109,6 @@ class WorkersAIRoutes:
         await self._check_model(request.state.tenant, parse_model_id(name))
         return self._response(request, Success(result=model_schema()))
 
-    async def openai_responses(self, request: Request[Any, Any, Any]) -> Response[Any]:
-        raise InvalidRequest(
-            "the Responses API is not supported: send ai/v1/chat/completions", param="input"
-        )
-
     async def _check_model(self, tenant: TenantRecord, name: str) -> None:
         """Raises UnknownModel, ModelNotAllowed, or DependencyUnavailable if an alias cannot be
         checked.

@@ -1,6 +1,7 @@
-"""The body of `ai/run`, and its meaning in Hearth's terms: one of four keys holds the prompts.
+"""The body of `ai/run`, and its meaning in Hearth's terms: one of five keys holds the prompts.
 
 messages   a conversation
+input      a conversation in the items of the Responses API, or a text
 prompt     the message of a user; with `raw` a text without chat template
 text       a text or texts to embed
 query      what the texts of `contexts` are ranked by
@@ -28,6 +29,8 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import FOREIGN_FIELDS
+from services.gateway.responses.fields import InputItem
+from services.gateway.responses.input import turns_of as turns_of_items
 from services.gateway.scoring.pairs import (
     MAX_DOCUMENTS,
     PLACEHOLDER,
@@ -47,7 +50,7 @@ from shared.messages import Pooling
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_POOLING: Pooling = "mean"
 MAX_TEXTS = 100
-PROMPT_KEYS = ("messages", "prompt", "text", "query")
+PROMPT_KEYS = ("messages", "input", "prompt", "text", "query")
 
 # Keys that would change the output and that are not supported, with the values that change nothing.
 # Any other unknown key is ignored, since clients send many.
@@ -59,7 +62,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "image": (None,),
     "include_reasoning": (None, True),
     "image_b64": (None,),
-    "input": (None,),
     "input_text": (None,),
     "logprobs": (None, False),
     "max_completion_tokens": (None,),
@@ -97,6 +99,8 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
     messages: Annotated[list[RunMessage], Meta(min_length=1)] | None = None
     prompt: str | None = None
     raw: bool | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
     text: EmbeddedText | None = None
     query: str | None = None
     contexts: (
@@ -185,19 +189,23 @@ def without_prompts(body: RunRequest, count: int) -> RunRequest:
         return msgspec.structs.replace(body, query=PLACEHOLDER, contexts=contexts)
     if body.prompt is not None:
         return msgspec.structs.replace(body, prompt="")
+    if body.input is not None:
+        return msgspec.structs.replace(body, input="")
     return msgspec.structs.replace(body, messages=[RunMessage(role="user", content="")])
 
 
 def _check_keys(body: RunRequest) -> None:
     given = [key for key in PROMPT_KEYS if getattr(body, key) is not None]
     if not given:
-        raise InvalidRequest("the body needs one of messages, prompt, text and query")
+        raise InvalidRequest("the body needs one of messages, input, prompt, text and query")
     if len(given) > 1:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
     if body.raw and given != ["prompt"]:
         raise InvalidRequest("raw is for a prompt", param="raw")
+    if body.instructions and given != ["input"]:
+        raise InvalidRequest("instructions is for an input", param="instructions")
     _check_ranking(body)
-    is_templated = given[0] in ("messages", "prompt") and not body.raw
+    is_templated = given[0] in ("messages", "input", "prompt") and not body.raw
     for name in ("tools", "chat_template_kwargs"):
         if getattr(body, name) and not is_templated:
             raise InvalidRequest(f"{name} is for messages, or a prompt without raw", param=name)
@@ -216,10 +224,14 @@ def _check_ranking(body: RunRequest) -> None:
 
 
 def _conversation(body: RunRequest) -> Conversation:
-    """Of the messages, or of the prompt as the message of a user."""
-    if body.messages is None:
+    """Of the messages, of the input, or of the prompt as the message of a user."""
+    if body.input is not None:
+        given = body.input
+        items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+        turns: tuple[Turn, ...] = turns_of_items(body.instructions, (), items)
+    elif body.messages is None:
         assert body.prompt is not None, "one of the keys is given"
-        turns: tuple[Turn, ...] = (Turn("user", (TextPart(body.prompt),)),)
+        turns = (Turn("user", (TextPart(body.prompt),)),)
     else:
         turns = turns_of(body.messages)
     return Conversation(
@@ -232,7 +244,8 @@ def _conversation(body: RunRequest) -> Conversation:
 
 def _prompt(body: RunRequest, conversation: Conversation) -> ChatPrompt | TextPrompt:
     if not body.raw:
-        return chat_prompt(conversation)
+        param = "messages" if body.input is None else "input"
+        return chat_prompt(conversation, param=param)
     assert body.prompt is not None, "`raw` is of a prompt"
     return TextPrompt(body.prompt, "prompt")
 

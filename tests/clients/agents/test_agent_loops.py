@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import agents
 import openai
 import pytest
@@ -10,7 +12,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.clients.account import AGENT_MODEL, Account
@@ -25,7 +27,10 @@ class Hour(BaseModel):
     hour: int
 
 
-async def test_openai_agents(account: Account) -> None:
+@pytest.mark.parametrize(
+    "model_type", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel]
+)
+async def test_openai_agents(account: Account, model_type: Any) -> None:
     zones = []
 
     @agents.function_tool
@@ -36,7 +41,7 @@ async def test_openai_agents(account: Account) -> None:
 
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=f"{account.url}/v1", api_key=account.token)
-    model = agents.OpenAIChatCompletionsModel(model=AGENT_MODEL, openai_client=client)
+    model = model_type(model=AGENT_MODEL, openai_client=client)
     agent = agents.Agent(name="clerk", instructions="Be brief.", model=model, tools=[clock])
     result = await agents.Runner.run(agent, QUESTION)
     assert result.final_output == ANSWER and len(zones) == 1
@@ -46,9 +51,10 @@ async def test_openai_agents(account: Account) -> None:
     assert streamed.final_output == ANSWER and len(zones) == 2
 
 
-async def test_pydantic_ai(account: Account) -> None:
+@pytest.mark.parametrize("model_type", [OpenAIChatModel, OpenAIResponsesModel])
+async def test_pydantic_ai(account: Account, model_type: Any) -> None:
     provider = OpenAIProvider(base_url=f"{account.url}/v1", api_key=account.token)
-    agent = Agent(OpenAIChatModel(AGENT_MODEL, provider=provider))
+    agent = Agent(model_type(AGENT_MODEL, provider=provider))
     zones = []
 
     @agent.tool_plain
@@ -64,17 +70,21 @@ async def test_pydantic_ai(account: Account) -> None:
     assert len(zones) == 2
 
 
-async def test_pydantic_ai_objects(account: Account) -> None:
+@pytest.mark.parametrize("model_type", [OpenAIChatModel, OpenAIResponsesModel])
+async def test_pydantic_ai_objects(account: Account, model_type: Any) -> None:
     provider = OpenAIProvider(base_url=f"{account.url}/v1", api_key=account.token)
     for output in (NativeOutput(Hour), ToolOutput(Hour)):
-        agent = Agent(OpenAIChatModel(AGENT_MODEL, provider=provider), output_type=output)
+        agent = Agent(model_type(AGENT_MODEL, provider=provider), output_type=output)
         assert isinstance((await agent.run(QUESTION)).output, Hour)
 
 
-async def test_openai_agents_objects(account: Account) -> None:
+@pytest.mark.parametrize(
+    "model_type", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel]
+)
+async def test_openai_agents_objects(account: Account, model_type: Any) -> None:
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=f"{account.url}/v1", api_key=account.token)
-    model = agents.OpenAIChatCompletionsModel(model=AGENT_MODEL, openai_client=client)
+    model = model_type(model=AGENT_MODEL, openai_client=client)
     agent = agents.Agent(name="clerk", model=model, output_type=Hour)
     assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, Hour)
 

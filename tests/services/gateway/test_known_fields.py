@@ -18,6 +18,8 @@ from services.gateway.openai.chat import CHAT_FIELDS, to_generation_request
 from services.gateway.openai.completions import COMPLETION_FIELDS
 from services.gateway.openai.completions import to_generation_requests as completions_of
 from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.responses.fields import RESPONSES_FIELDS
+from services.gateway.responses.request import to_generation_request as response_of
 from services.gateway.workers_ai.run_request import RUN_FIELDS
 from services.gateway.workers_ai.run_request import to_generation_requests as runs_of
 from shared.errors import InvalidRequest
@@ -244,6 +246,15 @@ HARMLESS_IN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("max_length", "source_lang", "target_lang", "raw", "lora"), "another API"),
         **dict.fromkeys(("parallel_tool_calls", "include_reasoning"), "of chats"),
     },
+    "responses": {
+        "add_special_tokens": "the template writes them",
+        **dict.fromkeys(
+            ("image", "image_b64", "input_text", "contexts", "query", "requests"),
+            "of models and bodies of another API",
+        ),
+        **dict.fromkeys(("max_length", "source_lang", "target_lang", "raw", "lora"), "another API"),
+        "suffix": "of text completions",
+    },
     "run": {
         **dict.fromkeys(("prompt_cache_key", "cache_salt"), "of the cache"),
         "priority": "the turn of a request",
@@ -293,11 +304,18 @@ def messages(fields: dict[str, Any]) -> Sequence[GenerationRequest]:
     return messages_of(body, "m")
 
 
+def responses(fields: dict[str, Any]) -> Sequence[GenerationRequest]:
+    fields = {**fields, "input": fields.get("input") or "y"}
+    body = RESPONSES_FIELDS.decode(msgspec.json.encode(fields))
+    return [response_of(body, "m")]
+
+
 DIALECTS: dict[str, Convert] = {
     "chat": chat,
     "completions": completions,
     "run": run,
     "messages": messages,
+    "responses": responses,
 }
 NEEDED_WITH = {
     "top_logprobs": {"logprobs": True},
@@ -312,9 +330,11 @@ def test_field_is_honoured_or_refused_or_harmless(dialect: str, field: str) -> N
     convert, value = DIALECTS[dialect], KNOWN[field]
     if dialect == "completions" and field == "logprobs":
         value = 1
-    others = NEEDED_WITH.get(field, {}) if dialect in ("chat", "messages") else {}
+    others = NEEDED_WITH.get(field, {}) if dialect in ("chat", "messages", "responses") else {}
     if dialect == "messages" and field == "top_logprobs":
         others = {}
+    if dialect == "responses":
+        others = {name: each for name, each in others.items() if name != "logprobs"}
     harmless = {**HARMLESS, **HARMLESS_IN[dialect]}
     try:
         is_honoured = convert({**others, field: value}) != convert(others)

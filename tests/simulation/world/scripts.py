@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from services.gateway.responses.storage import scripts as responses
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.usage_counter import ADD_UP
@@ -150,6 +151,46 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
     return b"saved"
 
 
+# Of stored responses, without the bound of a tenant's bytes.
+
+
+def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    response_id, data, previous, life_s = arguments[:4]
+    store.apply(
+        [
+            ("HSET", keys[0] + response_id, "data", data, "previous", previous),
+            ("EXPIRE", keys[0] + response_id, life_s),
+        ]
+    )
+    return 0
+
+
+def _read_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes | None:
+    return _fields(store, keys[0] + arguments[0]).get(b"data")
+
+
+def _delete_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    is_known = bool(_fields(store, keys[0] + arguments[0]))
+    store.apply([("DEL", keys[0] + arguments[0])])
+    return int(is_known)
+
+
+def _response_chain(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> Any:
+    response_id, _, max_count, max_bytes = arguments
+    found: list[bytes] = []
+    while len(found) < max_count:
+        fields = _fields(store, keys[0] + response_id)
+        if not fields:
+            return b"unknown"
+        found.append(fields[b"data"])
+        if sum(map(len, found)) > max_bytes:
+            return b"too_large"
+        response_id = fields[b"previous"].decode()
+        if not response_id:
+            return found
+    return b"too_long"
+
+
 SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     LOOK_UP: _look_up,
     LOOK_UP_ALIASES: _look_up_aliases,
@@ -160,4 +201,8 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     SWAP: _swap,
     READ_CATALOGUE: _read_catalogue,
     SWAP_MODEL: _swap_model,
+    responses.SAVE: _save_response,
+    responses.READ: _read_response,
+    responses.DELETE: _delete_response,
+    responses.CHAIN: _response_chain,
 }

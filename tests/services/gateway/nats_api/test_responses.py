@@ -19,6 +19,7 @@ from tests.services.gateway.anthropic.test_messages_http import BODY as MESSAGE
 from tests.services.gateway.conftest import ANSWER, until
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
+from tests.services.gateway.responses.events import STRICT_EVENT, check_order, joined_deltas
 from tests.services.gateway.samples import sample_sum
 
 PATHS = {
@@ -26,6 +27,7 @@ PATHS = {
     "completions": "/v1/completions",
     "embeddings": "/v1/embeddings",
     "messages": MESSAGES,
+    "responses": "/v1/responses",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
@@ -35,11 +37,13 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": ["hello", "fox"], "max_tokens": 4, "echo": True}),
     ("embeddings", {"input": ["a", "b"]}),
     ("messages", {**MESSAGE, "stop_sequences": ["how"]}),
+    ("responses", {"input": "hi", "seed": 7, "max_output_tokens": 4}),
     ("tokenize", {"prompt": "the quick brown fox", "return_token_strs": True}),
     ("tokenize", {"messages": BODY["messages"]}),
     ("detokenize", {"tokens": [5, 6, 7]}),
 ]
-VOLATILE = ("id", "created", "hearth")  # of a request, not of its text
+# of a request, not of its text
+VOLATILE = ("id", "created", "created_at", "completed_at", "output", "hearth")
 
 
 def stable(body: Any) -> Any:
@@ -251,3 +255,17 @@ async def test_connection_that_takes_no_message_is_a_stall(
         assert timeline is not None
         stall = next(each for each in timeline.gateway_phases if each.name == "client_stall")
         assert stall.duration_s >= held_s
+
+
+async def test_responses_api_has_its_events_as_lines(api: Api) -> None:
+    events = await api.events("responses", {"input": "hi"})
+    for each in events:
+        STRICT_EVENT.validate_json(json.dumps(each))
+    check_order(events)
+    assert joined_deltas(events, "output_text") == ANSWER
+    first = events[-1]["response"]
+    on = {"input": "on", "previous_response_id": first["id"]}
+    second = await api.client.request("responses", on)
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    found = await api.cluster.http.get(f"/v1/responses/{first['id']}")
+    assert found.json() == first

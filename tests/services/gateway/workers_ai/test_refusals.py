@@ -49,7 +49,9 @@ def check_rejected(response: httpx.Response, status: int, number: int, part: str
             "response_format.json_schema",
         ),
         ({"guided_json": []}, "guided_json"),
-        ({"input": "x"}, "input"),
+        ({"input": "x"}, "messages and input"),
+        ({"instructions": "x"}, "instructions is for an input"),
+        ({"messages": None, "input": [{"type": "function_call_output"}]}, "input[0].call_id"),
         ({"query": "q"}, "query"),
         ({"contexts": [{"text": "c"}]}, "contexts"),
         ({"requests": [{}]}, "requests"),
@@ -68,7 +70,7 @@ async def test_bad_field_is_named(cluster: Cluster, fields: dict[str, Any], fiel
 
 async def test_no_key_and_bad_json(cluster: Cluster) -> None:
     check_rejected(
-        await cluster.http.post(RUN, json={}), 400, 5004, "messages, prompt, text and query"
+        await cluster.http.post(RUN, json={}), 400, 5004, "messages, input, prompt, text and query"
     )
     for data in (b"{", b"[]", b"\xff\xfe", b"[" * 30_000, b"null", b"1", b'"x"'):
         check_rejected(await cluster.http.post(RUN, content=data), 400, 5004)
@@ -137,8 +139,6 @@ async def test_unknown_routes_and_methods(cluster: Cluster) -> None:
     check_rejected(wrong, 405, 7001)
     assert "POST" in wrong.headers["allow"]
     check_rejected(await cluster.http.post(f"{ROOT}/models/search"), 405, 7001)
-    responses = await cluster.http.post(f"{ROOT}/v1/responses", json={"input": "x"})
-    check_envelope(responses, 400, "invalid_request", "input")
 
 
 async def test_bad_queries(cluster: Cluster) -> None:

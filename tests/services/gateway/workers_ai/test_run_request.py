@@ -131,7 +131,6 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         ({**CHAT, "stream": "yes"}, "stream"),
         ({**CHAT, "options": True}, "options"),
         ({**CHAT, "options": {"rejectIfBusy": "yes"}}, "options.rejectIfBusy"),
-        ({"input": "hi"}, "input"),
         ({"query": "q", "contexts": []}, "contexts"),
         ({**CHAT, "query": "q"}, "query"),
         ({"requests": [{"prompt": "x"}]}, "requests"),
@@ -206,3 +205,12 @@ def test_any_object_is_converted_or_rejected(fields: dict[str, Any]) -> None:
         assert generations(**fields)
     except InvalidRequest as error:
         assert error.message
+
+
+def test_input_is_that_of_the_responses_api() -> None:
+    body = {"input": [{"role": "user", "content": "hi"}], "instructions": "be brief"}
+    (generation,) = generations(**body)
+    assert generation.prompt == ChatPrompt(
+        ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
+        param="input",
+    )

@@ -1,0 +1,199 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from litestar import Request, Response
+from litestar.params import Body
+
+from services.gateway.http.body import StrictBody
+from services.gateway.http.response import GenerationResponse
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
+from services.gateway.request.opener import Opener
+from services.gateway.request.prompt import ChatPrompt
+from services.gateway.request.submission import Submission
+from services.gateway.responses.endpoint import RESPONSES
+from services.gateway.responses.fields import ResponsesRequest
+from services.gateway.responses.request import to_generation_request
+from services.gateway.responses.storage.record import input_items_of
+from services.gateway.responses.storage.store import ResponseStore
+from shared.clock import Clock
+from shared.errors import InvalidRequest
+from shared.packing import TOKEN_ID_BYTES
+
+AFFINITY_HEADER = "x-session-affinity"  # overrides the body's prompt_cache_key
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+
+
+class ResponsesBody(StrictBody):
+    fields = RESPONSES.fields
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ResponsesRoutes:
+    """The handlers of one gateway. `keep_alive_s`: silence of a stream before a comment is sent."""
+
+    def __init__(
+        self,
+        opener: Opener,
+        store: ResponseStore,
+        *,
+        submission: Submission,
+        models: ServedModels,
+        names: ModelNames,
+        clock: Clock,
+        keep_alive_s: float,
+    ) -> None:
+        self._opener = opener
+        self._store = store
+        self._submission = submission
+        self._models = models
+        self._names = names
+        self._clock = clock
+        self._keep_alive_s = keep_alive_s
+
+    async def create(
+        self, request: Request[Any, Any, Any], data: Annotated[ResponsesRequest, Body()]
+    ) -> GenerationResponse:
+        """With `stream`, server-sent events that end with `response.completed`."""
+        opened = await self._opener.open(
+            RESPONSES,
+            data,
+            request.state.reservation,
+            prompts=request.state.prompts,
+            affinity_key=request.headers.get(AFFINITY_HEADER),
+        )
+        return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)
+
+    async def input_tokens(
+        self, request: Request[Any, Any, Any], data: Annotated[ResponsesRequest, Body()]
+    ) -> Response[InputTokens]:
+        """Counts the tokens of the prompt that the same request would have."""
+        prompts = request.state.prompts
+        if prompts is not None:
+            return self._response(
+                request, InputTokens(input_tokens=len(prompts[0].token_ids) // TOKEN_ID_BYTES)
+            )
+        tenant = request.state.tenant
+        generation = to_generation_request(data, self._models.default_name)  # type: ignore[arg-type]  # as decoded
+        resolved = await self._names.resolve(tenant.tenant_id, generation.model)
+        self._models.check(tenant, resolved)
+        model = await self._models.main(resolved)
+        prompt = generation.prompt
+        assert isinstance(prompt, ChatPrompt), "of a conversation"
+        token_ids = await self._submission.tokenize(
+            model.text,
+            tenant.tenant_id,
+            prompt.messages,
+            prompt.tools,
+            variables=prompt.variables,
+        )
+        return self._response(request, InputTokens(input_tokens=len(token_ids)))
+
+    async def get(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Returns a stored response; 404 for an unknown one. Only responses in the background could
+        be streamed again.
+        """
+        if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+            raise InvalidRequest("stream: only a response in the background has it", param="stream")
+        record = await self._store.get(request.state.tenant, _id_of(request))
+        return Response(record.response, media_type="application/json", headers=_headers(request))
+
+    async def delete(self, request: Request[Any, Any, Any]) -> Response[DeletedResponse]:
+        response_id = _id_of(request)
+        await self._store.delete(request.state.tenant, response_id)
+        return self._response(request, DeletedResponse(id=response_id))
+
+    async def cancel(self, request: Request[Any, Any, Any]) -> Response[Any]:
+        """Returns 400 for a known response: only one in the background can be cancelled. The others
+        end when their connection does.
+        """
+        await self._store.get(request.state.tenant, _id_of(request))
+        raise InvalidRequest(
+            "only a response in the background can be cancelled: close the connection of others",
+            param="response_id",
+        )
+
+    async def input_items(self, request: Request[Any, Any, Any]) -> Response[ItemList]:
+        """Lists the items of the response's own input: `limit`, `order` (desc, asc), `after`."""
+        query = request.query_params
+        record = await self._store.get(request.state.tenant, _id_of(request))
+        items = input_items_of(record)
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order: use asc or desc", param="order")
+        if order == "desc":
+            items.reverse()
+        items = _after(items, query.get("after"))
+        limit = _limit(query.get("limit"))
+        data = items[:limit]
+        return self._response(
+            request,
+            ItemList(
+                data=data,
+                first_id=data[0]["id"] if data else None,
+                last_id=data[-1]["id"] if data else None,
+                has_more=len(items) > limit,
+            ),
+        )
+
+    async def compact(self, request: Request[Any, Any, Any]) -> Response[Any]:
+        raise InvalidRequest("compact: responses are not compacted here", param="compact")
+
+    async def conversations(self, request: Request[Any, Any, Any]) -> Response[Any]:
+        raise InvalidRequest(
+            "conversation: conversations are not kept: send previous_response_id",
+            param="conversation",
+        )
+
+    def _response(self, request: Request[Any, Any, Any], body: Any) -> Response[Any]:
+        return Response(body, headers=_headers(request))
+
+
+def _headers(request: Request[Any, Any, Any]) -> dict[str, str]:
+    return {"x-request-id": request.state.request_id, **request.state.reservation.headers}
+
+
+def _id_of(request: Request[Any, Any, Any]) -> str:
+    return str(request.path_params["response_id"])
+
+
+def _limit(given: str | None) -> int:
+    """Raises InvalidRequest."""
+    if given is None:
+        return DEFAULT_LISTED
+    if not (given.isascii() and given.isdigit() and 1 <= int(given[:4]) <= MAX_LISTED):
+        raise InvalidRequest(f"limit: must be from 1 to {MAX_LISTED}", param="limit")
+    return int(given)
+
+
+def _after(items: list[dict[str, Any]], item_id: str | None) -> list[dict[str, Any]]:
+    """The items after the one with this id. Raises InvalidRequest."""
+    if item_id is None:
+        return items
+    for index, item in enumerate(items):
+        if item["id"] == item_id:
+            return items[index + 1 :]
+    raise InvalidRequest("after: no item of this response has this id", param="after")

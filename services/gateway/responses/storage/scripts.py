@@ -1,0 +1,88 @@
+"""The records of responses in Redis, each operation in one atomic step.
+
+    hearth:{tenant}:response:{id}       hash: `data`, a ResponseRecord; `previous`, the id before it
+    hearth:{tenant}:responses:uses      sorted set: id → time of the last use
+    hearth:{tenant}:responses:ends      sorted set: id → time of its end
+    hearth:{tenant}:responses:sizes     hash: id → bytes; `total`: of all
+
+Times are unix seconds.
+"""
+
+from __future__ import annotations
+
+_REMOVE = """
+local function remove(id)
+  redis.call('DEL', KEYS[1] .. id)
+  redis.call('ZREM', KEYS[2], id)
+  redis.call('ZREM', KEYS[3], id)
+  local size = redis.call('HGET', KEYS[4], id)
+  if size then
+    redis.call('HDEL', KEYS[4], id)
+    redis.call('HINCRBY', KEYS[4], 'total', -tonumber(size))
+  end
+  return size
+end
+"""
+
+# KEYS of all: the start of the records' keys, uses, ends, sizes.
+# ARGV: id, data, previous id, seconds to live, now, bytes that a tenant may store.
+# Returns how many of the responses used longest ago were removed to make room.
+SAVE = (
+    _REMOVE
+    + """
+local id, data, life, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
+for _, ended in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 256)) do
+  remove(ended)
+end
+remove(id)
+local removed = 0
+while tonumber(redis.call('HGET', KEYS[4], 'total') or '0') + #data > tonumber(ARGV[6]) do
+  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
+  if not oldest then break end
+  remove(oldest)
+  removed = removed + 1
+end
+redis.call('HSET', KEYS[1] .. id, 'data', data, 'previous', ARGV[3])
+redis.call('EXPIRE', KEYS[1] .. id, life)
+redis.call('ZADD', KEYS[2], now, id)
+redis.call('ZADD', KEYS[3], now + life, id)
+redis.call('HSET', KEYS[4], id, #data)
+redis.call('HINCRBY', KEYS[4], 'total', #data)
+for place = 2, 4 do redis.call('EXPIRE', KEYS[place], life) end
+return removed
+"""
+)
+
+# ARGV: id, now, how many may be read, how many bytes. Returns the data of the response and of those
+# before it, newest first, or which bound they exceed.
+CHAIN = """
+local found, size, id = {}, 0, ARGV[1]
+for _ = 1, tonumber(ARGV[3]) do
+  local record = redis.call('HMGET', KEYS[1] .. id, 'data', 'previous')
+  if not record[1] then return 'unknown' end
+  size = size + #record[1]
+  if size > tonumber(ARGV[4]) then return 'too_large' end
+  redis.call('ZADD', KEYS[2], 'XX', ARGV[2], id)
+  found[#found + 1] = record[1]
+  id = record[2]
+  if id == '' then return found end
+end
+return 'too_long'
+"""
+
+# ARGV: id, now. Returns the data of one response.
+READ = """
+local data = redis.call('HGET', KEYS[1] .. ARGV[1], 'data')
+if data then redis.call('ZADD', KEYS[2], 'XX', ARGV[2], ARGV[1]) end
+return data
+"""
+
+# ARGV: id. Returns 1 if there was such a response.
+DELETE = (
+    _REMOVE
+    + """
+local is_known = redis.call('EXISTS', KEYS[1] .. ARGV[1])
+remove(ARGV[1])
+return is_known
+"""
+)

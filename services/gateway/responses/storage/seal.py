@@ -1,0 +1,43 @@
+"""Seals the text of reasoning, so that a client returns it unread and unchanged.
+
+hearth1.{base64url of nonce ‖ AES-256-GCM(text)}     associated data: the tenant
+"""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+PREFIX = "hearth1."
+NONCE_BYTES = 12
+_INFO = b"hearth sealed reasoning"
+
+
+class Seal:
+    """`secret`: the same for all gateways. `random_bytes(n)`: n random bytes."""
+
+    def __init__(self, secret: str, random_bytes: Callable[[int], bytes]) -> None:
+        derived = HKDF(SHA256(), 32, salt=None, info=_INFO).derive(secret.encode())
+        self._aead = AESGCM(derived)
+        self._random_bytes = random_bytes
+
+    def seal(self, tenant_id: str, text: str) -> str:
+        nonce = self._random_bytes(NONCE_BYTES)
+        sealed = self._aead.encrypt(nonce, text.encode(), tenant_id.encode())
+        return PREFIX + urlsafe_b64encode(nonce + sealed).decode()
+
+    def open(self, tenant_id: str, sealed: str) -> str | None:
+        """None for what this tenant did not get from these gateways."""
+        if not sealed.startswith(PREFIX):
+            return None
+        try:
+            data = urlsafe_b64decode(sealed.removeprefix(PREFIX))
+            text = self._aead.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], tenant_id.encode())
+            return text.decode()
+        except (ValueError, InvalidTag):
+            return None

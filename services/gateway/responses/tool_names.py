@@ -1,0 +1,20 @@
+"""Names of tools in a namespace, which the model sees as one name."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+MAX_NAME_CHARS = 64
+SEPARATOR = "__"
+DIGEST_BYTES = 4
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """`namespace__name`; a longer name than a model's tools may have ends with its digest."""
+    if not namespace:
+        return name
+    flat = f"{namespace}{SEPARATOR}{name}"
+    if len(flat) <= MAX_NAME_CHARS:
+        return flat
+    digest = blake2b(flat.encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return f"{flat[: MAX_NAME_CHARS - len(digest) - 1]}_{digest}"

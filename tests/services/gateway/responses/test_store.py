@@ -1,0 +1,244 @@
+"""Stored responses: in one Redis, for all gateways, within their bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from services.gateway.responses.ids import response_id
+from services.gateway.responses.storage import store as stores
+from services.gateway.responses.storage.completion import Completion
+from services.gateway.responses.storage.errors import UnknownResponse
+from services.gateway.responses.storage.record import ResponseRecord
+from services.gateway.responses.storage.seal import Seal
+from services.gateway.responses.storage.store import ResponseStore
+from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionRejected
+from shared.clock import MonotonicClock
+from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.randomness import SystemRandomness
+from shared.store import RedisStore, StoreUnavailable
+from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_admin import TenantAdmin
+from tests.servers import NatsServer, RedisServer
+from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.nats_api.test_gateways import second_gateway
+from tests.services.gateway.samples import sample_sum
+
+TENANT, OTHER = TenantRecord(tenant_id="t1"), TenantRecord(tenant_id="t:1")
+ZERO = TenantRecord(tenant_id="t2", is_zero_retention=True)
+EUROPEAN = TenantRecord(tenant_id="t3", allowed_regions=("eu",))
+
+
+class Stored:
+    """A store at a time that the test sets, and what it counted."""
+
+    def __init__(self, redis: RedisServer, *, region: str = "", max_bytes: int = 1 << 20) -> None:
+        self.now = 1000.0
+        self.counts: Counter[str] = Counter()
+        self.redis = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+        self.store = ResponseStore(
+            self.redis,
+            MonotonicClock(),
+            region=region,
+            now=lambda: self.now,
+            count=lambda outcome: self.counts.update([outcome]),
+            ttl_s=100,
+            max_bytes=max_bytes,
+        )
+
+    async def save(self, tenant: TenantRecord, *records: ResponseRecord) -> None:
+        for each in records:
+            self.store.save(tenant, each)
+            await asyncio.wait(set(self.store._pending.values()))
+
+    async def is_known(self, tenant: TenantRecord, record: ResponseRecord) -> bool:
+        try:
+            return await self.store.get(tenant, record.id) == record
+        except UnknownResponse:
+            return False
+
+    async def close(self) -> None:
+        await self.store.stop()
+        await self.redis.evaluate("return redis.call('FLUSHALL')", [], [])
+        await self.redis.close()
+
+
+@pytest_asyncio.fixture
+async def stored(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stored]:
+    monkeypatch.setattr(stores, "READ_AGAIN_S", 0.0)
+    made = Stored(redis_server, max_bytes=3000)
+    yield made
+    await made.close()
+
+
+def record_of(name: str, previous: str = "", *, size: int = 500) -> ResponseRecord:
+    body = {"id": response_id(name), "output": [{"id": name, "text": "x" * size}]}
+    return ResponseRecord(
+        id=response_id(name), previous=previous, response=msgspec.json.encode(body)
+    )
+
+
+async def test_record_belongs_to_its_tenant(stored: Stored) -> None:
+    record = record_of("a")
+    await stored.save(TENANT, record)
+    assert await stored.is_known(TENANT, record)
+    assert not await stored.is_known(OTHER, record)
+    with pytest.raises(UnknownResponse) as foreign:
+        await stored.store.get(OTHER, record.id)
+    with pytest.raises(UnknownResponse) as unknown:
+        await stored.store.get(OTHER, response_id("none"))
+    assert foreign.value.message == unknown.value.message
+    with pytest.raises(UnknownResponse):
+        await stored.store.delete(OTHER, record.id)
+    await stored.store.delete(TENANT, record.id)
+    assert not await stored.is_known(TENANT, record)
+
+
+async def test_least_recently_used_makes_room(stored: Stored) -> None:
+    first, second, third = (record_of(each, size=1000) for each in "abc")
+    for each in (first, second):
+        stored.now += 1
+        await stored.save(TENANT, each)
+    stored.now += 1
+    assert await stored.is_known(TENANT, first)
+    await stored.save(TENANT, third)
+    known = [await stored.is_known(TENANT, each) for each in (first, second, third)]
+    assert known == [True, False, True]
+    assert stored.counts == {"stored": 3, "evicted": 1}
+
+
+async def test_expired_records_free_their_room(stored: Stored) -> None:
+    await stored.save(TENANT, record_of("a", size=2000))
+    stored.now += 101
+    await stored.save(TENANT, record_of("b", size=2000))
+    assert stored.counts == {"stored": 2}
+
+
+async def test_record_lives_as_long_as_it_should(stored: Stored) -> None:
+    await stored.save(TENANT, record_of("a"))
+    key = stores._keys("t1")[0] + response_id("a")
+    assert 0 < await stored.redis.evaluate("return redis.call('TTL', KEYS[1])", [key], []) <= 100
+
+
+async def test_large_record_is_counted(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MAX_RECORD_BYTES", 400)
+    stored.store.save(TENANT, record_of("a"))
+    assert stored.counts == {"too_large": 1}
+
+
+async def test_chain_is_bounded(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = record_of("a"), record_of("b", response_id("a"))
+    await stored.save(TENANT, first, second)
+    assert await stored.store.chain(TENANT, second.id) == [first, second]
+    monkeypatch.setattr(stores, "MAX_CHAIN", 1)
+    with pytest.raises(PayloadTooLarge):
+        await stored.store.chain(TENANT, second.id)
+    monkeypatch.setattr(stores, "MAX_CHAIN", 9)
+    monkeypatch.setattr(stores, "MAX_CHAIN_BYTES", 700)
+    with pytest.raises(PayloadTooLarge):
+        await stored.store.chain(TENANT, second.id)
+    monkeypatch.undo()
+    await stored.store.delete(TENANT, first.id)
+    with pytest.raises(UnknownResponse):
+        await stored.store.chain(TENANT, second.id)
+
+
+async def test_read_waits_for_the_write_of_its_gateway(stored: Stored) -> None:
+    record = record_of("a")
+    stored.store.save(TENANT, record)
+    assert await stored.store.get(TENANT, record.id) == record
+
+
+async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
+    stored = Stored(redis_server, region="us")
+    completion = Completion(stored.store, None)
+    for tenant, error in ((ZERO, ZeroRetentionRejected), (EUROPEAN, NoRegionAllowed)):
+        assert completion.of_tenant(tenant).save is None
+        for body in (b'{"store":true}', b'{"previous_response_id":"resp_1"}'):
+            with pytest.raises(error):
+                await completion.complete(tenant, body)
+        assert await completion.complete(tenant, b'{"input":"x"}') == b'{"input":"x"}'
+    await stored.close()
+    stored = Stored(redis_server, region="eu")
+    assert Completion(stored.store, None).of_tenant(EUROPEAN).save is not None
+    await stored.close()
+
+
+async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
+    seal = Seal("secret", SystemRandomness().bytes)
+    completion = Completion(stored.store, seal)
+    sealed = seal.seal("t1", "hm")
+    item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    body = msgspec.json.encode({"input": [item, {"role": "user", "content": "x"}]})
+    for tenant, content in ((TENANT, [{"type": "reasoning_text", "text": "hm"}]), (OTHER, None)):
+        completed = msgspec.json.decode(await completion.complete(tenant, body))
+        assert completed["input"][0].get("content") == content
+    assert seal.open("t1", sealed[:-3] + "AAA") is None
+
+
+async def test_text_that_looks_like_a_reference_keeps_its_history(stored: Stored) -> None:
+    await stored.save(TENANT, record_of("a"))
+    body = {"input": "an item_reference", "previous_response_id": response_id("a")}
+    completed = await Completion(stored.store, None).complete(TENANT, msgspec.json.encode(body))
+    assert msgspec.json.decode(completed)["hearth_history"][0]["id"] == "a"
+
+
+async def test_away_redis(redis_server: RedisServer) -> None:
+    server = RedisServer()
+    stored = Stored(server)
+    completion = Completion(stored.store, None)
+    server.stop()
+    for body in (b'{"store":true}', b'{"previous_response_id":"resp_1"}'):
+        with pytest.raises(StoreUnavailable):
+            await completion.complete(TENANT, body)
+    assert await completion.complete(TENANT, b'{"input":"x"}') == b'{"input":"x"}'
+    await stored.save(TENANT, record_of("a"))
+    assert stored.counts == {"failed": 1}
+    await stored.store.stop()
+    await stored.redis.close()
+
+
+async def test_other_gateway_goes_on(cluster: Cluster, nats_server: NatsServer) -> None:
+    first = await cluster.openai.responses.create(model="tiny", input="hi")
+    async with second_gateway(nats_server, cluster.gateway._config) as other:
+        client = cluster.openai.with_options(base_url=f"{other.http_address}/v1")
+        assert (await client.responses.retrieve(first.id)).id == first.id
+        second = await client.responses.create(
+            model="tiny", input="on", previous_response_id=first.id
+        )
+    third = await cluster.openai.responses.create(
+        model="tiny", input="on", previous_response_id=second.id
+    )
+    assert third.usage is not None and second.usage is not None and first.usage is not None
+    lengths = [each.usage.input_tokens for each in (first, second, third) if each.usage]
+    assert lengths == sorted(set(lengths))
+    assert sample_sum(cluster.gateway, "hearth_stored_responses_total", outcome="stored") >= 2
+
+
+async def test_another_tenant_gets_the_same_404(cluster: Cluster) -> None:
+    first = await cluster.openai.responses.create(model="tiny", input="hi")
+    config = cluster.gateway._config
+    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
+    await TenantAdmin(store, lambda: 0.0).add("tenant-2", {}, "key-of-tenant-2")
+    await store.close()
+    headers = {"authorization": "Bearer key-of-tenant-2"}
+    answers: list[Any] = []
+    for each in (first.id, response_id("none")):
+        body = {"input": "x", "previous_response_id": each}
+        response = await cluster.http.post("/v1/responses", json=body, headers=headers)
+        answers.append((response.status_code, response.json()))
+    assert answers[0] == answers[1] and answers[0][0] == 404
+
+
+async def test_name_that_is_no_text_is_refused(stored: Stored) -> None:
+    body = b'{"input":[{"type":"item_reference","id":"msg_1"}],"\xf0a":1}'
+    with pytest.raises(InvalidRequest):
+        await Completion(stored.store, None).complete(TENANT, body)
