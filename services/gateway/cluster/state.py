@@ -116,8 +116,9 @@ class ClusterState:
         )
 
     def _processes(self) -> dict[str, Fields]:
-        self._view.forget(self._now())
-        return {each.process_id: _fields(each) for each in self._view.rows()}
+        now = self._now()
+        self._view.forget(now)
+        return {each.process_id: _fields(each) for each in self._view.rows(now)}
 
     def _count(self, process_id: str, load: GatewayLoad) -> None:
         before = self._loads.get(process_id)

@@ -3,7 +3,7 @@
 import { count, make, percentile, seconds, setText } from "./dom.js";
 
 const MIN_GAP_MS = 0.5;
-const NAMES = ["First token", "Between p50", "Between p99", "Tokens/s", "Tokens", "Cached"];
+const NAMES = ["First token", "Between p50", "Between p99", "Tokens/s", "Tokens", "Cached", "Seed"];
 
 export class Figures {
   #started = performance.now();
@@ -14,13 +14,14 @@ export class Figures {
   #num = 0;
   #cells = {};
 
-  constructor() {
+  constructor(seed) {
     this.workers = make("span", { class: "workers" });
     this.element = make("dl", { class: "figures", "aria-label": "Figures of this answer" });
     for (const name of NAMES) {
       this.#cells[name] = make("dd", {}, "–");
       this.element.append(make("div", {}, make("dt", {}, name), this.#cells[name]));
     }
+    this.#set("Seed", String(seed ?? "–"));
   }
 
   // A chunk with text, reasoning or a part of a call.

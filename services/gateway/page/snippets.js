@@ -38,3 +38,10 @@ function literal(value) {
   }
   return JSON.stringify(value);
 }
+
+export function asJavaScript(body) {
+  return 'import OpenAI from "openai";\n\n'
+    + `const client = new OpenAI({ baseURL: "${url()}/v1", apiKey: process.env.HEARTH_API_KEY });\n`
+    + `const chunks = await client.chat.completions.create(${JSON.stringify(body, null, 2)});\n`
+    + 'for await (const chunk of chunks) process.stdout.write(chunk.choices[0]?.delta.content ?? "");\n';
+}
