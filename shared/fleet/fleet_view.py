@@ -180,9 +180,7 @@ def _record_load(known: _KnownProcess, now: float) -> None:
     _record_prompts(known.prompts, load, now)
 
 
-def _record_prompts(
-    prompts: deque[tuple[float, WorkerLoad]], load: WorkerLoad, now: float
-) -> None:
+def _record_prompts(prompts: deque[tuple[float, WorkerLoad]], load: WorkerLoad, now: float) -> None:
     if prompts and now - prompts[-1][0] < HITS_SAMPLE_S:
         return
     prompts.append((now, load))

@@ -57,16 +57,14 @@ export class Answer {
     cancelAnimationFrame(this.#frame);
     this.#draw();
     if (this.hasHeat) this.content.after(legend());
-    else this.#render();
+    else {
+      this.content.classList.remove("plain");
+      this.content.replaceChildren(render(this.text));
+    }
     this.#speak(true);
     if (this.info) this.figures.drawWorkers(this.info);
     if (note) this.badge(note, "warn");
     if (schema) this.#badgeSchema();
-  }
-
-  #render() {
-    this.content.classList.remove("plain");
-    this.content.replaceChildren(render(this.text));
   }
 
   badge(text, kind = "") {
