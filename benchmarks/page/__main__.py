@@ -30,7 +30,7 @@ from benchmarks.report import ROOT, Row, at_least, at_most, write_result
 from services.gateway.page.files import read_files
 from services.local.servers import free_port
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.messages import Heartbeat, ModelCard, WorkerLoad
+from shared.messages import Heartbeat, ModelCard, SchedulerLoad, WorkerLoad
 from shared.numerics import Numerics
 from shared.subjects import NatsUser, heartbeat
 from shared.tenancy.tenant_admin import save_api_key

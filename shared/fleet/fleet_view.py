@@ -96,13 +96,15 @@ class FleetView:
         if heartbeat.state == "stopped":
             self.lose(heartbeat.process_id, Loss.STOPPED, now)
             return
-        if not self._is_known(heartbeat.process_id):  # above the peer limit
+        if known is None and not self._is_known(heartbeat.process_id):  # above the peer limit
             return
         if known is None or loss is Loss.RESTARTED or known.heartbeat.epoch != heartbeat.epoch:
             known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
         known.heartbeat = heartbeat
-        is_stuck = self._fleet.is_lost(heartbeat.process_id)  # not silent, as it sends
-        known.loss, known.lost_at = (Loss.STUCK, now) if is_stuck else (None, 0.0)
+        if self._fleet.is_lost(heartbeat.process_id):  # not silent, as it sends
+            known.loss, known.lost_at = Loss.STUCK, now
+        else:
+            known.loss = None
         _record_load(known, now)
 
     def echo(self, now: float) -> None:

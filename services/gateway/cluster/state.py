@@ -68,7 +68,8 @@ class ClusterState:
 
     def observe(self, heartbeat: Heartbeat) -> None:
         process_id = heartbeat.process_id
-        was_known, was_lost = process_id in self._view, self._view.is_lost(process_id)
+        was_known = process_id in self._view
+        was_lost = was_known and self._view.is_lost(process_id)
         self._view.observe(heartbeat, self._now())
         if heartbeat.state == "stopped":
             if was_known:
