@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -83,16 +84,44 @@ def test_shown_seed_repeats_the_answer(tab: HearthPage) -> None:
 def test_tokens_are_marked_by_probability(tab: HearthPage) -> None:
     tab.open()
     tab.page.check("#logprobs")
-    tab.fill_extra('{"temperature": 1.9, "max_tokens": 60}')
-    tab.answer("Write a story.")
+    tab.fill_extra('{"max_tokens": 60}')
+    tab.answer("What is the KV cache?")
     content = tab.page.locator(".content").last
     tokens = content.locator("span")
     assert tokens.count() > 20
     titles = [each.get_attribute("title") or "" for each in tokens.all()]
     assert all(re.search(r'^".*" \d+\.\d %', title, re.DOTALL) for title in titles)
-    assert content.locator(".h1, .h2, .h3").count() > 0
     assert "".join(tokens.all_text_contents()) == content.evaluate("(all) => all.textContent")
     assert "under 20 %" in tab.page.locator(".legend").inner_text()
+
+
+def scored(text: str, probability: float, data: bytes | None = None) -> dict[str, Any]:
+    """`data`: of a token that is a part of a character."""
+    encoded = list(text.encode() if data is None else data)
+    logprob = math.log(probability)
+    return {"token": text, "logprob": logprob, "bytes": encoded, "top_logprobs": []}
+
+
+def test_marks_follow_probabilities_and_characters_may_be_split(tab: HearthPage) -> None:
+    face = "🙂".encode()
+    tokens = [
+        *(scored("sure", 0.95), scored(" likely", 0.6), scored(" hardly", 0.3)),
+        *(scored(" <b>odd</b>", 0.1), scored("?", 0.99, face[:2]), scored("?", 0.99, face[2:])),
+    ]
+    text = "sure likely hardly <b>odd</b>🙂"
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": tokens}}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"}),
+    )
+    tab.open()
+    tab.page.check("#logprobs")
+    assert tab.answer("Write.") == text
+    content = tab.page.locator(".content")
+    marked = {name: content.locator(f".{name}").all_inner_texts() for name in ("h1", "h2", "h3")}
+    assert marked == {"h1": [" likely"], "h2": [" hardly"], "h3": [" <b>odd</b>"]}
+    assert content.locator(".h3").get_attribute("title") == '" <b>odd</b>" 10.0 %'
 
 
 def test_dry_run_tells_what_is_cached(tab: HearthPage) -> None:
