@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,9 +28,12 @@ import httpx
 
 from benchmarks.page.fleet import SCHEDULER, Workers, region_of
 from benchmarks.report import ROOT, Row, at_least, at_most, write_result
+from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load
+from benchmarks.serving.hearth import ONE_WORKER, credentials, hearth
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.page.files import read_files
 from services.local.servers import free_port
-from shared.subjects import NatsUser
+from shared.subjects import CredentialRole, NatsUser
 from shared.tenancy.tenant_admin import save_api_key
 from tests.servers import PASSWORD, NatsServer, RedisServer
 
@@ -38,6 +42,7 @@ API_KEY, TOKEN = "key-of-the-page", "token-of-the-page"
 SECONDS = 20.0
 FLEETS = (3, 200)
 NUM_TABS = 100
+NUM_STREAMS, STEP_S = 500, 0.25  # 2,000 tokens a second
 
 
 @contextlib.contextmanager
@@ -136,7 +141,7 @@ async def measure_fleet(python: Path, server: NatsServer, redis: RedisServer, nu
         "workers": num,
         "gateway_cpu_without_tab": round(closed, 4),
         "gateway_cpu_with_tab": round(opened, 4),
-        "longest_task_ms": longest["longest_task_ms"],
+        **longest,
         "silent_worker_shown_s": round(lost["lost_at"] - silent_at, 2),
         "kb_per_s": round(rate / 1000, 2),
     }
@@ -169,6 +174,60 @@ async def measure_tabs(server: NatsServer, redis: RedisServer) -> Row:
     return {"tabs": NUM_TABS, "gateway_cpu_of_all_tabs": round(opened - closed, 4)}
 
 
+async def measure_streams(python: Path) -> Row:
+    """The gateway's CPU while NUM_STREAMS of the timing engine run beside the largest fleet."""
+    model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
+    command = ["-m", "services", "gateway", *model, "--operator-token", TOKEN]
+    with tempfile.TemporaryDirectory() as folder:
+        server = NatsServer(Path(folder), users_of(credentials(ONE_WORKER)))
+        fleet = Workers(server, FLEETS[-1], model="another", has_scheduler=False)
+        options = {"step_s": STEP_S, "nats": server, "commands": {"gateway": command}}
+        async with (
+            hearth(ONE_WORKER, Path(folder), **options) as (target, processes),
+            fleet.running(),
+        ):
+            streams = asyncio.create_task(run_streams(target))
+            await asyncio.sleep(10.0)
+            pid, watched = processes["gateway"].pid, f"decode-{FLEETS[-1]}"
+            closed = await share_of_core(pid, SECONDS / 2)
+            tab = open_tab(python, "cluster", target.url, watched)
+            await figures(tab)
+            opened = await share_of_core(pid, SECONDS - 1)
+            longest = await figures(tab)
+            assert not streams.done(), streams.result()
+            fleet.silent.add(watched)
+            await figures(tab)
+            tab.wait()
+            streams.cancel()
+            await asyncio.gather(streams, return_exceptions=True)
+    return {
+        "workers": FLEETS[-1],
+        "streams": NUM_STREAMS,
+        "gateway_cpu_without_tab": round(closed, 4),
+        "gateway_cpu_with_tab": round(opened, 4),
+        **longest,
+    }
+
+
+async def run_streams(target: Target) -> Tally:
+    """Until it is cancelled: each stream is longer than the measurement."""
+    return await load(
+        target,
+        itertools.repeat("Go on."),
+        concurrency=NUM_STREAMS,
+        duration_s=1000 * SECONDS,
+        num_output_tokens=int(10 * SECONDS / STEP_S),
+        num_events=0,
+        kind=ClientKind(),
+    )
+
+
+def users_of(others: Sequence[tuple[CredentialRole, str]]) -> list[NatsUser]:
+    """And of the largest fleet."""
+    fleet = (NatsUser("decode", f"decode-{n}", PASSWORD, region_of(n)) for n in range(1, 201))
+    return [*(NatsUser(role, name, PASSWORD) for role, name in others), *fleet]
+
+
 async def measure_page(python: Path, server: NatsServer, redis: RedisServer) -> Row:
     found: Row = {}
     with gateway(server, redis) as (url, _):
@@ -182,9 +241,7 @@ async def measure_page(python: Path, server: NatsServer, redis: RedisServer) -> 
 
 async def measure(python: Path) -> None:
     size = sum(len(file.data) for file in read_files().values())
-    workers = (NatsUser("decode", f"decode-{n}", PASSWORD, region_of(n)) for n in range(1, 201))
-    others = (("gateway", "gateway-1"), ("scheduler", SCHEDULER))
-    users = [*(NatsUser(role, name, PASSWORD) for role, name in others), *workers]
+    users = users_of([("gateway", "gateway-1"), ("scheduler", SCHEDULER)])
     with tempfile.TemporaryDirectory() as folder:
         server, redis = NatsServer(Path(folder), users), RedisServer()
         await save_api_key(redis.url, API_KEY, "tenant-1")
@@ -193,6 +250,7 @@ async def measure(python: Path) -> None:
         tabs = await measure_tabs(server, redis)
         server.stop()
         redis.stop()
+    busy = await measure_streams(python)
     small, large = rows
     tab_cost = small["gateway_cpu_with_tab"] - small["gateway_cpu_without_tab"]
     bars = [
@@ -203,6 +261,14 @@ async def measure(python: Path) -> None:
         at_most("an idle tab: bytes", small["kb_per_s"], 5, "kB/s"),
         at_most("100 tabs: CPU of the gateway", tabs["gateway_cpu_of_all_tabs"], 0.03, "cores"),
         at_most("200 workers: CPU of the gateway", large["gateway_cpu_with_tab"], 0.05, "cores"),
+        at_most(
+            "200 workers and 500 streams: a tab's CPU of the gateway",
+            busy["gateway_cpu_with_tab"] - busy["gateway_cpu_without_tab"],
+            *(0.05, "cores"),
+        ),
+        at_most(
+            "200 workers and 500 streams: longest task of a tab", busy["longest_task_ms"], 50, "ms"
+        ),
         at_most("200 workers: longest task of a tab", large["longest_task_ms"], 50, "ms"),
         at_most(
             "a worker without heartbeats is shown as lost", large["silent_worker_shown_s"], 2, "s"

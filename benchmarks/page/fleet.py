@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import msgspec
+
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import Heartbeat, ModelCard, SchedulerLoad, WorkerLoad
 from shared.numerics import Numerics
@@ -52,6 +54,7 @@ class Worker:
 
     bus: NatsBus
     region: str
+    card: ModelCard = CARD
     number: int = 0
 
     async def beat(self) -> None:
@@ -76,7 +79,7 @@ class Worker:
             interval_s=HEARTBEAT_INTERVAL_S,
             region=self.region,
             load=load,
-            model=CARD,
+            model=self.card,
         )
         await self.bus.publish(heartbeat(("decode",), self.bus.process_id, self.region), message)
 
@@ -84,32 +87,39 @@ class Worker:
 class Workers:
     """A fleet that sends heartbeats until it is stopped, in a thread's event loop of its own."""
 
-    def __init__(self, server: NatsServer, num: int) -> None:
+    def __init__(
+        self, server: NatsServer, num: int, *, model: str = CARD.name, has_scheduler: bool = True
+    ) -> None:
         self._server = server
         self._num = num
+        self._card = msgspec.structs.replace(CARD, name=model)
+        self._has_scheduler = has_scheduler
         self.silent: set[str] = set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         workers = [await self._connect(index) for index in range(1, self._num + 1)]
-        scheduler = await NatsBus.connect(self._server.url(SCHEDULER), process_id=SCHEDULER)
+        scheduler = None
+        if self._has_scheduler:
+            scheduler = await NatsBus.connect(self._server.url(SCHEDULER), process_id=SCHEDULER)
         beating = asyncio.create_task(self._beat(workers, scheduler))
         yield
         beating.cancel()
-        await asyncio.gather(*(bus.close() for bus in (scheduler, *(each.bus for each in workers))))
+        buses = [each.bus for each in workers] + ([scheduler] if scheduler else [])
+        await asyncio.gather(*(each.close() for each in buses))
 
     async def _connect(self, index: int) -> Worker:
         name = f"decode-{index}"
         bus = await NatsBus.connect(self._server.url(name), process_id=name)
-        return Worker(bus, region_of(index))
+        return Worker(bus, region_of(index), self._card)
 
-    async def _beat(self, workers: list[Worker], scheduler: NatsBus) -> None:
+    async def _beat(self, workers: list[Worker], scheduler: NatsBus | None) -> None:
         """Spread over the interval, as those of separate processes are."""
         for number in itertools.count(1):
             started = time.monotonic()
-            await scheduler.publish(
-                heartbeat(("scheduler",), SCHEDULER), scheduler_heartbeat(number)
-            )
+            if scheduler is not None:
+                subject = heartbeat(("scheduler",), SCHEDULER)
+                await scheduler.publish(subject, scheduler_heartbeat(number))
             for index, each in enumerate(workers):
                 due = started + HEARTBEAT_INTERVAL_S * index / len(workers)
                 if (left := due - time.monotonic()) > 0.002:
