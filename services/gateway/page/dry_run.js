@@ -12,10 +12,10 @@ export async function dryRun(body) {
 export const clearDryRun = () => byId("dry-run").replaceChildren();
 
 function draw({ prompt_tokens: num, cached_tokens: cached, public_tokens: shared, index_state: state, workers }) {
-  const holders = workers.slice(0, 4).map((each) => `${each.worker} ${count(each.cached_tokens)}`).join(", ");
+  const holders = workers.slice(0, 4).map((each) => `${count(each.cached_tokens)} on ${each.worker}`).join(", ");
   const facts = [
     `${count(cached)} of ${count(num)} prompt tokens would be read from a cache, ${count(num - cached)} computed.`,
-    holders && `Cached on ${holders}${workers.length > 4 ? ` and ${count(workers.length - 4)} more` : ""}.`,
+    holders && `Cached: ${holders}${workers.length > 4 ? ` and ${count(workers.length - 4)} more` : ""}.`,
     shared && `${count(shared)} belong to a public prefix.`, state !== "exact" && `The index is ${state}.`,
   ];
   const fill = make("span", { class: "fill" });

@@ -3,7 +3,7 @@
 import { count, make, percentile, seconds, setText } from "./dom.js";
 
 const MIN_GAP_MS = 0.5;
-const NAMES = ["First token", "Between p50", "Between p99", "Tokens/s", "Tokens", "Cached", "Seed"];
+const NAMES = ["First token", "Between p50", "Between p99", "Tokens/s", "Tokens", "Cached"];
 
 export class Figures {
   #started = performance.now();
@@ -15,13 +15,13 @@ export class Figures {
   #cells = {};
 
   constructor(seed) {
-    this.workers = make("span", { class: "workers" });
+    this.seed = seed === undefined ? "" : `seed ${seed} · `;
+    this.workers = make("span", { class: "workers" }, this.seed);
     this.element = make("dl", { class: "figures", "aria-label": "Figures of this answer" });
     for (const name of NAMES) {
       this.#cells[name] = make("dd", {}, "–");
       this.element.append(make("div", {}, make("dt", {}, name), this.#cells[name]));
     }
-    this.#set("Seed", String(seed ?? "–"));
   }
 
   // A chunk with text, reasoning or a part of a call.
@@ -67,7 +67,7 @@ export class Figures {
     const prefill = info.prefill_worker ? `prefill ${info.prefill_worker}` : "prefill by decode";
     const moves = info.num_resubmissions ? `, resubmitted ${info.num_resubmissions}×` : "";
     const link = make("a", { href: `#request/${encodeURIComponent(info.request_id)}` }, "timeline");
-    this.workers.replaceChildren(`${prefill}, decode ${info.decode_worker ?? "–"}${moves} · `, link);
+    this.workers.replaceChildren(`${this.seed}${prefill}, decode ${info.decode_worker ?? "–"}${moves} · `, link);
   }
 
   #set(name, text) {

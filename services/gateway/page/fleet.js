@@ -93,7 +93,7 @@ export class Fleet {
     this.#stage("Gateways", streams, `open streams, ${gateways.length} live`);
     this.#stage("Schedulers", queued, `queued${queued ? `, oldest ${seconds(oldest)}` : ""} · ${index}`);
     this.#stage("Prefill", prompt, `prompt tokens/s, ${of("prefill").length} live`);
-    this.#stage("Decode", generated, `tokens/s, ${of("decode").length} live, ${handoffs} handoffs`);
+    this.#stage("Decode", generated, `tokens/s, ${of("decode").length} live${handoffs ? `, ${count(handoffs)} handoffs` : ""}`);
   }
 
   #stage(name, value, text) {
