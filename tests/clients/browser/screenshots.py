@@ -74,7 +74,6 @@ def take_timeline(browser: Browser, account: Account, address: str) -> None:
 def take_cluster(browser: Browser, account: Account) -> None:
     tab = open_tab(browser, account, "#cluster", color_scheme="dark", **DESKTOP)
     tab.page.locator(".tile").nth(2).wait_for()
-    tab.page.click("#tenants summary")
     talking = open_tab(browser, account, "", **DESKTOP)
     for _ in range(12):
         talking.answer("What does a decode worker do?")
