@@ -16,6 +16,7 @@ its credential, its inbox and the public events.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -41,6 +42,7 @@ CredentialRole = Literal[
     "client",
 ]
 
+MAX_REMEMBERED = 8192  # subjects: those of heartbeats come four times a second from each process
 NO_INSTANCE = "-"
 NO_REGION = "-"
 _PREFILL_AND_DECODE: tuple[Role, ...] = ("prefill", "decode")
@@ -67,6 +69,7 @@ def heartbeat(roles: tuple[Role, ...], process_id: str, region: str = "") -> str
     return f"{command(role, process_id, 'heartbeat')}.{region or NO_REGION}"
 
 
+@lru_cache(MAX_REMEMBERED)
 def announced_by(wire_subject: str) -> tuple[tuple[str, ...], str]:
     """The roles and the region that the subject of a received heartbeat states."""
     parts = wire_subject.split(".")
@@ -196,6 +199,7 @@ def from_anyone(subject: str) -> str:
     return f"{subject}.*.*"
 
 
+@lru_cache(MAX_REMEMBERED)
 def sender_of(wire_subject: str) -> str:
     _, credential, instance = wire_subject.rsplit(".", 2)
     return process_id_of(credential, instance)

@@ -5,7 +5,7 @@ and the browser's longest task while a tab shows a fleet.
 
 It needs chromium, and .venv-clients/browser, which `scripts/test --clients` makes.
 
-The gateway is real. One process sends the heartbeats of all workers, each over its own connection.
+The gateway is real; its peers are `fleet.py`'s.
 """
 
 from __future__ import annotations
@@ -13,117 +13,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
 
+from benchmarks.page.fleet import SCHEDULER, Workers, region_of
 from benchmarks.report import ROOT, Row, at_least, at_most, write_result
+from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load
+from benchmarks.serving.hearth import ONE_WORKER, credentials, hearth
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.page.files import read_files
 from services.local.servers import free_port
-from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.messages import Heartbeat, ModelCard, WorkerLoad
-from shared.numerics import Numerics
-from shared.subjects import NatsUser, heartbeat
+from shared.subjects import CredentialRole, NatsUser
 from shared.tenancy.tenant_admin import save_api_key
-from shared.transport.bus import NatsBus
 from tests.servers import PASSWORD, NatsServer, RedisServer
 
 PYTHON = ROOT / ".venv-clients" / "browser" / "bin" / "python"
 API_KEY, TOKEN = "key-of-the-page", "token-of-the-page"
 SECONDS = 20.0
 FLEETS = (3, 200)
-REGIONS = ("eu-west", "eu-north", "us-east", "ap-south")
-CARD = ModelCard(
-    name="hearth-demo",
-    revision="r",
-    kv_format="k",
-    block_size=16,
-    max_context_tokens=4096,
-    vocab_size=4096,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
-)
-
-
-def region_of(index: int) -> str:
-    return REGIONS[index % len(REGIONS)]
-
-
-@dataclass
-class Worker:
-    """Heartbeats of a decode worker under load."""
-
-    bus: NatsBus
-    region: str
-    number: int = 0
-
-    async def beat(self) -> None:
-        self.number += 1
-        load = WorkerLoad(
-            step=self.number,
-            step_budget_s=1.0,
-            num_running=self.number % 32,
-            num_waiting=self.number % 5,
-            num_free_blocks=1000 - self.number % 900,
-            num_total_blocks=1000,
-            num_generated_tokens=self.number * (300 + self.number % 90),
-            num_prompt_tokens=self.number * 100,
-            num_cached_prompt_tokens=self.number * (40 + self.number % 7),
-        )
-        message = Heartbeat(
-            process_id=self.bus.process_id,
-            epoch=1,
-            sequence_number=self.number,
-            roles=("decode",),
-            state="ready",
-            interval_s=HEARTBEAT_INTERVAL_S,
-            region=self.region,
-            load=load,
-            model=CARD,
-        )
-        await self.bus.publish(heartbeat(("decode",), self.bus.process_id, self.region), message)
-
-
-class Workers:
-    """A fleet that sends heartbeats until it is stopped, in a thread's event loop of its own."""
-
-    def __init__(self, server: NatsServer, num: int) -> None:
-        self._server = server
-        self._num = num
-        self.silent: set[str] = set()
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        workers = [await self._connect(index) for index in range(1, self._num + 1)]
-        beating = asyncio.create_task(self._beat(workers))
-        yield
-        beating.cancel()
-        await asyncio.gather(*(each.bus.close() for each in workers))
-
-    async def _connect(self, index: int) -> Worker:
-        name = f"decode-{index}"
-        bus = await NatsBus.connect(self._server.url(name), process_id=name)
-        return Worker(bus, region_of(index))
-
-    async def _beat(self, workers: list[Worker]) -> None:
-        """Spread over the interval, as those of separate processes are."""
-        while True:
-            started = time.monotonic()
-            for index, each in enumerate(workers):
-                due = started + HEARTBEAT_INTERVAL_S * index / len(workers)
-                if (left := due - time.monotonic()) > 0.002:
-                    await asyncio.sleep(left)
-                if each.bus.process_id not in self.silent:
-                    await each.beat()
-            await asyncio.sleep(max(0.0, started + HEARTBEAT_INTERVAL_S - time.monotonic()))
+NUM_TABS = 100
+NUM_STREAMS, STEP_S = 500, 0.25  # 2,000 tokens a second
 
 
 @contextlib.contextmanager
@@ -222,10 +141,91 @@ async def measure_fleet(python: Path, server: NatsServer, redis: RedisServer, nu
         "workers": num,
         "gateway_cpu_without_tab": round(closed, 4),
         "gateway_cpu_with_tab": round(opened, 4),
-        "longest_task_ms": longest["longest_task_ms"],
+        **longest,
         "silent_worker_shown_s": round(lost["lost_at"] - silent_at, 2),
         "kb_per_s": round(rate / 1000, 2),
     }
+
+
+async def read_events(url: str) -> None:
+    """What an open tab reads."""
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with (
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http,
+        http.stream("GET", "/v1/cluster/events") as response,
+    ):
+        async for _ in response.aiter_raw():
+            pass
+
+
+async def measure_tabs(server: NatsServer, redis: RedisServer) -> Row:
+    """The gateway's CPU while NUM_TABS read the events of a small fleet."""
+    with gateway(server, redis) as (url, pid):
+        async with Workers(server, FLEETS[0]).running():
+            await asyncio.sleep(3.0)
+            closed = await share_of_core(pid, SECONDS / 2)
+            tabs = [asyncio.create_task(read_events(url)) for _ in range(NUM_TABS)]
+            await asyncio.sleep(3.0)
+            opened = await share_of_core(pid, SECONDS / 2)
+            assert not any(each.done() for each in tabs)
+            for each in tabs:
+                each.cancel()
+            await asyncio.gather(*tabs, return_exceptions=True)
+    return {"tabs": NUM_TABS, "gateway_cpu_of_all_tabs": round(opened - closed, 4)}
+
+
+async def measure_streams(python: Path) -> Row:
+    """The gateway's CPU while NUM_STREAMS of the timing engine run beside the largest fleet."""
+    model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
+    command = ["-m", "services", "gateway", *model, "--operator-token", TOKEN]
+    with tempfile.TemporaryDirectory() as folder:
+        server = NatsServer(Path(folder), users_of(credentials(ONE_WORKER)))
+        fleet = Workers(server, FLEETS[-1], model="another", has_scheduler=False)
+        options = {"step_s": STEP_S, "nats": server, "commands": {"gateway": command}}
+        async with (
+            hearth(ONE_WORKER, Path(folder), **options) as (target, processes),
+            fleet.running(),
+        ):
+            streams = asyncio.create_task(run_streams(target))
+            await asyncio.sleep(10.0)
+            pid, watched = processes["gateway"].pid, f"decode-{FLEETS[-1]}"
+            closed = await share_of_core(pid, SECONDS / 2)
+            tab = open_tab(python, "cluster", target.url, watched)
+            await figures(tab)
+            opened = await share_of_core(pid, SECONDS - 1)
+            longest = await figures(tab)
+            assert not streams.done(), streams.result()
+            fleet.silent.add(watched)
+            await figures(tab)
+            tab.wait()
+            streams.cancel()
+            await asyncio.gather(streams, return_exceptions=True)
+    return {
+        "workers": FLEETS[-1],
+        "streams": NUM_STREAMS,
+        "gateway_cpu_without_tab": round(closed, 4),
+        "gateway_cpu_with_tab": round(opened, 4),
+        **longest,
+    }
+
+
+async def run_streams(target: Target) -> Tally:
+    """Until it is cancelled: each stream is longer than the measurement."""
+    return await load(
+        target,
+        itertools.repeat("Go on."),
+        concurrency=NUM_STREAMS,
+        duration_s=1000 * SECONDS,
+        num_output_tokens=int(10 * SECONDS / STEP_S),
+        num_events=0,
+        kind=ClientKind(),
+    )
+
+
+def users_of(others: Sequence[tuple[CredentialRole, str]]) -> list[NatsUser]:
+    """And of the largest fleet."""
+    fleet = (NatsUser("decode", f"decode-{n}", PASSWORD, region_of(n)) for n in range(1, 201))
+    return [*(NatsUser(role, name, PASSWORD) for role, name in others), *fleet]
 
 
 async def measure_page(python: Path, server: NatsServer, redis: RedisServer) -> Row:
@@ -241,15 +241,16 @@ async def measure_page(python: Path, server: NatsServer, redis: RedisServer) -> 
 
 async def measure(python: Path) -> None:
     size = sum(len(file.data) for file in read_files().values())
-    workers = (NatsUser("decode", f"decode-{n}", PASSWORD, region_of(n)) for n in range(1, 201))
-    users = [NatsUser("gateway", "gateway-1", PASSWORD), *workers]
+    users = users_of([("gateway", "gateway-1"), ("scheduler", SCHEDULER)])
     with tempfile.TemporaryDirectory() as folder:
         server, redis = NatsServer(Path(folder), users), RedisServer()
         await save_api_key(redis.url, API_KEY, "tenant-1")
         page = await measure_page(python, server, redis)
         rows = [await measure_fleet(python, server, redis, num) for num in FLEETS]
+        tabs = await measure_tabs(server, redis)
         server.stop()
         redis.stop()
+    busy = await measure_streams(python)
     small, large = rows
     tab_cost = small["gateway_cpu_with_tab"] - small["gateway_cpu_without_tab"]
     bars = [
@@ -258,11 +259,24 @@ async def measure(python: Path) -> None:
         at_least("frames while 20,000 tokens stream", page["frames_per_s"], 30, "1/s"),
         at_most("an idle tab: CPU of the gateway", tab_cost, 0.01, "cores"),
         at_most("an idle tab: bytes", small["kb_per_s"], 5, "kB/s"),
+        at_most("100 tabs: CPU of the gateway", tabs["gateway_cpu_of_all_tabs"], 0.03, "cores"),
+        at_most("200 workers: CPU of the gateway", large["gateway_cpu_with_tab"], 0.05, "cores"),
+        at_most(
+            "200 workers and 500 streams: a tab's CPU of the gateway",
+            busy["gateway_cpu_with_tab"] - busy["gateway_cpu_without_tab"],
+            *(0.05, "cores"),
+        ),
+        at_most(
+            "200 workers and 500 streams: longest task of a tab", busy["longest_task_ms"], 50, "ms"
+        ),
+        at_most("200 workers: longest task of a tab", large["longest_task_ms"], 50, "ms"),
         at_most(
             "a worker without heartbeats is shown as lost", large["silent_worker_shown_s"], 2, "s"
         ),
     ]
-    write_result("page", [{**page, "size_bytes": size}, *rows], bars, ["-m", "benchmarks.page"])
+    write_result(
+        "page", [{**page, "size_bytes": size}, *rows, tabs], bars, ["-m", "benchmarks.page"]
+    )
 
 
 def main() -> None:

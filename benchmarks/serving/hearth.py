@@ -43,13 +43,13 @@ async def hearth(
     *,
     step_s: float,
     redis: RedisServer | None = None,
+    nats: NatsServer | None = None,
     commands: Mapping[str, list[str]] | None = None,
 ) -> AsyncIterator[tuple[Target, Processes]]:
-    """`commands`: of services that are started in another way, by name. Stops `redis` in the end,
-    also one that the caller started, to read and write its records.
+    """`commands`: of services that are started in another way, by name. Stops `redis` and `nats`
+    in the end, also those that the caller started, to read and write records or for other peers.
     """
-    roles: list[tuple[CredentialRole, str]] = [(role, name) for name, role in services.items()]
-    nats = NatsServer(folder, (*roles, ("client", CLIENT), ("operator", OPERATOR)))
+    nats = NatsServer(folder, credentials(services)) if nats is None else nats
     redis = RedisServer() if redis is None else redis
     url, api_key = f"http://127.0.0.1:{free_port()}", new_api_key()
     started: dict[str, subprocess.Popen[bytes]] = {}
@@ -75,6 +75,12 @@ async def hearth(
             process.wait()
         nats.stop()
         redis.stop()
+
+
+def credentials(services: dict[str, CredentialRole]) -> list[tuple[CredentialRole, str]]:
+    """Of the services and of who measures them."""
+    roles = [(role, name) for name, role in services.items()]
+    return [*roles, ("client", CLIENT), ("operator", OPERATOR)]
 
 
 def _start(command: list[str], environ: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:

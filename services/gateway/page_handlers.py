@@ -32,10 +32,11 @@ def page_handlers(
     host_check = HostCheck(http_host)
     guards: list[Guard] = [host_check, cluster.authorize]
     snapshot = _HIDDEN("/v1/cluster", guards=guards)(cluster.snapshot)
+    tenants = _HIDDEN("/v1/cluster/tenants", guards=guards)(cluster.tenants)
     events = route(
         "/v1/cluster/events", http_method=HttpMethod.GET, include_in_schema=False, guards=guards
     )
-    handlers: list[HTTPRouteHandler] = [snapshot, events(cluster.events)]
+    handlers: list[HTTPRouteHandler] = [snapshot, tenants, events(cluster.events)]
     if not has_page:
         handlers.append(_HIDDEN("/")(_index))
     else:

@@ -20,6 +20,7 @@ from services.gateway.catalog import Catalog, Readiness
 from services.gateway.cluster.feed import ClusterFeed
 from services.gateway.cluster.routes import ClusterRoutes
 from services.gateway.cluster.state import ClusterState
+from services.gateway.cluster.tenants import TenantUsage
 from services.gateway.grammars.checks import (
     CHECK_NICENESS,
     CHECK_PROCESS,
@@ -262,7 +263,11 @@ class GatewayService:
             max_body_bytes=self._config.max_body_bytes,
             body_budget=self._body_budget,
             version=installed_release(),
-            cluster=ClusterRoutes(self._cluster, self._config.operator_token),
+            cluster=ClusterRoutes(
+                self._cluster,
+                TenantUsage(self._prefix_redis, self._clock, wall_clock),
+                self._config.operator_token,
+            ),
             http_host=self._config.http_host,
             has_page=self._config.page,
             metrics_token=self._config.metrics_token,

@@ -18,6 +18,8 @@ from shared.messages import Heartbeat, IndexState, Role, RoleDemand, WorkerLoad
 from shared.metrics.role_demands import total_demands
 
 WINDOW_S = 2.0
+HITS_WINDOW_S = 60.0
+HITS_SAMPLE_S = 5.0  # between two readings of the counters of hits
 SHOW_LOST_S = 10.0
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
 _ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index", "host")
@@ -37,7 +39,9 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_total_blocks: int | None = None
     generated_per_s: float | None = None
     prefilled_per_s: float | None = None
-    hit_ratio: float | None = None
+    hit_ratio: float | None = None  # since its start
+    recent_hit_ratio: float | None = None  # of the last HITS_WINDOW_S
+    step_age_s: int | None = None  # since its last step, from one full second on
     num_failed_steps: int | None = None
     expert_imbalance: float | None = None  # see WorkerLoad; None: no experts, or too few tokens
     index_state: IndexState | None = None
@@ -66,6 +70,9 @@ class _KnownProcess:
     loads: deque[tuple[float, WorkerLoad]] = field(default_factory=deque)
     loss: Loss | None = None
     lost_at: float = 0.0
+    step: int = -1
+    stepped_at: float = 0.0
+    prompts: deque[tuple[float, WorkerLoad]] = field(default_factory=deque)  # samples for hits
 
     @property
     def state(self) -> str:
@@ -89,13 +96,15 @@ class FleetView:
         if heartbeat.state == "stopped":
             self.lose(heartbeat.process_id, Loss.STOPPED, now)
             return
-        if not self._is_known(heartbeat.process_id):  # above the peer limit
+        if known is None and not self._is_known(heartbeat.process_id):  # above the peer limit
             return
         if known is None or loss is Loss.RESTARTED or known.heartbeat.epoch != heartbeat.epoch:
             known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
         known.heartbeat = heartbeat
-        is_stuck = self._fleet.is_lost(heartbeat.process_id)  # not silent, as it sends
-        known.loss, known.lost_at = (Loss.STUCK, now) if is_stuck else (None, 0.0)
+        if self._fleet.is_lost(heartbeat.process_id):  # not silent, as it sends
+            known.loss, known.lost_at = Loss.STUCK, now
+        else:
+            known.loss = None
         _record_load(known, now)
 
     def echo(self, now: float) -> None:
@@ -116,9 +125,9 @@ class FleetView:
             if known.loss is not None and now - known.lost_at > SHOW_LOST_S:
                 del self._known[process_id]
 
-    def rows(self) -> list[ProcessView]:
-        """Workers first, then the other processes; by role and name."""
-        views = (_view(known) for known in self._known.values())
+    def rows(self, now: float | None = None) -> list[ProcessView]:
+        """Workers first, then the other processes; by role and name. Ages of steps need `now`."""
+        views = (_view(known, now) for known in self._known.values())
         return sorted(views, key=lambda view: (_rank(view), view.process_id))
 
     def hosts(self) -> list[HostView]:
@@ -168,6 +177,17 @@ def _record_load(known: _KnownProcess, now: float) -> None:
     loads.append((now, load))
     while now - loads[0][0] > WINDOW_S:
         loads.popleft()
+    if load.step != known.step:
+        known.step, known.stepped_at = load.step, now
+    _record_prompts(known.prompts, load, now)
+
+
+def _record_prompts(prompts: deque[tuple[float, WorkerLoad]], load: WorkerLoad, now: float) -> None:
+    if prompts and now - prompts[-1][0] < HITS_SAMPLE_S:
+        return
+    prompts.append((now, load))
+    while now - prompts[0][0] > HITS_WINDOW_S:
+        prompts.popleft()
 
 
 def _rank(view: ProcessView) -> int:
@@ -175,7 +195,7 @@ def _rank(view: ProcessView) -> int:
     return next((rank for rank, role in enumerate(_ORDER) if role == first), len(_ORDER))
 
 
-def _view(known: _KnownProcess) -> ProcessView:
+def _view(known: _KnownProcess, now: float | None) -> ProcessView:
     heartbeat, load = known.heartbeat, known.heartbeat.load
     view = ProcessView(
         process_id=heartbeat.process_id,
@@ -218,11 +238,23 @@ def _view(known: _KnownProcess) -> ProcessView:
             if load.num_prompt_tokens
             else None
         ),
+        recent_hit_ratio=_recent_hit_ratio(known, load),
+        step_age_s=None if now is None else int(now - known.stepped_at) or None,
         num_failed_steps=load.num_failed_steps,
         expert_imbalance=round(load.expert_imbalance, 2) or None,
         num_handoffs_in_flight=load.num_handoffs_in_flight,
         saved_kv_bytes=load.saved_kv_bytes,
     )
+
+
+def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:
+    """None without a prompt in the window."""
+    if not known.prompts:
+        return None
+    before = known.prompts[0][1]
+    num_tokens = load.num_prompt_tokens - before.num_prompt_tokens
+    num_hits = load.num_cached_prompt_tokens - before.num_cached_prompt_tokens
+    return round(num_hits / num_tokens, 2) if num_tokens > 0 else None
 
 
 def _rate(points: Iterable[tuple[float, int]]) -> float | None:

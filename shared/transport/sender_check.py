@@ -44,7 +44,7 @@ class SenderCheck:
     def _check_announcement(self, message: Heartbeat, wire_subject: str) -> None:
         """Roles and region are the credential's, not the process's own word."""
         roles, region = announced_by(wire_subject)
-        if message.region != region or not set(message.roles) <= set(roles):
+        if message.region != region or not set(roles).issuperset(message.roles):
             self.num_sender_mismatches += 1
             claimed = f"{', '.join(message.roles)} in region {message.region!r}"
             allowed = f"{', '.join(roles)} in {region!r}"

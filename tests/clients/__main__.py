@@ -20,6 +20,7 @@ from tests.clients.account import (
     AGENTS,
     ALIAS,
     BROWSER,
+    EXPIRED,
     LIMITED,
     MODEL,
     OTHER,
@@ -83,11 +84,17 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
         keys[ACCOUNT] = cluster.state.api_key
         accounts = [Account(cluster.url, name, key) for name, key in keys.items()]
         accounts.append(Account(agents.url, AGENTS, agents.state.api_key))
-        yield [*accounts, browser_account(browser)]
+        yield [*accounts, *browser_accounts(folder / BROWSER, browser)]
+
+
+def browser_accounts(state_home: Path, cluster: Cluster) -> list[Account]:
+    key = hearth(state_home, "tenant", "add", EXPIRED, "--requests-per-min", "60")
+    hearth(state_home, "tenant", "rotate", EXPIRED, "--keep-s", "0")
+    return [browser_account(cluster), Account(cluster.url, EXPIRED, key)]
 
 
 def browser_account(cluster: Cluster) -> Account:
-    pids = {name: cluster.pid_of(name) for name in ("decode-1", "decode-2")}
+    pids = {name: cluster.pid_of(name) for name in ("decode-1", "decode-2", "gateway-1")}
     state = cluster.state
     return Account(cluster.url, BROWSER, state.api_key, state.operator_token, pids)
 

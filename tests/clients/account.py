@@ -21,6 +21,7 @@ LIMITED = "limited"  # to one request a minute
 RESTRICTED = "restricted"  # to another model
 AGENTS = "agents"  # of a second cluster, which serves AGENT_MODEL alone
 BROWSER = "browser"  # of a third cluster, with the demo model and two decode workers
+EXPIRED = "expired"  # of the same cluster, with an expired key and a limit of 60 requests a minute
 AGENT_MODEL = "wide"  # calls the tools that it is offered
 
 

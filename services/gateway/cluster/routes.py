@@ -1,4 +1,4 @@
-"""`GET /v1/cluster` and `GET /v1/cluster/events`, for the operator alone: a tenant learns nothing
+"""`GET /v1/cluster`, its `/events` and `/tenants`, for the operator alone: a tenant learns nothing
 of the others, and their timing is a secret, too.
 """
 
@@ -13,6 +13,7 @@ from litestar.response import Response, Stream
 
 from services.gateway.cluster.feed import ClusterFeed
 from services.gateway.cluster.state import ClusterSnapshot
+from services.gateway.cluster.tenants import TenantsReport, TenantUsage
 from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.tenancy.api_keys import bearer_of
 from shared.errors import AuthenticationFailed, Overloaded
@@ -24,8 +25,9 @@ _STREAMED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 class ClusterRoutes:
     """`operator_token`: empty: nobody may read."""
 
-    def __init__(self, feed: ClusterFeed, operator_token: str) -> None:
+    def __init__(self, feed: ClusterFeed, tenants: TenantUsage, operator_token: str) -> None:
         self._feed = feed
+        self._tenants = tenants
         self._operator_token = operator_token.encode()
 
     def is_operator(self, header: str | None) -> bool:
@@ -45,6 +47,9 @@ class ClusterRoutes:
 
     async def snapshot(self) -> Response[ClusterSnapshot]:
         return Response(self._feed.state.snapshot(), headers={"cache-control": "no-store"})
+
+    async def tenants(self) -> Response[TenantsReport]:
+        return Response(await self._tenants.report(), headers={"cache-control": "no-store"})
 
     async def events(self) -> Stream:
         if self._feed.is_full:

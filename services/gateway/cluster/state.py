@@ -68,7 +68,8 @@ class ClusterState:
 
     def observe(self, heartbeat: Heartbeat) -> None:
         process_id = heartbeat.process_id
-        was_known, was_lost = process_id in self._view, self._view.is_lost(process_id)
+        was_known = process_id in self._view
+        was_lost = was_known and self._view.is_lost(process_id)
         self._view.observe(heartbeat, self._now())
         if heartbeat.state == "stopped":
             if was_known:
@@ -116,8 +117,9 @@ class ClusterState:
         )
 
     def _processes(self) -> dict[str, Fields]:
-        self._view.forget(self._now())
-        return {each.process_id: _fields(each) for each in self._view.rows()}
+        now = self._now()
+        self._view.forget(now)
+        return {each.process_id: _fields(each) for each in self._view.rows(now)}
 
     def _count(self, process_id: str, load: GatewayLoad) -> None:
         before = self._loads.get(process_id)

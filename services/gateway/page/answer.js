@@ -1,8 +1,10 @@
 // One answer as it streams: text, folded thinking, tool calls, figures.
-// While it streams, text is appended to one node a frame; Markdown is built once, at the end.
+// While it streams, text is appended to one node a frame; Markdown is built once, at the end. With
+// probabilities each token is a node, and there is no Markdown.
 
 import { byId, make } from "./dom.js";
 import { Figures } from "./figures.js";
+import { legend, tokens } from "./heat.js";
 import { render } from "./markdown.js";
 
 const SENTENCE_END = /[.!?:。！？]\s|\n/g;
@@ -16,18 +18,21 @@ export class Answer {
   #frame = 0;
   #spoken = 0;
   #usage = null;
+  #marked = [];
   #node = document.createTextNode("");
   #thinkingNode = document.createTextNode("");
 
-  constructor() {
-    this.figures = new Figures();
+  // `body`: of its request. `name`: its title.
+  constructor(body, name = "Answer", note = "") {
+    this.hasHeat = Boolean(body.logprobs);
+    this.figures = new Figures(body.seed);
     this.content = make("div", { class: "content plain" }, this.#node);
     this.thinking = make("details", { class: "thinking", hidden: true },
       make("summary", {}, "Thinking"), make("div", { class: "plain" }, this.#thinkingNode));
     this.callList = make("div", { class: "calls" });
     this.badges = make("span", { class: "badges" });
-    this.element = make("article", { class: "turn assistant", "aria-label": "Answer" },
-      make("header", {}, make("strong", {}, "Answer"), this.badges),
+    this.element = make("article", { class: "turn assistant", "aria-label": name },
+      make("header", {}, make("span", {}, make("strong", {}, name), note && make("span", {}, " · ", note)), this.badges),
       this.thinking, this.content, this.callList,
       make("footer", {}, this.figures.element, this.figures.workers));
   }
@@ -39,7 +44,8 @@ export class Answer {
     if (thought) this.reasoning += thought;
     if (delta.content) {
       this.text += delta.content;
-      this.#pending += delta.content;
+      if (this.hasHeat) this.#marked.push(...tokens(delta.content, chunk.choices[0].logprobs?.content));
+      else this.#pending += delta.content;
     }
     for (const part of delta.tool_calls ?? []) this.#takeCall(part);
     if (chunk.usage) this.#usage = chunk.usage;
@@ -50,8 +56,11 @@ export class Answer {
   end(note, schema) {
     cancelAnimationFrame(this.#frame);
     this.#draw();
-    this.content.classList.remove("plain");
-    this.content.replaceChildren(render(this.text));
+    if (this.hasHeat) this.content.after(legend());
+    else {
+      this.content.classList.remove("plain");
+      this.content.replaceChildren(render(this.text));
+    }
     this.#speak(true);
     if (this.info) this.figures.drawWorkers(this.info);
     if (note) this.badge(note, "warn");
@@ -91,6 +100,7 @@ export class Answer {
     const isAtEnd = innerHeight + scrollY > document.documentElement.scrollHeight - 80;
     if (this.#pending) this.#node.appendData(this.#pending);
     this.#pending = "";
+    this.content.append(...this.#marked.splice(0));
     if (this.reasoning) {
       this.thinking.hidden = false;
       this.#thinkingNode.appendData(this.reasoning.slice(this.#thinkingNode.length));

@@ -3,6 +3,7 @@
 import { keyOf, readEvents, request } from "./api.js";
 import { byId, setText } from "./dom.js";
 import { Fleet } from "./fleet.js";
+import { watchTenants } from "./tenants.js";
 
 const RETRY_MS = 1000;
 const MAX_EVENTS = 50;
@@ -24,6 +25,7 @@ export function showCluster() {
   reading = new AbortController();
   status("Connecting …");
   read(reading.signal);
+  watchTenants(reading.signal);
 }
 
 export function hideCluster() {

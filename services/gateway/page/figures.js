@@ -14,8 +14,9 @@ export class Figures {
   #num = 0;
   #cells = {};
 
-  constructor() {
-    this.workers = make("span", { class: "workers" });
+  constructor(seed) {
+    this.seed = seed === undefined ? "" : `seed ${seed} · `;
+    this.workers = make("span", { class: "workers" }, this.seed);
     this.element = make("dl", { class: "figures", "aria-label": "Figures of this answer" });
     for (const name of NAMES) {
       this.#cells[name] = make("dd", {}, "–");
@@ -66,7 +67,7 @@ export class Figures {
     const prefill = info.prefill_worker ? `prefill ${info.prefill_worker}` : "prefill by decode";
     const moves = info.num_resubmissions ? `, resubmitted ${info.num_resubmissions}×` : "";
     const link = make("a", { href: `#request/${encodeURIComponent(info.request_id)}` }, "timeline");
-    this.workers.replaceChildren(`${prefill}, decode ${info.decode_worker ?? "–"}${moves} · `, link);
+    this.workers.replaceChildren(`${this.seed}${prefill}, decode ${info.decode_worker ?? "–"}${moves} · `, link);
   }
 
   #set(name, text) {

@@ -7,21 +7,26 @@ import { Sparkline } from "./sparkline.js";
 const SIGNS = { ready: "●", starting: "◔", draining: "◐", silent: "✕", gone: "✕", stuck: "‖", stopped: "■", standby: "○" };
 const WORDS = { silent: "silent: frozen or cut off", gone: "gone: no connection", stuck: "stuck: makes no step" };
 const LOST = new Set(["silent", "gone", "stuck", "stopped", "restarted", "doubled"]);
+const NUM_PER_FRAME = 24; // tiles: no frame takes long, and a fleet of 200 is drawn within a second
 const FLOW = ["Gateways", "Schedulers", "Prefill", "Decode"];
 const COLUMNS = {
   process: (id) => id,
   role: (_, each) => each.role,
   region: (_, each) => each.region ?? "",
   state: (_, each) => each.state,
+  "last step": (_, each) => (each.num_running === undefined ? "" : `${each.step_age_s ?? "<1"} s ago`),
   running: (_, each) => count(each.num_running),
   waiting: (_, each) => count(each.num_waiting ?? each.num_queued_requests),
-  "KV used": (_, each) => (each.num_total_blocks ? `${Math.round(100 * kvShare(each))} %` : "–"),
+  "KV used": (_, each) => (each.num_total_blocks ? percent(kvShare(each)) : "–"),
   "tokens/s": (_, each) => count(each.generated_per_s),
   "prompt tokens/s": (_, each) => count(each.prefilled_per_s),
-  "cache hits": (_, each) => (each.hit_ratio === undefined ? "–" : `${Math.round(each.hit_ratio * 100)} %`),
+  "cache hits in 1 min": (_, each) => (each.recent_hit_ratio === undefined ? "–" : percent(each.recent_hit_ratio)),
+  handoffs: (_, each) => count(each.num_handoffs_in_flight),
+  "KV saved": (_, each) => (each.saved_kv_bytes === undefined ? "–" : bytes(each.saved_kv_bytes)),
   streams: (_, each) => count(each.num_open_streams),
 };
 
+const percent = (ratio) => `${Math.round(100 * ratio)} %`;
 const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / Math.max(1, each.num_total_blocks ?? 1);
 const isWorker = (each) => each.num_running !== undefined;
 const isLost = (each) => LOST.has(each.state);
@@ -30,6 +35,8 @@ export class Fleet {
   #tiles = new Map();
   #groups = new Map();
   #flow = new Map();
+  #waiting = new Map(); // workers whose tiles are to be drawn
+  #frame = 0;
 
   setStale(isStale) {
     byId("cluster-body").classList.toggle("stale", isStale);
@@ -38,11 +45,24 @@ export class Fleet {
   draw(processes, events, hasEvents) {
     if (!this.#flow.size) this.#setUp();
     this.#drawFlow([...processes.values()]);
-    for (const [id, each] of processes) if (isWorker(each)) this.#drawWorker(id, each);
+    for (const [id, each] of processes) if (isWorker(each)) this.#waiting.set(id, each);
+    for (const id of this.#waiting.keys()) if (!processes.has(id)) this.#waiting.delete(id);
     for (const [id, tile] of this.#tiles) if (!processes.has(id)) this.#drop(id, tile);
     if (hasEvents) drawEvents(events);
     if (byId("as-table").open) drawTable(processes);
     this.#processes = processes;
+    this.#drawSome();
+  }
+
+  // Some tiles a frame, lost workers first; all at once where nobody looks, as there are no frames.
+  #drawSome() {
+    cancelAnimationFrame(this.#frame);
+    const lost = [...this.#waiting].filter(([, each]) => isLost(each));
+    const next = [...lost, ...this.#waiting].slice(0, document.hidden ? undefined : lost.length + NUM_PER_FRAME);
+    for (const [id, each] of next) {
+      if (this.#waiting.delete(id)) this.#drawWorker(id, each);
+    }
+    if (this.#waiting.size) this.#frame = requestAnimationFrame(() => this.#drawSome());
   }
 
   #processes = new Map();
@@ -73,7 +93,7 @@ export class Fleet {
     this.#stage("Gateways", streams, `open streams, ${gateways.length} live`);
     this.#stage("Schedulers", queued, `queued${queued ? `, oldest ${seconds(oldest)}` : ""} · ${index}`);
     this.#stage("Prefill", prompt, `prompt tokens/s, ${of("prefill").length} live`);
-    this.#stage("Decode", generated, `tokens/s, ${of("decode").length} live, ${handoffs} handoffs`);
+    this.#stage("Decode", generated, `tokens/s, ${of("decode").length} live${handoffs ? `, ${count(handoffs)} handoffs` : ""}`);
   }
 
   #stage(name, value, text) {
@@ -130,6 +150,7 @@ function makeTile(id, place) {
     fill: make("span", { class: "fill" }),
     kv: make("span", {}),
     running: make("b"), waiting: make("b"), speed: make("b"), unit: make("span"),
+    step: make("p", { class: "step" }),
     canvas: make("canvas", { "aria-hidden": "true" }),
   };
   const bar = make("span", { class: "bar", "aria-hidden": "true" }, tile.fill);
@@ -137,7 +158,7 @@ function makeTile(id, place) {
   tile.element = make("li", { class: "panel tile" },
     make("header", {}, make("h3", { title: id }, id), tile.state), tile.model,
     make("div", { class: "kv" }, make("span", {}, "KV "), bar, tile.kv),
-    make("p", {}, tile.running, " running ", tile.waiting, " waiting"),
+    make("p", {}, tile.running, " running ", tile.waiting, " waiting"), tile.step,
     tile.canvas, make("p", {}, tile.speed, " ", tile.unit));
   return tile;
 }
@@ -147,17 +168,19 @@ function drawTile(tile, each) {
   const prefills = each.role === "prefill";
   const speed = (prefills ? each.prefilled_per_s : each.generated_per_s) ?? 0;
   const saved = each.saved_kv_bytes ? `, ${bytes(each.saved_kv_bytes)} KV saved` : "";
-  const hits = each.hit_ratio === undefined ? "" : `, ${Math.round(each.hit_ratio * 100)} % hits`;
+  const hits = each.recent_hit_ratio === undefined ? "" : `, ${percent(each.recent_hit_ratio)} hits`;
+  const handoffs = each.num_handoffs_in_flight ? `, ${count(each.num_handoffs_in_flight)} handoffs` : "";
   tile.element.className = `panel tile ${isLost(each) ? "lost" : each.state}`;
   setText(tile.state, `${SIGNS[each.state] ?? "◌"} ${WORDS[each.state] ?? each.state}`);
   setText(tile.model, each.model ?? "");
   tile.fill.style.transform = `scaleX(${share.toFixed(3)})`;
   tile.fill.classList.toggle("full", share > 0.95);
-  setText(tile.kv, `${Math.round(share * 100)} %`);
+  setText(tile.kv, percent(share));
+  setText(tile.step, each.step_age_s ? `last step ${each.step_age_s} s ago` : "");
   setText(tile.running, count(each.num_running));
   setText(tile.waiting, count(each.num_waiting));
   setText(tile.speed, count(isLost(each) ? 0 : speed));
-  setText(tile.unit, `${prefills ? "prompt tokens/s" : "tokens/s"}${hits}${saved}`);
+  setText(tile.unit, `${prefills ? "prompt tokens/s" : "tokens/s"}${hits}${handoffs}${saved}`);
   tile.line.push(isLost(each) ? 0 : speed);
 }
 

@@ -3,11 +3,13 @@
 import { ApiError, keyOf, readEvents, request } from "./api.js";
 import { Answer } from "./answer.js";
 import { byId, make, setText } from "./dom.js";
-import { BadSettings, readSettings, setUpSettings } from "./settings.js";
-import { asCurl, asPython } from "./snippets.js";
+import { clearDryRun, dryRun } from "./dry_run.js";
+import { BadSettings, readColumns, setUpSettings } from "./settings.js";
+import { asCurl, asJavaScript, asPython } from "./snippets.js";
 
-let turns = []; // {message, element}; an answer's also {answer}
-let running = null; // the AbortController of the answer that streams
+const NAMES = ["Answer A", "Answer B"];
+let turns = []; // {messages, element}; messages: one for all columns, or one for each
+let running = null; // the AbortController of the answers that stream
 let countdown = 0;
 
 const status = (text) => setText(byId("play-status"), text);
@@ -32,6 +34,8 @@ export function setUpPlay(askForKeys) {
   });
   byId("copy-curl").addEventListener("click", () => copy(asCurl, "curl"));
   byId("copy-python").addEventListener("click", () => copy(asPython, "Python"));
+  byId("copy-javascript").addEventListener("click", () => copy(asJavaScript, "JavaScript"));
+  byId("try-run").addEventListener("click", () => tryRun(askForKeys));
   if (matchMedia("(max-width: 900px)").matches) byId("settings-fold").open = false;
 }
 
@@ -39,29 +43,40 @@ export async function loadModels() {
   if (!keyOf("tenant")) return status("Enter an API key under Keys to begin.");
   try {
     const { data } = await (await request("/v1/models")).json();
-    const chosen = byId("model").value;
-    byId("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
-    if (data.some(({ id }) => id === chosen)) byId("model").value = chosen;
+    list(byId("model"), data.map(({ id }) => make("option", { value: id }, id)));
+    list(byId("model-b"), [make("option", { value: "" }, "As above"), ...data.map(({ id }) => make("option", { value: id }, id))]);
     status("");
   } catch (error) {
     show(error);
   }
 }
 
+function list(select, options) {
+  const chosen = select.value;
+  select.replaceChildren(...options);
+  if (options.some(({ value }) => value === chosen)) select.value = chosen;
+}
+
 function send(askForKeys) {
   const text = byId("prompt").value;
-  if (running || (!text.trim() && turns.at(-1)?.message.role !== "tool")) return;
+  if (running || (!text.trim() && turns.at(-1)?.messages.find(Boolean).role !== "tool")) return;
   if (!keyOf("tenant")) return askForKeys();
-  const fields = settingsOrNull();
-  if (!fields) return;
+  const columns = settingsOrNull();
+  if (!columns) return;
   if (text.trim()) addUser(text);
   byId("prompt").value = "";
-  stream(bodyOf(fields), askForKeys);
+  stream(columns.map((fields, column) => bodyOf(withSeed(fields, columns), column)), askForKeys);
+}
+
+// Columns without a seed of their own share a random one: an answer can be repeated.
+function withSeed(fields, columns) {
+  columns.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
+  return { ...fields, seed: fields.seed ?? columns.seed };
 }
 
 function settingsOrNull() {
   try {
-    return readSettings();
+    return readColumns();
   } catch (error) {
     if (!(error instanceof BadSettings)) throw error;
     byId("settings-fold").open = true;
@@ -70,11 +85,9 @@ function settingsOrNull() {
   }
 }
 
-function bodyOf(fields) {
-  const system = byId("system").value;
-  const messages = turns.map(({ message }) => message);
+function bodyOf({ model, system, ...others }, column = 0) {
+  const messages = turns.map(({ messages: all }) => (all.length > 1 ? all[column] : all[0])).filter(Boolean);
   if (system.trim()) messages.unshift({ role: "system", content: system });
-  const { model, ...others } = fields;
   return { model, messages, stream: true, stream_options: { include_usage: true }, ...others };
 }
 
@@ -82,7 +95,7 @@ function addUser(text) {
   const edit = make("button", { type: "button", class: "quiet", onclick: () => rerunFrom(element) }, "Edit");
   const element = make("article", { class: "turn user", "aria-label": "You" },
     make("header", {}, make("strong", {}, "You"), edit), make("div", { class: "plain" }, text));
-  add({ message: { role: "user", content: text }, element });
+  add({ messages: [{ role: "user", content: text }], element });
 }
 
 function add(turn) {
@@ -95,7 +108,7 @@ function add(turn) {
 function rerunFrom(element) {
   running?.abort();
   const index = turns.findIndex((turn) => turn.element === element);
-  byId("prompt").value = turns[index].message.content;
+  byId("prompt").value = turns[index].messages[0].content;
   truncate(index);
   byId("prompt").focus();
 }
@@ -104,25 +117,45 @@ function truncate(length) {
   for (const { element } of turns.splice(length)) element.remove();
 }
 
-async function stream(body, askForKeys) {
-  const answer = new Answer();
-  const turn = { message: answer.message, element: answer.element };
+// `bodies`: of each column; null: that column waits.
+async function stream(bodies, askForKeys) {
+  const isPair = bodies.length > 1;
+  const answers = bodies.map((body, column) => body && new Answer(
+    body, isPair ? NAMES[column] : "Answer", isPair ? unlike(body, bodies[1 - column]) : ""));
+  const elements = answers.filter(Boolean).map(({ element }) => element);
+  const turn = { messages: [], element: isPair ? make("div", { class: "pair" }, ...elements) : elements[0] };
+  const read = () => { turn.messages = answers.map((answer) => answer?.message); };
   const controller = new AbortController();
+  read();
   add(turn);
   begin(controller);
+  const haveFailed = await Promise.all(answers.map((answer, column) => (
+    !answer || fill(answer, bodies[column], controller.signal, askForKeys))));
+  finish(controller);
+  read();
+  if (!turns.includes(turn)) return;
+  if (haveFailed.every(Boolean)) truncate(turns.indexOf(turn));
+  else answers.forEach((answer, column) => answer?.calls.length && offerResults(answer, column, turn, askForKeys));
+}
+
+// Returns whether the answer failed before its first word.
+async function fill(answer, body, signal, askForKeys) {
   let note = "";
   try {
-    const response = await request("/v1/chat/completions", { body, signal: controller.signal });
-    note = await receive(response, answer);
+    note = await receive(await request("/v1/chat/completions", { body, signal }), answer);
   } catch (error) {
     note = error.name === "AbortError" ? "stopped" : "failed";
     if (note === "failed") show(error, askForKeys);
   }
-  finish(controller);
   answer.end(note, Boolean(body.response_format));
-  turn.message = answer.message;
-  if (!answer.text && !answer.calls.length && note === "failed") truncate(turns.indexOf(turn));
-  if (answer.calls.length && turns.includes(turn)) offerResults(answer, askForKeys);
+  return note === "failed" && !answer.text && !answer.calls.length;
+}
+
+// The settings in which a column differs from the other.
+function unlike(body, other) {
+  const differs = (name) => name !== "messages" && JSON.stringify(body[name]) !== JSON.stringify(other?.[name]);
+  const names = other ? Object.keys({ ...body, ...other }).filter(differs) : [];
+  return names.map((name) => `${name.replaceAll("_", " ")} ${body[name] ?? "default"}`).join(", ");
 }
 
 async function receive(response, answer) {
@@ -141,6 +174,7 @@ function begin(controller) {
   running = controller;
   clearInterval(countdown);
   status("");
+  clearDryRun();
   byId("send").disabled = true;
   byId("stop-answer").hidden = false;
 }
@@ -154,26 +188,27 @@ function finish(controller) {
 }
 
 // Results of calls are typed by hand.
-function offerResults(answer, askForKeys) {
+function offerResults(answer, column, turn, askForKeys) {
   const inputs = answer.calls.map((call) => (
     make("input", { placeholder: `Result of ${call.name}`, "aria-label": `Result of ${call.name}` })));
   const form = make("form", { class: "results", onsubmit: (event) => {
     event.preventDefault();
     if (running) return;
-    const fields = settingsOrNull();
-    if (!fields) return;
+    const columns = settingsOrNull();
+    if (!columns) return;
     form.remove();
-    answer.calls.forEach((call, index) => addResult(call, inputs[index].value));
-    stream(bodyOf(fields), askForKeys);
+    const inColumn = (value) => (turn.messages.length > 1 ? NAMES.map((_, each) => (each === column ? value : null)) : [value]);
+    answer.calls.forEach((call, index) => addResult(call, inputs[index].value, inColumn));
+    stream(inColumn(bodyOf(withSeed(columns[column] ?? columns[0], columns), column)), askForKeys);
   } }, ...inputs, make("button", { type: "submit", class: "main" }, "Send results"));
   answer.callList.append(form);
   answer.element.scrollIntoView({ block: "end" });
 }
 
-function addResult(call, text) {
+function addResult(call, text, inColumn) {
   const element = make("article", { class: "turn tool", "aria-label": `Result of ${call.name}` },
     make("header", {}, make("strong", {}, `Result of ${call.name}`)), make("div", { class: "plain" }, text));
-  add({ message: { role: "tool", tool_call_id: call.id, content: text }, element });
+  add({ messages: inColumn({ role: "tool", tool_call_id: call.id, content: text }), element });
 }
 
 function show(error, askForKeys = () => {}) {
@@ -199,12 +234,31 @@ function countDown(message, left) {
   }, 1000);
 }
 
-async function copy(write, name) {
-  const fields = settingsOrNull();
-  if (!fields) return;
-  const body = bodyOf(fields);
+// What Send would send of the first column; null if a setting is not valid.
+function draftBody() {
+  const columns = settingsOrNull();
+  if (!columns) return null;
+  const body = bodyOf(columns[0]);
   const draft = byId("prompt").value.trim();
   if (draft) body.messages.push({ role: "user", content: draft });
+  return body;
+}
+
+async function tryRun(askForKeys) {
+  const body = draftBody();
+  if (!body) return;
+  if (!body.messages.length) return status("Write a message first.");
+  try {
+    await dryRun(body);
+    status("");
+  } catch (error) {
+    show(error, askForKeys);
+  }
+}
+
+async function copy(write, name) {
+  const body = draftBody();
+  if (!body) return;
   try {
     await navigator.clipboard.writeText(write(body));
     setText(byId("copied"), `Copied as ${name}; the key is $HEARTH_API_KEY.`);

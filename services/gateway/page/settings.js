@@ -1,6 +1,6 @@
 // The settings form: checked fields of a chat request. A bad value is marked and nothing is sent.
 
-import { byId, setText } from "./dom.js";
+import { byId, make, setText } from "./dom.js";
 
 const NUMBERS = {
   temperature: [0, 2], top_p: [0, 1], top_k: [-1, 2147483647], min_p: [0, 1],
@@ -8,6 +8,9 @@ const NUMBERS = {
 };
 const INTEGERS = new Set(["top_k", "max_tokens", "seed"]);
 const DEFAULTS = { temperature: "model's", top_p: "model's", top_k: "model's", min_p: "model's", max_tokens: "1024" };
+const LABELS = { temperature: "Temperature", top_p: "Top p", top_k: "Top k", min_p: "Min p", max_tokens: "Max tokens", seed: "Seed" };
+const OF_SECOND = "-b"; // ends the ids of fields of the second column
+const NUM_OTHERS = 3; // likeliest tokens beside the one that was sampled
 const TOOLS_EXAMPLE = [{
   type: "function",
   function: {
@@ -29,6 +32,9 @@ export class BadSettings extends Error {}
 
 export function setUpSettings() {
   for (const [name, text] of Object.entries(DEFAULTS)) byId(name).placeholder = text;
+  byId("second-numbers").append(...Object.entries(LABELS).map(([name, text]) => (
+    make("label", {}, text, make("input", { id: name + OF_SECOND, inputmode: "decimal", placeholder: "as above" })))));
+  byId("compare").addEventListener("change", () => { byId("second").hidden = !byId("compare").checked; });
   const insert = (id, value) => () => {
     byId(id).value = JSON.stringify(value, null, 2);
     unmark(id);
@@ -39,9 +45,19 @@ export function setUpSettings() {
   byId("settings").addEventListener("input", (event) => unmark(event.target.id));
 }
 
-// Returns the fields of the request beside its messages. Throws BadSettings.
-export function readSettings() {
-  const fields = { model: byId("model").value || undefined, ...readNumbers() };
+// Returns the settings of each column: the fields of a request beside its messages, and `system`.
+// Throws BadSettings.
+export function readColumns() {
+  const first = readSettings();
+  if (!byId("compare").checked) return [first];
+  const own = { model: byId("model-b").value, system: byId("system-b").value.trim() };
+  for (const name of Object.keys(own)) if (!own[name]) delete own[name];
+  return [first, { ...first, ...own, ...readNumbers(OF_SECOND) }];
+}
+
+function readSettings() {
+  const fields = { model: byId("model").value || undefined, system: byId("system").value, ...readNumbers() };
+  if (byId("logprobs").checked) Object.assign(fields, { logprobs: true, top_logprobs: NUM_OTHERS });
   const stop = byId("stop").value;
   if (stop) fields.stop = stop;
   const tools = readJson("tools");
@@ -61,16 +77,16 @@ export function readSettings() {
   return fields;
 }
 
-function readNumbers() {
+function readNumbers(suffix = "") {
   const fields = {};
   for (const [name, [low, high]] of Object.entries(NUMBERS)) {
-    const text = byId(name).value.trim();
+    const text = byId(name + suffix).value.trim();
     if (!text) continue;
     const value = Number(text);
     const isWrong = !Number.isFinite(value) || value < low || value > high;
     if (isWrong || (INTEGERS.has(name) && !Number.isInteger(value))) {
       const kind = INTEGERS.has(name) ? "a whole number" : "a number";
-      mark(name, `${name.replace("_", " ")} is ${kind} from ${low} to ${high}.`, "sampling-error");
+      mark(name + suffix, `${name.replace("_", " ")} is ${kind} from ${low} to ${high}.`, "sampling-error");
     }
     fields[name] = value;
   }
@@ -114,5 +130,5 @@ function unmark(id) {
   const field = byId(id);
   if (!field?.hasAttribute("aria-invalid")) return;
   field.removeAttribute("aria-invalid");
-  setText(byId(id in NUMBERS ? "sampling-error" : `${id}-error`), "");
+  setText(byId(id.replace(OF_SECOND, "") in NUMBERS ? "sampling-error" : `${id}-error`), "");
 }

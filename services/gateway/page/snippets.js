@@ -1,10 +1,8 @@
 // The current request as a command or a program. Keys are not in it.
 
-const url = () => location.origin;
-
 export function asCurl(body) {
   const json = JSON.stringify(body).replaceAll("'", "'\\''");
-  return `curl -N ${url()}/v1/chat/completions \\\n  -H "Authorization: Bearer $HEARTH_API_KEY" \\\n`
+  return `curl -N ${location.origin}/v1/chat/completions \\\n  -H "Authorization: Bearer $HEARTH_API_KEY" \\\n`
     + `  -H 'Content-Type: application/json' \\\n  -d '${json}'`;
 }
 
@@ -16,7 +14,7 @@ export function asPython(body) {
     .map(([name, value]) => `    ${name}=${literal(value)},`);
   if (Object.keys(others).length) lines.push(`    extra_body=${literal(others)},`);
   return "import os\n\nfrom openai import OpenAI\n\n"
-    + `client = OpenAI(base_url="${url()}/v1", api_key=os.environ["HEARTH_API_KEY"])\n`
+    + `client = OpenAI(base_url="${location.origin}/v1", api_key=os.environ["HEARTH_API_KEY"])\n`
     + `chunks = client.chat.completions.create(\n${lines.join("\n")}\n)\n`
     + "for chunk in chunks:\n    if chunk.choices:\n        print(chunk.choices[0].delta.content or \"\", end=\"\", flush=True)\n";
 }
@@ -37,4 +35,11 @@ function literal(value) {
     return `{${entries.map(([name, each]) => `${JSON.stringify(name)}: ${literal(each)}`).join(", ")}}`;
   }
   return JSON.stringify(value);
+}
+
+export function asJavaScript(body) {
+  return 'import OpenAI from "openai";\n\n'
+    + `const client = new OpenAI({ baseURL: "${location.origin}/v1", apiKey: process.env.HEARTH_API_KEY });\n`
+    + `const chunks = await client.chat.completions.create(${JSON.stringify(body, null, 2)});\n`
+    + 'for await (const chunk of chunks) process.stdout.write(chunk.choices[0]?.delta.content ?? "");\n';
 }

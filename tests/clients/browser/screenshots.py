@@ -45,6 +45,23 @@ def take_playground(browser: Browser, account: Account) -> str:
     return tab.page.locator(".workers a").first.get_attribute("href") or ""
 
 
+def take_compare(browser: Browser, account: Account) -> None:
+    tab = open_tab(browser, account, "", **DESKTOP)
+    tab.page.check("#compare")
+    tab.page.check("#logprobs")
+    tab.page.fill("#temperature", "0")
+    tab.page.fill("#temperature-b", "1.4")
+    tab.page.fill("#seed", "7")
+    tab.answer("What does a prefill worker do?")
+    tab.page.locator(".workers a").nth(1).wait_for()
+    tab.page.fill("#prompt", "What does a prefill worker do? And a decode worker?")
+    tab.page.click("#try-run")
+    tab.page.locator(".dry-run").wait_for()
+    tab.page.evaluate("document.querySelector('#second').scrollIntoView({ block: 'end' })")
+    tab.page.evaluate("scrollTo(0, 0)")
+    save(tab, "compare")
+
+
 def take_timeline(browser: Browser, account: Account, address: str) -> None:
     tab = open_tab(browser, account, address, **DESKTOP)
     tab.page.locator(".waterfall, #request-status:has-text('not know')").wait_for()
@@ -86,6 +103,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = launch(playwright, chromium)
         take_timeline(browser, account, take_playground(browser, account))
+        take_compare(browser, account)
         take_phone(browser, account)
         take_cluster(browser, account)
 

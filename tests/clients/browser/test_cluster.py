@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+from tests.clients.account import EXPIRED
 from tests.clients.browser.page import HearthPage
 
 
@@ -60,6 +61,35 @@ def test_killed_worker_is_shown(tab: HearthPage) -> None:
     wait_for_state(tab, "decode-2", "ready")
     os.kill(tab.account.pids["decode-2"], signal.SIGKILL)
     tab.page.locator("#events li", has_text="decode-2").locator(".bad").first.wait_for()
+
+
+def test_page_comes_back_after_a_restart_of_the_gateway(tab: HearthPage) -> None:
+    tab.open("#cluster")
+    wait_for_state(tab, "decode-1", "ready")
+    os.kill(tab.account.pids["gateway-1"], signal.SIGKILL)
+    tab.page.get_by_text("The gateway does not answer; trying again").wait_for()
+    assert tab.page.locator(".stale").count() == 1
+    tab.page.locator("#cluster-body:not(.stale)").wait_for(timeout=60_000)
+    wait_for_state(tab, "decode-1", "ready", 60_000)
+    tab.page.click("nav >> text=Playground")
+    tab.wait_until("document.querySelector('#model').options.length > 0")
+    assert "Hearth" in tab.answer("What is Hearth?")
+    tab.problems.clear()  # the browser logs each refused connection
+
+
+def test_tenants_are_listed_with_their_use(tab: HearthPage) -> None:
+    tab.open()
+    tab.answer("What is Hearth?")
+    tab.page.click("nav >> text=Cluster")
+    tab.page.click("#tenants summary")
+    row = tab.page.locator("#tenants-body tr", has_text="default")
+    row.wait_for()
+    assert tab.page.locator("#tenants-body tr", has_text=EXPIRED).locator(".bar").count() == 1
+    assert "of 60 requests/min" in tab.page.locator("#tenants-body").inner_text()
+    tab.wait_until(
+        "[...document.querySelectorAll('#tenants-body tr')].some((row) =>"
+        " ![row.cells[1], row.cells[4]].some((cell) => cell.textContent === '0'))"
+    )
 
 
 def phase(name: str, start_s: float, duration_s: float, **more: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.clients.account import EXPIRED, Account
 from tests.clients.browser.page import HearthPage
 
 TOOL_CHOICE = '{"tool_choice": "required", "temperature": 0}'
@@ -127,6 +128,23 @@ def test_wrong_key_asks_for_another_and_keys_stay_in_the_tab(tab: HearthPage) ->
     assert not [url for url in tab.requests if "wrong" in url]
 
 
+def test_expired_key_asks_for_another_and_the_conversation_goes_on(
+    tab: HearthPage, accounts: dict[str, Account]
+) -> None:
+    tab.open()
+    tab.answer("What is Hearth?")
+    tab.enter_keys(accounts[EXPIRED].token, "")
+    tab.page.get_by_text("This API key is not valid").wait_for()
+    tab.ask("What is the KV cache?")
+    tab.page.locator("#keys").wait_for()
+    assert tab.page.locator(".turn.assistant").count() == 1
+    tab.enter_keys(tab.account.token, "")
+    tab.page.get_by_role("button", name="Edit").last.click()
+    tab.page.click("#send")
+    tab.page.locator(".workers a").nth(1).wait_for()
+    tab.problems.clear()  # the browser logs each 401
+
+
 def test_parameters_of_the_address_send_nothing(tab: HearthPage) -> None:
     tab.open()
     tab.page.goto(f"{tab.account.url}/?q=hello&prompt=hello#play/hello")
@@ -139,7 +157,12 @@ def test_copied_program_has_no_key(tab: HearthPage) -> None:
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.open()
     tab.page.fill("#prompt", "It's a test")
-    for button, expected in (("#copy-curl", "curl -N"), ("#copy-python", "from openai import")):
+    programs = {
+        "#copy-curl": "curl -N",
+        "#copy-python": "from openai import",
+        "#copy-javascript": 'from "openai"',
+    }
+    for button, expected in programs.items():
         tab.page.click(button)
         tab.wait_until("document.querySelector('#copied').textContent")
         tab.page.evaluate("document.querySelector('#copied').textContent = ''")

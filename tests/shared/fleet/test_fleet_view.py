@@ -250,3 +250,45 @@ def test_advice_of_live_schedulers_is_shown_by_model_and_role() -> None:
     with console.capture() as captured:
         console.print(tables(view))
     assert re.search(r"^m +decode +1 +4 +3 +0 +0\.0", captured.get(), re.MULTILINE)
+
+
+def test_hits_of_the_last_minute_leave_out_earlier_prompts() -> None:
+    play = Play()
+    play.load = WorkerLoad(step=0, step_budget_s=0.1)
+
+    def prompts(num_tokens: int, num_cached: int) -> None:
+        play.load = msgspec.structs.replace(
+            play.load,
+            num_prompt_tokens=play.load.num_prompt_tokens + num_tokens,
+            num_cached_prompt_tokens=play.load.num_cached_prompt_tokens + num_cached,
+        )
+
+    def beat_for(seconds: float) -> None:
+        for _ in range(int(seconds / HEARTBEAT_INTERVAL_S)):
+            play.number += 1
+            play.now += HEARTBEAT_INTERVAL_S
+            play.send_heartbeat("decode-1", "decode")
+
+    prompts(1000, 0)
+    beat_for(1)
+    assert play.worker.recent_hit_ratio is None  # nothing since it is observed
+    prompts(400, 100)
+    beat_for(30)
+    assert play.worker.recent_hit_ratio == 0.25
+    beat_for(40)
+    assert play.worker.recent_hit_ratio is None
+    prompts(100, 90)
+    beat_for(1)
+    assert play.worker.recent_hit_ratio == 0.9
+    assert play.worker.hit_ratio == pytest.approx(190 / 1500, abs=0.001)
+
+
+def test_age_of_the_last_step() -> None:
+    play = Play()
+    play.play(3.0)
+    assert play.view.rows(play.now)[0].step_age_s is None  # below a second
+    play.play(2.5, is_stepping=False)
+    assert play.view.rows(play.now)[0].step_age_s == 2
+    assert play.worker.step_age_s is None
+    play.play(0.5)
+    assert play.view.rows(play.now)[0].step_age_s is None

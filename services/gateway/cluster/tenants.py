@@ -1,0 +1,109 @@
+"""What tenants used today, and how much of their limits they use now, for the cluster's operator.
+
+Read from Redis when an operator asks, at most every READ_S for all of them together, and never on
+the path of a stream. Without Redis the last report is returned, marked as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from math import inf
+
+import msgspec
+import structlog
+
+from services.gateway.tenancy.usage_counter import day_of
+from shared.clock import Clock
+from shared.store import Store, StoreUnavailable
+from shared.tenancy.rate_limit import RATES, enforced_limits
+from shared.tenancy.tenant import USAGE_KINDS, TenantRecord, UsageRow
+from shared.tenancy.tenant_admin import TenantAdmin
+
+log = structlog.get_logger(__name__)
+
+READ_S = 5.0
+MAX_TENANTS = 100  # of which a report has rows
+
+
+class LimitUse(msgspec.Struct, frozen=True):
+    """`name`: as in TenantRecord. Rates: the part of one minute's amount that is used now."""
+
+    name: str
+    used: int
+    limit: int
+
+
+class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all gateways, `day` of all models. Cached tokens are part of the input tokens."""
+
+    tenant_id: str
+    requests: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    num_open: int
+    limits: list[LimitUse]
+
+
+class TenantsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`is_current`: false if Redis did not answer; the rows are then those read before.
+    `num_tenants`: of all tenants, of which those with the first MAX_TENANTS ids have rows.
+    """
+
+    day: str = ""
+    is_current: bool = True
+    num_tenants: int = 0
+    tenants: list[TenantUse] = []
+
+
+class TenantUsage:
+    """`wall`: returns Unix seconds."""
+
+    def __init__(self, store: Store, clock: Clock, wall: Callable[[], float]) -> None:
+        self._admin = TenantAdmin(store, wall)
+        self._clock = clock
+        self._wall = wall
+        self._report = TenantsReport()
+        self._read_at = -inf
+        self._reading = asyncio.Lock()
+
+    async def report(self) -> TenantsReport:
+        """Readers at once share one reading."""
+        async with self._reading:
+            if self._clock.now() - self._read_at >= READ_S:
+                try:
+                    self._report = await self._read()
+                except StoreUnavailable as error:
+                    log.warning("tenants_read_failed", error=error.message)
+                    self._report = msgspec.structs.replace(self._report, is_current=False)
+                self._read_at = self._clock.now()
+            return self._report
+
+    async def _read(self) -> TenantsReport:
+        day, tenants = day_of(self._wall()), await self._admin.all()
+        shown = dict(list(tenants.items())[:MAX_TENANTS])
+        usage = await self._admin.usage(list(shown), [day])
+        rows = [
+            await self._row(name, record, [each for each in usage if each.tenant_id == name])
+            for name, record in shown.items()
+        ]
+        return TenantsReport(day=day, num_tenants=len(tenants), tenants=rows)
+
+    async def _row(
+        self, tenant_id: str, record: TenantRecord | None, usage: list[UsageRow]
+    ) -> TenantUse:
+        """`record`: None if it is unreadable."""
+        known = TenantRecord(tenant_id=tenant_id) if record is None else record
+        state, limits = await self._admin.state(known), enforced_limits(known)
+        used = {"concurrency": state.num_open} | {name: round(state.used[name]) for name in RATES}
+        sums: Counter[str] = Counter()
+        for each in usage:
+            sums.update({kind: getattr(each, kind) for kind in USAGE_KINDS})
+        return TenantUse(
+            tenant_id=tenant_id,
+            **{kind: sums[kind] for kind in USAGE_KINDS},
+            num_open=state.num_open,
+            limits=[LimitUse(name, used[name], limit) for name, limit in limits.items()],
+        )

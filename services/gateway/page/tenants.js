@@ -1,0 +1,40 @@
+// What tenants used today and use of their limits now: read from time to time while it is shown.
+
+import { request } from "./api.js";
+import { byId, count, make, setText } from "./dom.js";
+
+const READ_MS = 5000;
+const LIMITS = {
+  requests_per_min: "requests/min", input_tokens_per_min: "input tokens/min",
+  output_tokens_per_min: "output tokens/min", concurrency: "open at once",
+};
+const AMOUNTS = ["requests", "input_tokens", "cached_tokens", "output_tokens", "num_open"];
+
+export async function watchTenants(signal) {
+  while (!signal.aborted) {
+    try {
+      draw(await (await request("/v1/cluster/tenants", { who: "operator", signal })).json());
+    } catch (error) {
+      if (signal.aborted) return;
+      setText(byId("tenants-status"), error.message);
+    }
+    await new Promise((resolve) => setTimeout(resolve, READ_MS));
+  }
+}
+
+function draw({ is_current: isCurrent, day, num_tenants: num, tenants }) {
+  const rest = num > tenants.length ? ` ${count(tenants.length)} of ${count(num)} tenants.` : "";
+  const stale = isCurrent ? "" : "Redis does not answer: these figures are old. ";
+  setText(byId("tenants-status"), `${stale}Used today (${day || "unknown"}, UTC), by all gateways.${rest}`);
+  byId("tenants-body").replaceChildren(...tenants.map((each) => make("tr", {},
+    make("th", { scope: "row", class: "who" }, each.tenant_id), ...AMOUNTS.map((name) => make("td", {}, count(each[name]))),
+    make("td", {}, ...(each.limits.length ? each.limits.map(limit) : ["none"])))));
+}
+
+function limit({ name, used, limit: most }) {
+  const share = most ? used / most : 1;
+  const fill = make("span", { class: share > 0.95 ? "fill full" : "fill" });
+  fill.style.transform = `scaleX(${Math.min(1, share).toFixed(3)})`;
+  return make("div", { class: "kv" }, make("span", { class: "bar", "aria-hidden": "true" }, fill),
+    `${count(used)} of ${count(most)} ${LIMITS[name] ?? name}`);
+}
