@@ -143,9 +143,7 @@ LAYERS = {
     ),
     "services/gateway": (
         "service | app nats_api preparation_process |"
-        " rerank_handlers workers_ai_handlers anthropic_handlers responses_handlers"
-        " error_response endpoints"
-        " page_handlers | page cluster |"
+        " handlers error_response endpoints | page cluster |"
         " admission model_list timeline_routes server_info | dialects |"
         " tokenization reranking | prefixes |"
         " anthropic workers_ai | responses | openai | scoring |"

@@ -22,11 +22,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
 from services.gateway.anthropic.routes import AnthropicRoutes
 from services.gateway.anthropic.token_count import TokenCounter
-from services.gateway.anthropic_handlers import anthropic_handlers
 from services.gateway.catalog import Readiness
 from services.gateway.cluster.routes import ClusterRoutes
 from services.gateway.dialects import dialect_of
 from services.gateway.error_response import error_response
+from services.gateway.handlers.anthropic import anthropic_handlers
+from services.gateway.handlers.page import page_handlers
+from services.gateway.handlers.rerank import rerank_handlers
+from services.gateway.handlers.responses import responses_handlers
+from services.gateway.handlers.workers_ai import workers_ai_handlers
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.cors import cors_config
 from services.gateway.http.errors import error_of_http
@@ -44,7 +48,6 @@ from services.gateway.openai.routes import (
     EmbeddingBody,
     OpenAIRoutes,
 )
-from services.gateway.page_handlers import page_handlers
 from services.gateway.prefixes.bodies import (
     DeletedPrefix,
     DryRunBody,
@@ -58,12 +61,10 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
-from services.gateway.rerank_handlers import rerank_handlers
 from services.gateway.reranking.bodies import RerankResponse, ScoreResponse
 from services.gateway.reranking.routes import RerankRoutes
 from services.gateway.responses.routes import ResponsesRoutes
 from services.gateway.responses.storage.store import ResponseStore
-from services.gateway.responses_handlers import responses_handlers
 from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
@@ -80,7 +81,6 @@ from services.gateway.tokenization.routes import (
 from services.gateway.tokenization.tokenization import Tokenization
 from services.gateway.workers_ai.paths import OPENAI_ROOTS
 from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
-from services.gateway.workers_ai_handlers import workers_ai_handlers
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
 from shared.telemetry.timeline import Timeline

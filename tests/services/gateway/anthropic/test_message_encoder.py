@@ -54,7 +54,7 @@ USAGE = {
 
 def encoder(framing: Framing = SSE, *warnings: str) -> MessageEncoder:
     merger = OutputMerger(())
-    context = ResponseContext(merger, {}, "r1", "m", 1, framing, KEY)  # type: ignore[arg-type]
+    context = ResponseContext(merger, {}, "r1", "m", 1, framing, state=KEY)  # type: ignore[arg-type]
     return MessageEncoder(context, warnings)
 
 
