@@ -192,7 +192,7 @@ def test_only_files_that_hearth_reads_are_downloaded(tmp_path: Path, needs: str)
     folder = Path(result.stdout.strip())
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     weights = {"model-00001-of-00001.safetensors"} if needs == "weights" else set()
-    texts = {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
+    texts = {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "README.md"}
     assert found == texts | weights
     assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
     assert "Fetching" in result.stderr  # the progress bar
