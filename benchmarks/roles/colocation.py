@@ -1,24 +1,28 @@
 """ITL of running streams beside long prompts: workers of both roles against split ones.
 
-    python -m benchmarks.roles.colocation
+    python -m benchmarks.roles.colocation           real processes, an L40S
+    python -m benchmarks.roles.colocation --virtual services in virtual time, an H100
 
-Real services in virtual time (`virtual_fleet.py`), two devices each: two workers of both roles, at
-several chunk sizes (tokens of a step), or one that prefills and one that decodes. A device is an
-H100 with Llama 3.1 8B in BF16, by the roofline with half of the peak FLOP/s and three quarters of
-the peak bandwidth:
+Two devices each: two workers of both roles, at several chunk sizes (tokens of a step), or one that
+prefills and one that decodes. In real processes (`real_fleet.py`) a worker sleeps for the time of
+a step, so the device is one whose steps are long beside what two cores add to them; in virtual time
+(`virtual_fleet.py`) nothing is added. A device runs Llama 3.1 8B in BF16, by the roofline with half
+of the peak FLOP/s and three quarters of the peak bandwidth:
 
-    a token     2 x 8.03e9 FLOP / (989e12 x 0.5)         32.5 us
-    a step      16.06e9 B of weights / (3.35e12 x 0.75)  6.4 ms
-    a context   131,072 B of KV / (3.35e12 x 0.75)       52 ns a token
+                                                    H100: 989e12, 3.35e12   L40S: 362e12, 864e9
+    a token     2 x 8.03e9 FLOP / (FLOP/s x 0.5)    32.5 us                 88.7 us
+    a step      16.06e9 B of weights / (B/s x 0.75) 6.4 ms                  24.8 ms
+    a context   131,072 B of KV / (B/s x 0.75)      52 ns a token           202 ns a token
 
 The time of a step is stated in two ways. `overlap` is the ideal device: the larger of reading the
 weights and computing the tokens, plus reading the KV. `sum` adds all three, as a device does whose
 kernels do not overlap; it is the linear model that the scheduler fits to real workers.
 
-32 streams run all the time (256 tokens in; each ends after 256 and the next one begins) while 2.5
-prompts a second of 8,128 tokens arrive (Poisson), with 32 tokens out. The best chunk size is that
-with the lowest p90 ITL of the streams among those with which long prompts have their first token as
-soon as with split workers (p90 TTFT); without this condition the smallest chunk always wins.
+32 streams run all the time (256 tokens in; each ends after 256 and the next one begins) while
+prompts of 8,128 tokens arrive (Poisson, two thirds of what a device computes), with 32 tokens out.
+The best chunk size is that with the lowest p90 ITL of the streams among those with which long
+prompts have their first token as soon as with split workers (p90 TTFT); without this condition the
+smallest chunk always wins.
 """
 
 from __future__ import annotations
@@ -32,54 +36,73 @@ from random import Random
 
 from benchmarks.report import RESULTS, Row, at_least, write_result
 from benchmarks.roles.colocation_plot import svg_of
+from benchmarks.roles.real_fleet import run_real_fleet
+from benchmarks.roles.step_costs import OverlapCost
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, run_fleet
-from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost
 from shared.log import configure_logging
 from shared.messages import Role
 
-SUM = StepCost(base_s=6.4e-3, per_token_s=32.5e-6, per_context_token_s=52e-9)
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 SPLIT: tuple[tuple[Role, ...], ...] = (("prefill",), ("decode",))
 TOGETHER: tuple[tuple[Role, ...], ...] = (("prefill", "decode"), ("prefill", "decode"))
-NUM_STREAMS, PROMPTS_PER_S, PROMPT_TOKENS = 32, 2.5, 8128  # with the output within 8,192
-STREAM_TOKENS, STREAM_S = 256, 2.5  # and about how long one of them runs
+NUM_STREAMS, PROMPT_TOKENS, STREAM_TOKENS = 32, 8128, 256  # a prompt and its output: 8,192
 WARM_UP_S = 2.0  # whose gaps do not count
+COSTS: dict[str, type[StepCost]] = {"overlap": OverlapCost, "sum": StepCost}
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapCost(StepCost):
-    """Reading weights and computing tokens overlap."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    step_s: float
+    token_s: float
+    context_token_s: float
+    num_blocks: int
+    prompts_per_s: float
+    stream_s: float  # how long a stream runs, about
 
-    def of(self, inputs: StepInputs) -> float:
-        num_tokens, num_context = len(inputs.input_ids), int(inputs.context_lens.sum())
-        step_s = max(self.base_s, num_tokens * self.per_token_s)
-        return step_s + num_context * self.per_context_token_s
-
-
-COSTS = {
-    "overlap": OverlapCost(SUM.base_s, SUM.per_token_s, SUM.per_context_token_s),
-    "sum": SUM,
-}
+    def cost(self, kind: str) -> StepCost:
+        return COSTS[kind](self.step_s, self.token_s, self.context_token_s)
 
 
-def arrivals(duration_s: float, seed: int) -> list[Arrival]:
+H100 = Device(
+    step_s=6.4e-3,
+    token_s=32.5e-6,
+    context_token_s=52e-9,
+    num_blocks=24_576,
+    prompts_per_s=2.5,
+    stream_s=2.5,
+)
+L40S = Device(
+    step_s=24.8e-3,
+    token_s=88.7e-6,
+    context_token_s=202e-9,
+    num_blocks=12_288,
+    prompts_per_s=0.9,
+    stream_s=8.0,
+)
+
+
+def arrivals(device: Device, duration_s: float, seed: int) -> list[Arrival]:
     random, now = Random(seed), 0.0
-    found = [
-        Arrival(number * STREAM_S / NUM_STREAMS + turn * STREAM_S, 256, STREAM_TOKENS, "stream")
-        for turn in range(int(duration_s / STREAM_S))
-        for number in range(NUM_STREAMS)
-    ]
-    while (now := now + random.expovariate(PROMPTS_PER_S)) < duration_s:
+    gap_s = device.stream_s / NUM_STREAMS
+    num_streams = int(duration_s / device.stream_s) * NUM_STREAMS
+    found = [Arrival(n * gap_s, 256, STREAM_TOKENS, "stream") for n in range(num_streams)]
+    while (now := now + random.expovariate(device.prompts_per_s)) < duration_s:
         found.append(Arrival(now, PROMPT_TOKENS, 32, "prompt"))
     return sorted(found, key=lambda each: each.at_s)
 
 
-def measure(workers: tuple[tuple[Role, ...], ...], cost: str, chunk: int, seconds: float) -> Row:
-    options = FleetOptions(
-        workers=workers, cost=COSTS[cost], num_blocks=24_576, max_batch_tokens=chunk
+def measure(
+    workers: tuple[tuple[Role, ...], ...], cost: str, chunk: int, options: argparse.Namespace
+) -> Row:
+    device, run_on = (H100, run_fleet) if options.virtual else (L40S, run_real_fleet)
+    fleet = FleetOptions(
+        workers=workers,
+        cost=device.cost(cost),
+        num_blocks=device.num_blocks,
+        max_batch_tokens=chunk,
     )
-    run = run_fleet(options, arrivals(seconds, seed=1))
+    run = run_on(fleet, arrivals(device, options.seconds, seed=1))
     gaps, first = sorted(stream_gaps(run)), sorted(prompt_ttfts(run))
     return {
         "workers": "split" if workers == SPLIT else "both roles",
@@ -125,8 +148,8 @@ def ratio(rows: Sequence[Row], cost: str) -> float:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--name", default="colocation", help="results/NAME.json and .svg")
+    parser.add_argument("--seconds", type=float, default=32.0)
+    parser.add_argument("--virtual", action="store_true")
     options = parser.parse_args(argv)
     configure_logging("benchmark", level="error")  # not of each request
     rows = []
@@ -134,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
         cases = [(SPLIT, 2048), *((TOGETHER, chunk) for chunk in CHUNKS)]
         for workers, chunk in cases:
             began = time.monotonic()
-            rows.append(measure(workers, cost, chunk, options.seconds))
+            rows.append(measure(workers, cost, chunk, options))
             print(f"{time.monotonic() - began:.0f} s  {rows[-1]}", file=sys.stderr, flush=True)
     bars = [
         at_least(
@@ -145,8 +168,9 @@ def main(argv: Sequence[str]) -> int:
         )
         for cost in COSTS
     ]
-    write_result(options.name, rows, bars, ["-m", "benchmarks.roles.colocation", *argv])
-    (RESULTS / f"{options.name}.svg").write_text(svg_of(rows))
+    name = "colocation_virtual" if options.virtual else "colocation"
+    write_result(name, rows, bars, ["-m", "benchmarks.roles.colocation", *argv])
+    (RESULTS / f"{name}.svg").write_text(svg_of(rows))
     return 0 if all(bar.holds for bar in bars) else 1
 
 

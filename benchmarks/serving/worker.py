@@ -1,4 +1,6 @@
-"""A worker whose steps take no time: `python -m benchmarks.serving.worker STEP_S ROLE OPTIONS…`
+"""A worker whose steps take a stated time: `python -m benchmarks.serving.worker STEP ROLE OPTIONS…`
+
+STEP is the seconds of each step, mostly 0, or a formula (`benchmarks/roles/step_costs.py`).
 
 Only the mathematics is replaced: a token depends on its position alone, and is complete text, so
 that each is one event of its response. KV is pushed as usual, 16 bytes per token.
@@ -12,6 +14,7 @@ import msgspec
 import typer
 from tokenizers import Tokenizer
 
+from benchmarks.roles.step_costs import cost_of
 from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
@@ -32,7 +35,7 @@ class IdleRunner(TimingRunner):
     revision = "idle"
     eos_token_ids = (4,)
 
-    def __init__(self, config: WorkerConfig, step_s: float) -> None:
+    def __init__(self, config: WorkerConfig, cost: StepCost) -> None:
         tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
         assert config.kv_cache_bytes is not None
         super().__init__(
@@ -40,13 +43,12 @@ class IdleRunner(TimingRunner):
             num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
             block_size=config.block_size,
             vocab_size=tokenizer.get_vocab_size(),
-            cost=StepCost(base_s=step_s, per_token_s=0.0, per_context_token_s=0.0),
+            cost=cost,
         )
-        self._step_s = step_s
         self._tokens = whole_tokens(tokenizer)
 
     async def run(self, inputs: StepInputs) -> StepOutput:
-        await self._clock.sleep(self._step_s)
+        await self._clock.sleep(self._cost.of(inputs))
         sampling = inputs.sampling
         positions = inputs.positions[sampling.logits_indices].tolist()
         tokens = [self._tokens[each % len(self._tokens)] for each in positions]
@@ -74,13 +76,13 @@ def whole_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def main() -> None:
-    step_s, role = float(sys.argv.pop(1)), sys.argv.pop(1)
+    cost, role = cost_of(sys.argv.pop(1)), sys.argv.pop(1)
 
     def run(config: WorkerConfig) -> int:
         config = msgspec.structs.replace(config, device="cpu")
         return run_service(
             config.process_id,
-            lambda: build_worker(config, ROLES[role], lambda each: IdleRunner(each, step_s)),
+            lambda: build_worker(config, ROLES[role], lambda each: IdleRunner(each, cost)),
             drain_timeout_s=config.drain_timeout_s,
         )
 
