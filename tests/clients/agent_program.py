@@ -58,9 +58,14 @@ def run_place() -> Iterator[Place]:
         work.mkdir()
         (work / "README.md").write_text("A file.\n")
         model = write_wide_checkpoint(folder / AGENT_MODEL)
-        (model / "generation_config.json").write_text('{"do_sample": false}')
+        make_greedy(model / "generation_config.json")
         with run_cluster(folder, "--model", str(model)) as cluster:
             yield Place(cluster, home, work)
+
+
+def make_greedy(config: Path) -> None:
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "do_sample": False}))
 
 
 def write_transcript(

@@ -35,9 +35,11 @@ base_url = "{url}/v1"
 wire_api = "responses"
 env_key = "{key_variable}"
 
+[agents]
+enabled = false
+
 [features]
 goals = false
-multi_agent = false
 """
 
 
