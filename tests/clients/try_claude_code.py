@@ -8,21 +8,13 @@ calls the tool that it is offered. CLAUDE: the program (default: `claude`), such
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tests.clients.account import AGENT_MODEL
-from tests.end_to_end.cluster import Cluster, run_cluster
-from tests.wide.checkpoint import write_wide_checkpoint
+from tests.clients.agent_program import LEAST_CACHED, Place, run_place, write_transcript
 
-TRANSCRIPT = Path(__file__).parent / "transcripts/claude_code.jsonl"
-TIMEOUT_S = 240
-LEAST_CACHED = 0.95  # of the second prompt
 MODEL_VARIABLES = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
 OFF = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY")
 OPTIONS = ("--output-format", "stream-json", "--verbose", "--tools", "Bash", "--allowedTools")
@@ -30,45 +22,21 @@ OPTIONS = ("--output-format", "stream-json", "--verbose", "--tools", "Bash", "--
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if it called the tool, and found the second prompt in the cache."""
-    program = arguments[0] if arguments else "claude"
-    with tempfile.TemporaryDirectory(prefix="hearth-claude-") as name:
-        folder = Path(name)
-        model = write_wide_checkpoint(folder / AGENT_MODEL)
-        with run_cluster(folder, "--model", str(model)) as cluster:
-            messages = list(transcript(run_claude(program, folder, cluster)))
-    TRANSCRIPT.parent.mkdir(exist_ok=True)
-    TRANSCRIPT.write_text("".join(json.dumps(each) + "\n" for each in messages))
-    problems = list(problems_of(messages))
-    print(f"{len(messages)} messages in {TRANSCRIPT}", *problems, sep="\n")
-    return int(bool(problems))
+    with run_place() as place:
+        messages = list(transcript(run_claude(arguments[0] if arguments else "claude", place)))
+    return write_transcript("claude_code", messages, list(problems_of(messages)))
 
 
-def run_claude(program: str, folder: Path, cluster: Cluster) -> str:
+def run_claude(program: str, place: Place) -> str:
     """Returns what it wrote: a JSON object in each line."""
-    home, work = folder / "home", folder / "work"
-    home.mkdir()
-    work.mkdir()
-    (work / "README.md").write_text("A file.\n")
-    environ = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(home),
-        "ANTHROPIC_BASE_URL": cluster.url,
-        "ANTHROPIC_AUTH_TOKEN": cluster.state.api_key,
+    variables = {
+        "ANTHROPIC_BASE_URL": place.cluster.url,
+        "ANTHROPIC_AUTH_TOKEN": place.cluster.state.api_key,
         **dict.fromkeys(MODEL_VARIABLES, AGENT_MODEL),
         **dict.fromkeys(OFF, "1"),
     }
     command = [program, "-p", "List the files.", *OPTIONS, "Bash", "--max-turns", "3"]
-    done = subprocess.run(
-        command,
-        cwd=work,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-    )
-    sys.stderr.write(done.stderr)
-    return done.stdout
+    return place.run(command, variables)
 
 
 def transcript(output: str) -> Iterator[dict[str, Any]]:
