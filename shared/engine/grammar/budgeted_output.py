@@ -54,7 +54,9 @@ class BudgetedOutput:
     def mask(self) -> TokenMask | None:
         of_grammar = None if self._grammar is None else self._grammar.mask()
         token_id = self._position.forced_token
-        return of_grammar if token_id is None else _Forced(token_id, self._num_words, of_grammar)
+        return (
+            of_grammar if token_id is None else ForcedToken(token_id, self._num_words, of_grammar)
+        )
 
     def accept(self, token_id: int) -> None:
         self._position.advance(token_id)
@@ -66,7 +68,7 @@ class BudgetedOutput:
             self._grammar.sit_out()
 
 
-class _Forced:
+class ForcedToken:
     """A `TokenMask` of one token; where the grammar does not allow it yet, as in the middle of a
     character, the grammar's.
     """
