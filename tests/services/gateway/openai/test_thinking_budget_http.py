@@ -83,19 +83,3 @@ async def test_bad_budget_is_named(tools_cluster: Cluster, value: Any) -> None:
     body = {"model": "tiny", "thinking": {"type": "enabled", "budget_tokens": value}}
     assert "thinking.budget_tokens" in await rejected(tools_cluster, MESSAGES, body)
     assert tools_cluster.scheduler.submits.empty()
-
-
-async def test_model_without_markers(cluster: Cluster) -> None:
-    """Chats name the field. Messages go on, since clients send a budget to every model."""
-    for path in (CHAT, RUN):
-        text = await rejected(cluster, path, {"thinking_token_budget": 5})
-        assert "thinking_token_budget: this model does not mark its reasoning" in text
-    body = {"prompt": "x", "thinking_token_budget": 5}
-    response = await cluster.http.post("/v1/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, [*body][1])
-    for body in ({"raw": True, "prompt": "x"}, {"text": "x"}):
-        response = await cluster.http.post(RUN, json={**body, "thinking_token_budget": 0})
-        assert response.status_code == 400 and "thinking_token_budget" in response.text
-    assert cluster.scheduler.submits.empty()
-    request = await submitted(cluster, MESSAGES, {"thinking": THINKING})
-    assert (request.sampling.thinking, request.needs) == (None, ())
