@@ -7,6 +7,7 @@ import pytest
 
 from shared.engine.features import features_of
 from shared.errors import InvalidRequest, WorkerUnfit
+from shared.grammar.spec import GRAMMAR_FEATURE
 from shared.grammar.thinking import THINKING_FEATURE, ThinkingBudget
 from shared.messages import Request
 from tests.services.decode.test_grammars import (
@@ -39,9 +40,12 @@ def outputs_of(request: Request, candidates: tuple[str, ...] = ()) -> list[list[
     async def test(it: GrammarCluster) -> None:
         placement_id = await it.peer.place("decode-1", request, candidates)
         for choice in request.choices:
-            outputs.append((await it.peer.finished(placement_id, choice.choice_index)).output)
+            received = await it.peer.finished(placement_id, choice.choice_index)
+            assert received.finish is not None
+            assert received.finish.served.prefill_worker_id == (candidates or (None,))[0]
+            outputs.append(received.output)
 
-    play(test, features=(THINKING_FEATURE,))
+    play(test)
     return outputs
 
 
@@ -109,7 +113,7 @@ def test_worker_without_the_feature_refuses_the_request() -> None:
             await it.peer.place("decode-1", budgeted())
         assert it.decode.is_empty
 
-    play(test)
+    play(test, features=(GRAMMAR_FEATURE,))
 
 
 def test_marker_outside_the_vocabulary_is_rejected() -> None:
@@ -123,4 +127,4 @@ def test_marker_outside_the_vocabulary_is_rejected() -> None:
             await it.peer.place("decode-1", msgspec.structs.replace(request, sampling=sampling))
         assert it.decode.is_empty
 
-    play(test, features=(THINKING_FEATURE,))
+    play(test)
