@@ -31,6 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.grammar.spec import GrammarSpec
+from shared.grammar.thinking import ThinkingBudget
 from shared.kv_layout import MAX_GROUPS, KvShard, Reach
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
@@ -141,6 +142,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # likewise, for every prompt token but the first
     logprobs_mode: LogprobsMode = "raw"
     grammar: GrammarSpec | None = None  # what the output must match; its `Request` needs grammar/1
+    thinking: ThinkingBudget | None = None  # its `Request` needs thinking_budget/1
 
     @property
     def is_penalized(self) -> bool:

@@ -1,11 +1,12 @@
-"""The grammars of the choices on this worker; without any if it does not announce the feature."""
+"""The grammars and thinking budgets of the choices on this worker."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 
-from shared.engine.batching.sequence import Sequence
+from shared.engine.batching.sequence import Sequence, SequenceGrammar
+from shared.engine.grammar.budgeted_output import BudgetedOutput
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, WorkerUnfit
@@ -33,19 +34,31 @@ class ChoiceGrammars:
         self._worker.on_parked(self._grammars.release)
 
     def attach(self, request: Request, choices: dict[int, Sequence]) -> None:
-        """Gives each choice its grammar, if the request has one. Returns at once: no token is
-        sampled before the grammar is compiled and has replayed the output so far.
+        """Gives each choice its grammar and its thinking budget, if the request has them.
 
-        Raises WorkerUnfit on a worker without grammars.
+        Returns at once: no token is sampled before the grammar is compiled and has replayed the
+        output so far.
+
+        Raises WorkerUnfit for a grammar on a worker without grammars.
         """
-        spec = request.sampling.grammar
-        if spec is None or request.pooling is not None:
+        sampling = request.sampling
+        if (sampling.grammar is None and sampling.thinking is None) or request.pooling is not None:
             return
-        if self._grammars is None:
-            raise WorkerUnfit(f"{self._worker.worker_id} does not have {GRAMMAR_FEATURE}")
         for sequence in choices.values():
             output_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-            sequence.grammar = self._grammars.start(request.tenant_id, spec, output_ids)
+            grammar = self._grammar(request, output_ids)
+            if sampling.thinking is not None:
+                vocab_size = self._worker.served.card.vocab_size
+                grammar = BudgetedOutput(sampling.thinking, vocab_size, grammar, output_ids)
+            sequence.grammar = grammar
+
+    def _grammar(self, request: Request, output_ids: list[int]) -> SequenceGrammar | None:
+        spec = request.sampling.grammar
+        if spec is None:
+            return None
+        if self._grammars is None:
+            raise WorkerUnfit(f"{self._worker.worker_id} does not have {GRAMMAR_FEATURE}")
+        return self._grammars.start(request.tenant_id, spec, output_ids)
 
     def step_ended(self) -> None:
         """Starts to fill the next masks, while the step's tokens are sent."""

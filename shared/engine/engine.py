@@ -455,11 +455,13 @@ class Engine:
         unless that is a stop token.
         """
         params = sequence.sampling
-        if params is None or sequence.grammar is not None:
-            return False
-        if params.bad_words or params.is_penalized:
+        if params is None or params.bad_words or params.is_penalized:
             return False
         num_tokens = sequence.next_num_tokens
+        if sequence.grammar is not None:
+            num_drawn = num_tokens - len(sequence.token_ids)
+            if sequence.grammar.num_free_tokens <= num_drawn:
+                return False
         is_long = num_tokens - sequence.num_prompt_tokens >= params.max_tokens
         limit = min(self.model_context_tokens - 1, self.max_context_tokens)
         return not is_long and num_tokens <= limit

@@ -8,8 +8,9 @@ several releases can serve one model.
 from __future__ import annotations
 
 from shared.grammar.spec import GRAMMAR_FEATURE
+from shared.grammar.thinking import THINKING_FEATURE
 
-FEATURES: tuple[str, ...] = (GRAMMAR_FEATURE,)
+FEATURES: tuple[str, ...] = (GRAMMAR_FEATURE, THINKING_FEATURE)
 
 
 def features_of(*, has_vocabulary: bool) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[bytes, ...]  # its blocks, by group of layers
     num_prompt_tokens: int
     choice_index: int = 0
-    sampling: SamplingParams | None = None  # without the grammar: masks come with each step
+    sampling: SamplingParams | None = None  # without grammar and budget: masks come with each step
     pooling: Pooling | None = None
     stop_token_ids: tuple[int, ...] = ()
     has_grammar: bool = False

@@ -177,6 +177,8 @@ class EngineWorker:
         if sequence.sampling is not None:
             named += chain.from_iterable(sequence.sampling.bad_words)
             named += (token_id for token_id, _ in sequence.sampling.logit_bias)
+            if sequence.sampling.thinking is not None:
+                named += chain.from_iterable(sequence.sampling.thinking.closes)
         outputs = (other.token_ids[other.num_prompt_tokens :] for other in others)
         largest = max(chain(sequence.token_ids, *outputs, named), default=0)
         if largest >= vocab_size or min(named, default=0) < 0:

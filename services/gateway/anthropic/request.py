@@ -77,7 +77,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """`budget_tokens`: checked, not enforced. `display`: "omitted" hides the thinking."""
+    """`budget_tokens`: of thinking, after which it ends. `display`: "omitted" hides it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
@@ -179,7 +179,14 @@ def _reasoning(body: PromptFields) -> ReasoningOptions:
     if thinking is not None and thinking.type == "disabled":
         effort = "none"
     is_shown = thinking is None or thinking.display != "omitted"
-    return ReasoningOptions(effort=effort, is_shown=is_shown)
+    return ReasoningOptions(effort=effort, is_shown=is_shown, max_tokens=_budget(thinking))
+
+
+def _budget(thinking: Thinking | None) -> int | None:
+    """A model that does not mark its thinking takes it, and thinks without a limit, since clients
+    such as Claude Code send it to every model.
+    """
+    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 def _variables(thinking: Thinking | None) -> dict[str, Any]:

@@ -1,17 +1,30 @@
-"""Where the grammar of an answer applies in the output of a model that thinks first. Pure."""
+"""Where the grammar of an answer and the budget of reasoning apply in the output of a model that
+thinks first. Pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from services.gateway.grammars.answer_grammar import GrammarPlan
 from services.gateway.grammars.grammar import Grammar, TokenIdOf, joined, literal, marker
 from services.gateway.tools.family import Family
 from shared.errors import InvalidRequest
-from shared.grammar.spec import MAX_SOURCE_BYTES, GrammarSpec, ReasoningMarks
+from shared.grammar.spec import (
+    MAX_SOURCE_BYTES,
+    MAX_START_TOKENS,
+    GrammarSpec,
+    ReasoningMarks,
+    StartTokens,
+)
+from shared.grammar.thinking import ThinkingBudget
 
 # Of a prompt: it ends inside reasoning, or after it, or leaves it to the model.
 Thinking = Literal["open", "closed", "undecided"]
+
+# The token sequences that spell a text in an output.
+Spell = Callable[[str], tuple[StartTokens, ...]]
 
 TAIL_TOKENS = 16  # of a prompt, that show where it ends
 _ANY_TEXT = "/(?s:.*)/"
@@ -60,6 +73,27 @@ def opens_reasoning(thinking: Thinking, family: Family, token_id_of: TokenIdOf) 
         return True
     marks = (family.think_open, family.think_close)
     return thinking == "undecided" and all(token_id_of(each) is not None for each in marks)
+
+
+def budget_of(
+    max_tokens: int, thinking: Thinking, family: Family, spell: Spell
+) -> ThinkingBudget | None:
+    """None for a family that does not mark the end of reasoning."""
+    closes = _spellings(family.think_close, spell)
+    if not closes:
+        return None
+    return ThinkingBudget(
+        max_tokens=max_tokens,
+        closes=closes,
+        opens=_spellings(family.think_open, spell),
+        is_open=thinking == "open",
+    )
+
+
+def _spellings(mark: str, spell: Spell) -> tuple[StartTokens, ...]:
+    """Without the white space after a mark, which a model may leave out."""
+    mark = mark.rstrip()
+    return tuple(each for each in spell(mark) if len(each) <= MAX_START_TOKENS) if mark else ()
 
 
 def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> ReasoningMarks | None:

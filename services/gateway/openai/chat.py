@@ -31,7 +31,7 @@ from services.gateway.tools.tool_fields import ToolFields
 from shared.errors import InvalidRequest
 
 CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **NEUTRAL_VALUES,
+    **{name: each for name, each in NEUTRAL_VALUES.items() if name != "thinking_token_budget"},
     "echo": (None, False),
 }
 
@@ -49,6 +49,7 @@ class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -64,7 +65,10 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         turns=turns_of(body.messages),
         tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
         reasoning=ReasoningOptions(
-            effort=body.reasoning_effort, is_shown=body.include_reasoning is not False
+            effort=body.reasoning_effort,
+            is_shown=body.include_reasoning is not False,
+            max_tokens=body.thinking_token_budget,
+            max_tokens_param="thinking_token_budget",
         ),
         variables=body.chat_template_kwargs or {},
         output=constraint_of(body),

@@ -57,10 +57,16 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`effort`: None leaves it to the template. `is_shown`: whether the client sees reasoning."""
+    """`effort`: None leaves it to the template. `is_shown`: whether the client sees reasoning.
+    `max_tokens`: of each choice's reasoning; None: no limit. `max_tokens_param`: the request field
+    that is rejected where the model does not mark the end of reasoning; None: nothing is limited
+    there.
+    """
 
     effort: Effort | None = None
     is_shown: bool = True
+    max_tokens: int | None = None
+    max_tokens_param: str | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from services.gateway.tools.tool import ToolOptions
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.grammar.spec import GRAMMAR_FEATURE
+from shared.grammar.thinking import THINKING_FEATURE
 from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
 from shared.tenancy.tenant import TenantRecord
@@ -226,5 +227,6 @@ def build_request(
 
 
 def _needs(generation: GenerationRequest, sampling: SamplingParams) -> tuple[str, ...]:
-    own = () if sampling.grammar is None else (GRAMMAR_FEATURE,)
-    return tuple(dict.fromkeys((*generation.needs, *own)))
+    of_grammar = () if sampling.grammar is None else (GRAMMAR_FEATURE,)
+    of_thinking = () if sampling.thinking is None else (THINKING_FEATURE,)
+    return tuple(dict.fromkeys((*generation.needs, *of_grammar, *of_thinking)))

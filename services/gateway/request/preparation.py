@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.gateway.grammars.grammar_request import CheckedPlan
 from services.gateway.grammars.thinking import (
     TAIL_TOKENS,
+    budget_of,
     opens_reasoning,
     spec_of,
     thinking_at_end,
@@ -33,6 +34,7 @@ from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
+from shared.grammar.thinking import ThinkingBudget
 from shared.messages import Request
 from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
@@ -117,6 +119,7 @@ class Preparation:
             card=card,
             files=text.files,
             grammar=None if checked is None else _grammar(generation, checked, prompt, text),
+            thinking=_thinking_budget(generation, prompt, text),
         )
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
@@ -199,6 +202,21 @@ def _grammar(
     family = PLAIN if generation.continues_text else text.family
     thinking = thinking_at_end(_tail(prompt, text), family)
     return spec_of(checked.plan, thinking, family, text.files.tokenizer.added_token_id)
+
+
+def _thinking_budget(
+    generation: GenerationRequest, prompt: Sequence[int], text: ServedText
+) -> ThinkingBudget | None:
+    """Raises InvalidRequest for a model that does not mark the end of its reasoning."""
+    max_tokens, param = generation.reasoning.max_tokens, generation.reasoning.max_tokens_param
+    if max_tokens is None:
+        return None
+    family = PLAIN if generation.continues_text else text.family
+    thinking = thinking_at_end(_tail(prompt, text), family)
+    budget = budget_of(max_tokens, thinking, family, text.files.tokenizer.spellings)
+    if budget is None and param is not None:
+        raise InvalidRequest(f"{param}: this model does not mark its reasoning", param=param)
+    return budget
 
 
 def _tail(prompt: Sequence[int], text: ServedText) -> str:

@@ -12,6 +12,7 @@ from services.gateway.text.model_files import GenerationDefaults, ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
+from shared.grammar.thinking import ThinkingBudget
 from shared.messages import LogprobsMode, ModelCard, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -65,6 +66,7 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         card: ModelCard,
         files: ModelFiles,
         grammar: GrammarSpec | None = None,
+        thinking: ThinkingBudget | None = None,
     ) -> SamplingParams:
         """The wire's form, with the defaults of the model's files.
 
@@ -99,6 +101,7 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
             num_prompt_logprobs=num_prompt_logprobs,
             logprobs_mode="raw" if self.logprobs_mode is None else self.logprobs_mode,
             grammar=grammar,
+            thinking=thinking,
         )
 
     def _temperature(self, defaults: GenerationDefaults) -> float:

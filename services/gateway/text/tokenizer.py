@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,6 +17,8 @@ from services.gateway.text.token_bounds import longest_token_chars
 from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
 
+# What models write before and after a marker, which tokens may hold together with it.
+_AROUND = tuple(product(("", " ", "\n", "\n\n", ".", ".\n", ".\n\n"), ("", "\n", "\n\n")))
 _MARKER = re.compile(r"[<\[]\S*\w\S*[>\]]")
 
 
@@ -59,6 +62,30 @@ class PromptTokenizer:
     def added_token_id(self, text: str) -> int | None:
         """The token that stands for this text alone, such as a marker of a chat template."""
         return self._added_ids.get(text)
+
+    def spellings(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell this text in an output, that of the text alone first.
+
+        Of a text that is no added token, the outer tokens may hold spaces or a full stop besides.
+        """
+        added = self.added_token_id(text)
+        if added is not None:
+            return ((added,),)
+        found = [self._spelling(before, text, after) for before, after in _AROUND]
+        return tuple(dict.fromkeys(found))
+
+    def _spelling(self, before: str, text: str, after: str) -> tuple[int, ...]:
+        """The tokens that hold a part of `text`."""
+        full = before + text + after
+        token_ids, starts = self.encode_with_offsets(full, add_special_tokens=False)
+        begin, end = len(before), len(before) + len(text)
+        return tuple(
+            token_id
+            for token_id, first, last in zip(
+                token_ids, starts, [*starts[1:], len(full)], strict=True
+            )
+            if first < end and (first >= begin or last > begin)
+        )
 
     @property
     def added_ids(self) -> Mapping[str, int]:

@@ -55,7 +55,7 @@ PROMPT_KEYS = ("messages", "input", "prompt", "text", "query")
 # Keys that would change the output and that are not supported, with the values that change nothing.
 # Any other unknown key is ignored, since clients send many.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **FOREIGN_FIELDS,
+    **{name: each for name, each in FOREIGN_FIELDS.items() if name != "thinking_token_budget"},
     "add_special_tokens": (None, True),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -117,6 +117,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     options: RunOptions | None = None
 
@@ -206,8 +207,8 @@ def _check_keys(body: RunRequest) -> None:
         raise InvalidRequest("instructions is for an input", param="instructions")
     _check_ranking(body)
     is_templated = given[0] in ("messages", "input", "prompt") and not body.raw
-    for name in ("tools", "chat_template_kwargs"):
-        if getattr(body, name) and not is_templated:
+    for name in ("tools", "chat_template_kwargs", "thinking_token_budget"):
+        if getattr(body, name) not in (None, [], {}) and not is_templated:
             raise InvalidRequest(f"{name} is for messages, or a prompt without raw", param=name)
     if body.stream and given[0] in ("text", "query"):
         raise InvalidRequest("embeddings and ranks are not streamed", param="stream")
@@ -237,7 +238,11 @@ def _conversation(body: RunRequest) -> Conversation:
     return Conversation(
         turns=turns,
         tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
-        reasoning=ReasoningOptions(effort=body.reasoning_effort),
+        reasoning=ReasoningOptions(
+            effort=body.reasoning_effort,
+            max_tokens=body.thinking_token_budget,
+            max_tokens_param="thinking_token_budget",
+        ),
         variables=body.chat_template_kwargs or {},
     )
 

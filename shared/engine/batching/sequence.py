@@ -82,6 +82,11 @@ class SequenceGrammar(Protocol):
         """Whether no stop token may be sampled next, although `mask` is None."""
         ...
 
+    @property
+    def num_free_tokens(self) -> int:
+        """How many of the next tokens have no mask and no ban, whatever they are."""
+        ...
+
     def mask(self) -> TokenMask | None:
         """The mask of the next token, which is being computed already; None: all are allowed."""
         ...

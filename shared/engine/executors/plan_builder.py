@@ -176,8 +176,8 @@ def _first_copied(table: Ordered[int], copied: set[int], num_known: int) -> int:
 
 def _new_row(number: int, sequence: Sequence) -> NewRow:
     params = sequence.sampling
-    if params is not None and params.grammar is not None:
-        params = msgspec.structs.replace(params, grammar=None)
+    if params is not None and sequence.grammar is not None:
+        params = msgspec.structs.replace(params, grammar=None, thinking=None)
     needs_history = params is not None and (params.is_penalized or bool(params.bad_words))
     return NewRow(
         row=number,

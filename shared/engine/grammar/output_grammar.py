@@ -73,6 +73,10 @@ class OutputGrammar:
     def bans_stop(self) -> bool:
         return self._position.bans_stop
 
+    @property
+    def num_free_tokens(self) -> int:
+        return 0  # any token may end the free ones
+
     def mask(self) -> MaskJob | None:
         self._jobs.flush()
         job = self._job

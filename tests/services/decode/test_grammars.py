@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.engine.features import FEATURES
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.errors import GrammarFailed, GrammarReplayFailed, InvalidRequest, WorkerUnfit
 from shared.grammar.spec import GRAMMAR_FEATURE, GrammarSpec
@@ -33,14 +34,13 @@ class GrammarCluster(Cluster):
         self.network, plane = SimulatedNetwork(), DataPlane()
         self.peer = Peer(self.network)
         self.lanes = InlineLanes()
-        features = (GRAMMAR_FEATURE,)
         grammars = WorkerGrammars(vocabulary(VOCAB_SIZE, EOS), self.lanes)
         self.prefills = [
-            SimulatedWorker(self.network, plane, "prefill-1", ("prefill",), features=features)
+            SimulatedWorker(self.network, plane, "prefill-1", ("prefill",), features=FEATURES)
         ]
         self.decode = SimulatedWorker(
             *(self.network, plane, "decode-1", ("decode",)),
-            **{"features": features, "grammars": grammars, **options},
+            **{"features": FEATURES, "grammars": grammars, **options},
         )
         self.workers = [*self.prefills, self.decode]
 

@@ -78,6 +78,10 @@ class SumGrammar:
         first = (sum(self.accepted) + 1) % self._modulus
         return list(range(first, self._vocab_size, self._modulus))
 
+    @property
+    def num_free_tokens(self) -> int:
+        return 0
+
     def mask(self) -> ReadyMask | LateMask:
         assert self._num_polls == 0, "a stalled sequence samples"
         if len(self.accepted) in self._late_at:

@@ -12,6 +12,7 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import StepProgress
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
+from shared.engine.grammar.budgeted_output import ForcedToken
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import StepInputs
 from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
@@ -61,7 +62,7 @@ def comparable(value: Any) -> Any:
     """With dtypes and shapes of arrays, and the values of masks."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tolist()
-    if isinstance(value, ReadyMask | LateMask):
+    if isinstance(value, ReadyMask | LateMask | ForcedToken):
         return type(value), comparable(value.wait(0.0))
     if isinstance(value, msgspec.Struct):
         return {name: comparable(getattr(value, name)) for name in value.__struct_fields__}
