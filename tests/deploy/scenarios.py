@@ -19,7 +19,7 @@ NUM_OUTAGES = 4
 OUTAGE_S, PAUSE_S = 0.5, 5.0
 COLLECTOR_PORT = free_port()
 NUM_TRACED = 16
-RETRIES_S = 15.0  # more than the exporter retries
+EXPORT_S = 10.0  # spans leave after their requests, with retries
 
 Step = Callable[[ChaosCluster], Coroutine[Any, Any, None]]
 
@@ -74,8 +74,8 @@ async def _restart_decodes(cluster: ChaosCluster) -> None:
 
 
 async def _fail_collector(cluster: ChaosCluster) -> None:
-    """Requests end while the collector of traces answers 500; the gateway that is scraped sends
-    their spans until its retries end.
+    """Requests end while the collector of traces answers 500 to the gateway that is
+    scraped, which sends their spans.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def _fail_collector(cluster: ChaosCluster) -> None:
         for path, body in requests(NUM_TRACED):
             exchange = Exchange({**body, "max_tokens": 2, "n": 1}, gateway)
             await run_exchange(exchange, url, cluster.api_key, path)
-        await asyncio.sleep(RETRIES_S)
+        await asyncio.sleep(EXPORT_S)
 
 
 async def _nothing(cluster: ChaosCluster) -> None:
