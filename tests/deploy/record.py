@@ -104,7 +104,12 @@ async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: 
 async def run(scenario: Scenario, *, is_live: bool) -> bool:
     """Whether the alerts were raised; without a Prometheus, True."""
     folder, prometheus, is_raised = Path(tempfile.mkdtemp(prefix="hearth-alerts-")), None, True
-    cluster = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=WORKERS)
+    cluster = ChaosCluster(
+        folder,
+        step_s=TIMING_STEP_S,
+        worker_options=WORKERS,
+        environ_of={f"gateway-{number}": scenario.environ for number in (1, 2)},
+    )
     try:
         await cluster.start()
         if is_live:

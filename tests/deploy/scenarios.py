@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import requests
+from tests.servers import free_port
 
 NUM_STREAMS = 24
 OUTPUT_TOKENS = 4000  # more than a stream gets within a scenario
 NUM_OUTAGES = 4
 OUTAGE_S, PAUSE_S = 0.5, 5.0
+COLLECTOR_PORT = free_port()
+NUM_TRACED = 16
+EXPORT_S = 10.0  # spans leave after their requests, with retries
 
 Step = Callable[[ChaosCluster], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`lasts_s`: from the fault until all its alerts are raised, with the rules' own `for`."""
+    """`lasts_s`: from the fault until all its alerts are raised, with the rules' own `for`.
+
+    `environ`: further variables of the gateways.
+    """
 
     name: str
     alerts: tuple[str, ...]
     lasts_s: float
     cause: Step
     repair: Step
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 async def _freeze_decode(cluster: ChaosCluster) -> None:
@@ -65,6 +73,26 @@ async def _restart_decodes(cluster: ChaosCluster) -> None:
         await cluster.restart(name)
 
 
+async def _fail_collector(cluster: ChaosCluster) -> None:
+    """Requests end while the collector of traces answers 500 to the gateway that is
+    scraped, which sends their spans.
+    """
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n")
+        writer.write(b"connection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    gateway, url = [*cluster.urls.items()][-1]
+    async with await asyncio.start_server(answer, "127.0.0.1", COLLECTOR_PORT):
+        for path, body in requests(NUM_TRACED):
+            exchange = Exchange({**body, "max_tokens": 2, "n": 1}, gateway)
+            await run_exchange(exchange, url, cluster.api_key, path)
+        await asyncio.sleep(EXPORT_S)
+
+
 async def _nothing(cluster: ChaosCluster) -> None:
     return None
 
@@ -80,6 +108,14 @@ SCENARIOS = (
     Scenario("frozen_redis", ("HearthRedisAway",), 25.0, _freeze_redis, _thaw_redis),
     Scenario("restarted_nats", ("HearthNatsUnstable",), 10.0, _restart_nats, _nothing),
     Scenario("killed_decodes", ("HearthNoDecodeWorker",), 45.0, _kill_decodes, _restart_decodes),
+    Scenario(
+        "failed_collector",
+        ("HearthSpansDropped",),
+        25.0,
+        _fail_collector,
+        _nothing,
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{COLLECTOR_PORT}"},
+    ),
 )
 
 
