@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator
 
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import requests
+from tests.deploy.scenario import Scenario
 from tests.servers import free_port
 
 NUM_STREAMS = 24
@@ -20,23 +19,6 @@ OUTAGE_S, PAUSE_S = 0.5, 5.0
 COLLECTOR_PORT = free_port()
 NUM_TRACED = 16
 EXPORT_S = 10.0  # spans leave after their requests, with retries
-
-Step = Callable[[ChaosCluster], Coroutine[Any, Any, None]]
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """`lasts_s`: from the fault until all its alerts are raised, with the rules' own `for`.
-
-    `environ`: further variables of the gateways.
-    """
-
-    name: str
-    alerts: tuple[str, ...]
-    lasts_s: float
-    cause: Step
-    repair: Step
-    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 async def _freeze_decode(cluster: ChaosCluster) -> None:
