@@ -22,6 +22,7 @@ from services.gateway.models.served_text import ServedText
 from services.gateway.text.recently_used import RecentlyUsed
 from shared.clock import Clock
 from shared.errors import NoCapacity
+from shared.struct_types import examine_struct_types
 from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)
@@ -53,6 +54,7 @@ class LoadedTexts:
         self._alive: WeakValueDictionary[Source, ServedText] = WeakValueDictionary()
         self._loading: dict[Source, asyncio.Task[ServedText]] = {}
         self._failures: dict[Source, _Failure] = {}
+        examine_struct_types()  # several threads decode the same files of different models
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="model-text")
 
     def __len__(self) -> int:

@@ -76,8 +76,7 @@ async def run_host_row(streams: Streams, fault: HostFault, phase: HostPhase) -> 
     site = streams.site
     await _prepare(site)
     workers = site.worker_pids()
-    sent = streams.send_all(HOT)
-    await _all_running(sent)
+    sent = await _all_running(streams)
     waking = await _reach(phase, streams)
     spared = set(workers) if phase != "starting" else set(workers) - {_pid_of(workers, COLD)}
     ended = asyncio.create_task(_strike(site, fault))
@@ -127,11 +126,20 @@ async def _prepare(site: HostSite) -> None:
     await site.until(lambda: all(site.state(name) == "hot" for name in HOT))
 
 
-async def _all_running(sent: list[Stream]) -> None:
+async def _all_running(streams: Streams) -> list[Stream]:
+    """Streams that run at the same time: on busy cores some end before others have begun."""
     async with asyncio.timeout(ROW_TIMEOUT_S):
-        while any(len(each.exchange.arrivals) < NUM_FIRST_EVENTS for each in sent):
-            assert not any(each.task.done() for each in sent), "a stream ended before the fault"
-            await asyncio.sleep(0.005)
+        while True:
+            sent = streams.send_all(HOT)
+            while not all(_has_begun(each) or each.task.done() for each in sent):
+                await asyncio.sleep(0.005)
+            if not any(each.task.done() for each in sent):
+                return sent
+            await asyncio.gather(*(each.task for each in sent))
+
+
+def _has_begun(stream: Stream) -> bool:
+    return len(stream.exchange.arrivals) >= NUM_FIRST_EVENTS
 
 
 async def _reach(phase: HostPhase, streams: Streams) -> list[Stream]:

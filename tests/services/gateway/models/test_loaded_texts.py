@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -122,3 +124,37 @@ async def test_invalid_files_are_named_on_one_line(tmp_path: Path) -> None:
     with pytest.raises(NoCapacity, match=f"the files of '{path}' cannot be read") as raised:
         await Rig(max_loaded=2).get(path)
     assert "tokenizer" in raised.value.message and "\n" not in raised.value.message
+
+
+FIRST_LOAD = """
+import gc, sys
+import msgspec
+import services.gateway.service
+from services.gateway.models.loaded_texts import LoadedTexts
+from services.gateway.models.served_text import TextLoader
+from shared.clock import MonotonicClock
+
+def subclasses(kind):
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+def examined():
+    kinds = subclasses(msgspec.Struct)
+    return {each for each in kinds if any(map(is_info, gc.get_referents(each)))}
+
+def is_info(value):
+    return type(value).__name__ == "StructInfo"
+
+loader = TextLoader(None, None, tool_format="auto")
+LoadedTexts(loader.load, MonotonicClock(), max_loaded=2)
+before = examined()
+assert before, "msgspec keeps it elsewhere"
+loader.load(sys.argv[1])
+print([each.__qualname__ for each in examined() - before])
+"""
+
+
+def test_threads_examine_no_types(dirs: list[Path]) -> None:
+    """Two that examine one type at the same time end the process: `shared/struct_types.py`."""
+    run = [sys.executable, "-c", FIRST_LOAD, str(dirs[0])]
+    found = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr
