@@ -275,7 +275,7 @@ async def measure(python: Path) -> None:
         ),
     ]
     write_result(
-        "page", [{**page, "size_bytes": size}, *rows, tabs], bars, ["-m", "benchmarks.page"]
+        "page", [{**page, "size_bytes": size}, *rows, tabs, busy], bars, ["-m", "benchmarks.page"]
     )
 
 
