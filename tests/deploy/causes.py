@@ -26,7 +26,6 @@ NUM_LOGGED = 400  # requests, each with a line of 400 bytes or more: a pipe hold
 LOGGED_TIMEOUT_S = 20.0
 NUM_TENANTS, NUM_BODIES_EACH = 12, 2  # a gateway prepares two requests of a tenant at once
 LARGE_CHARS = 900_000
-LARGE_S = 50.0
 WORDS = ("kv", "cache", "block", "größe", "12345", "\n")
 
 
@@ -113,11 +112,9 @@ async def send_large_bodies(cluster: ChaosCluster) -> None:
     keys = [new_api_key() for _ in range(NUM_TENANTS)]
     for number, key in enumerate(keys):
         await save_api_key(cluster.redis_url, key, f"tenant-{number}")
-    tasks = [asyncio.create_task(send(each)) for each in keys * NUM_BODIES_EACH]
-    await asyncio.sleep(LARGE_S)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.TaskGroup() as group:
+        for each in keys * NUM_BODIES_EACH:
+            group.create_task(send(each))
 
 
 async def fail_collector(cluster: ChaosCluster) -> None:

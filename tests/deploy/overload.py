@@ -14,7 +14,6 @@ from tests.chaos.world.workload import Body
 NUM_CLIENTS = 320
 RETRY_S = 5.0
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 20, 120
-OVERLOAD_S = 420.0
 STEP_S = 0.6  # of workers that are too slow
 WORKERS = {"kv-cache-bytes": str(256 * BLOCK_BYTES), "max-batch-tokens": "256"}
 SCHEDULERS = {"max-queued-requests": "16"}
@@ -22,11 +21,9 @@ SCHEDULERS = {"max-queued-requests": "16"}
 
 async def overload(cluster: ChaosCluster) -> None:
     """Each client sends its next request when the last one has ended; after a rejection, later."""
-    clients = [asyncio.create_task(_send(cluster, number)) for number in range(NUM_CLIENTS)]
-    await asyncio.sleep(OVERLOAD_S)
-    for client in clients:
-        client.cancel()
-    await asyncio.gather(*clients, return_exceptions=True)
+    async with asyncio.TaskGroup() as clients:
+        for number in range(NUM_CLIENTS):
+            clients.create_task(_send(cluster, number))
 
 
 async def _send(cluster: ChaosCluster, number: int) -> None:

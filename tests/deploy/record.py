@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
@@ -43,16 +44,25 @@ async def record(cluster: ChaosCluster, scenario: Scenario) -> None:
     cause: asyncio.Task[None] | None = None
     async with httpx.AsyncClient(timeout=interval_s, trust_env=False) as client:
         started = time.monotonic()
-        while cause is None or not cause.done() or len(taken) < NUM_BEFORE + num_after:
+        while len(taken) < NUM_BEFORE + num_after:
             taken.append(await _scrape_all(client, url, scenario))
             if len(taken) == NUM_BEFORE:
                 cause = asyncio.create_task(scenario.cause(cluster))
             await asyncio.sleep(started + len(taken) * interval_s - time.monotonic())
         taken.append(await _scrape_all(client, url, scenario))
+    await _end(cause)
     file = RECORDED / f"{scenario.name}.yml"
     file.write_text(
         HEAD + yaml.safe_dump(promtool_test(scenario, taken), sort_keys=False, width=1000)
     )
+
+
+async def _end(cause: asyncio.Task[None] | None) -> None:
+    """Of a load, which has no end itself. Raises what a fault has raised."""
+    assert cause is not None, "there are scrapes before and after it"
+    cause.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await cause
 
 
 async def _scrape_all(client: httpx.AsyncClient, url: str, scenario: Scenario) -> Series:
@@ -112,7 +122,7 @@ async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: 
     await prometheus.scraped()
     cause = asyncio.create_task(scenario.cause(cluster))
     missing = await prometheus.unraised(scenario.alerts, LIVE_TIMEOUT_S)
-    await cause
+    await _end(cause)
     raised = [each for each in scenario.alerts if each not in missing]
     print(f"{scenario.name}: raised {raised}, not raised {sorted(missing)}", flush=True)
     return not missing

@@ -10,7 +10,7 @@ from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import requests
 from tests.deploy import causes
-from tests.deploy.overload import OVERLOAD_S, SCHEDULERS, STEP_S, WORKERS, overload
+from tests.deploy.overload import SCHEDULERS, STEP_S, WORKERS, overload
 from tests.deploy.scenario import Scenario
 from tests.servers import free_port
 
@@ -42,7 +42,7 @@ SCENARIOS = (
     Scenario(
         "restarted_nats",
         ("HearthNatsUnstable",),
-        10.0,
+        25.0,
         causes.restart_nats,
         causes.nothing,
         is_live=True,
@@ -80,7 +80,7 @@ SCENARIOS = (
     Scenario(
         "full_log",
         ("HearthEventLoopHangs",),
-        10.0,
+        30.0,
         causes.fill_log,
         causes.nothing,
         metrics_ports={"gateway-1": free_port()},
@@ -92,7 +92,7 @@ SCENARIOS = (
             *("HearthQueueAge", "HearthRequestsRejected", "HearthSlowFirstToken"),
             *("HearthSlowTokens", "HearthKvCacheFull"),
         ),
-        OVERLOAD_S,
+        435.0,
         overload,
         causes.nothing,
         interval_s=15,
