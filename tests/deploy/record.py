@@ -112,7 +112,9 @@ def _value(scraped: Mapping[str, float], name: str) -> str:
 
 
 def _expected(alert: str, at_s: int, *, is_raised: bool) -> dict[str, Any]:
-    expression = f'max by (alertname) (ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    """Raised at any time until then: the oldest wait of a queue rises and falls."""
+    firing = f'ALERTS{{alertname="{alert}",alertstate="firing"}}'
+    expression = f"max by (alertname) (max_over_time({firing}[{at_s}s]))"
     sample = {"labels": f'{{alertname="{alert}"}}', "value": 1}
     samples = [sample] if is_raised else []
     return {"expr": expression, "eval_time": f"{at_s}s", "exp_samples": samples}
