@@ -349,6 +349,7 @@ class GatewayService:
     async def start(self) -> None:
         await self._driver.start()
         self._health_monitor.on_heartbeat(self.catalog.observe)
+        self._health_monitor.on_heartbeat(self.metrics.stopped_workers.observe)
         self._health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
         self._health_monitor.on_heartbeat(self._cluster.observe)
         self._health_monitor.on_lost(self._cluster.lose)

@@ -3,14 +3,18 @@
     python -m tests.deploy.record           writes recorded/NAME.yml, which promtool tests
     python -m tests.deploy.record --live    a Prometheus scrapes a gateway: it must raise the alerts
 
-Recorded are the series that an alert's expression names, every INTERVAL_S, from before the fault.
-With --live the rules' `for` is shorter. The exit status is 1 if an alert is not raised.
+Recorded are the series that an alert's expression names, every `interval_s`, from before the fault.
+With --live the rules' `for` is shorter, and of the scenarios that need more than a gateway's
+metrics or more time, none is run unless --scenario names it. The exit status is 1 if an alert is
+not raised.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -22,14 +26,12 @@ import httpx
 import yaml
 
 from tests.chaos.checks.metrics import Series, scrape
-from tests.chaos.running import TIMING_STEP_S, WORKERS
 from tests.chaos.world.cluster import ChaosCluster
 from tests.deploy.prometheus import BINARY, Prometheus
 from tests.deploy.rules import metrics_of
 from tests.deploy.scenarios import SCENARIOS, Scenario, streams
 
 RECORDED = Path(__file__).with_name("recorded")
-INTERVAL_S = 5
 NUM_BEFORE = 3  # scrapes before the fault
 LIVE_TIMEOUT_S = 60.0
 HEAD = "# Written by `python -m tests.deploy.record` from a real cluster; not to be edited.\n"
@@ -37,20 +39,44 @@ HEAD = "# Written by `python -m tests.deploy.record` from a real cluster; not to
 
 async def record(cluster: ChaosCluster, scenario: Scenario) -> None:
     url, taken = [*cluster.urls.values()][-1], []
-    num_after = round(scenario.lasts_s / INTERVAL_S)
+    interval_s = scenario.interval_s
+    num_after = round(scenario.lasts_s / interval_s)
     cause: asyncio.Task[None] | None = None
-    async with httpx.AsyncClient(timeout=INTERVAL_S, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=interval_s, trust_env=False) as client:
         started = time.monotonic()
-        while cause is None or not cause.done() or len(taken) < NUM_BEFORE + num_after:
-            taken.append(await scrape(client, url))
+        while len(taken) < NUM_BEFORE + num_after:
+            taken.append(await _scrape_all(client, url, scenario))
             if len(taken) == NUM_BEFORE:
                 cause = asyncio.create_task(scenario.cause(cluster))
-            await asyncio.sleep(started + len(taken) * INTERVAL_S - time.monotonic())
-        taken.append(await scrape(client, url))
+            await asyncio.sleep(started + len(taken) * interval_s - time.monotonic())
+        taken.append(await _scrape_all(client, url, scenario))
+    await _end(cause)
     file = RECORDED / f"{scenario.name}.yml"
     file.write_text(
         HEAD + yaml.safe_dump(promtool_test(scenario, taken), sort_keys=False, width=1000)
     )
+
+
+async def _end(cause: asyncio.Task[None] | None) -> None:
+    """Of a load, which has no end itself. Raises what a fault has raised."""
+    assert cause is not None, "there are scrapes before and after it"
+    cause.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await cause
+
+
+async def _scrape_all(client: httpx.AsyncClient, url: str, scenario: Scenario) -> Series:
+    """Of a gateway, and with the label `instance` of the processes' own ports."""
+    series = {**await scrape(client, url)}
+    for process, port in scenario.metrics_ports.items():
+        of_process = await scrape(client, f"http://127.0.0.1:{port}")
+        series |= {_of_instance(name, process): each for name, each in of_process.items()}
+    return series
+
+
+def _of_instance(series: str, instance: str) -> str:
+    name, _, labels = series.rstrip("}").partition("{")
+    return f'{name}{{{labels}{"," if labels else ""}instance="{instance}"}}'
 
 
 def promtool_test(scenario: Scenario, taken: list[Series]) -> dict[str, Any]:
@@ -61,14 +87,15 @@ def promtool_test(scenario: Scenario, taken: list[Series]) -> dict[str, Any]:
         for name in names
         if name.partition("{")[0] in metrics
     ]
-    before_s, last_s = INTERVAL_S * (NUM_BEFORE - 1), INTERVAL_S * (len(taken) - 1)
+    interval_s = scenario.interval_s
+    before_s, last_s = interval_s * (NUM_BEFORE - 1), interval_s * (len(taken) - 1)
     return {
         "rule_files": ["../../../services/deploy/alerts.yml"],
-        "evaluation_interval": f"{INTERVAL_S}s",
+        "evaluation_interval": f"{interval_s}s",
         "tests": [
             {
                 "name": scenario.name,
-                "interval": f"{INTERVAL_S}s",
+                "interval": f"{interval_s}s",
                 "input_series": given,
                 "promql_expr_test": [
                     _expected(alert, at_s, is_raised=at_s == last_s)
@@ -85,7 +112,9 @@ def _value(scraped: Mapping[str, float], name: str) -> str:
 
 
 def _expected(alert: str, at_s: int, *, is_raised: bool) -> dict[str, Any]:
-    expression = f'max by (alertname) (ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    """Raised at any time until then: the oldest wait of a queue rises and falls."""
+    firing = f'ALERTS{{alertname="{alert}",alertstate="firing"}}'
+    expression = f"max by (alertname) (max_over_time({firing}[{at_s}s]))"
     sample = {"labels": f'{{alertname="{alert}"}}', "value": 1}
     samples = [sample] if is_raised else []
     return {"expr": expression, "eval_time": f"{at_s}s", "exp_samples": samples}
@@ -95,7 +124,7 @@ async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: 
     await prometheus.scraped()
     cause = asyncio.create_task(scenario.cause(cluster))
     missing = await prometheus.unraised(scenario.alerts, LIVE_TIMEOUT_S)
-    await cause
+    await _end(cause)
     raised = [each for each in scenario.alerts if each not in missing]
     print(f"{scenario.name}: raised {raised}, not raised {sorted(missing)}", flush=True)
     return not missing
@@ -104,17 +133,22 @@ async def raise_alerts(cluster: ChaosCluster, prometheus: Prometheus, scenario: 
 async def run(scenario: Scenario, *, is_live: bool) -> bool:
     """Whether the alerts were raised; without a Prometheus, True."""
     folder, prometheus, is_raised = Path(tempfile.mkdtemp(prefix="hearth-alerts-")), None, True
+    for name in scenario.unread_logs:
+        os.mkfifo(folder / f"{name}.log")
+        os.open(folder / f"{name}.log", os.O_RDWR)  # until the end: a log needs a reader to open
     cluster = ChaosCluster(
         folder,
-        step_s=TIMING_STEP_S,
-        worker_options=WORKERS,
-        environ_of={f"gateway-{number}": scenario.environ for number in (1, 2)},
+        step_s=scenario.step_s,
+        worker_options=scenario.worker_options,
+        scheduler_options=scenario.scheduler_options,
+        environ_of=scenario.environ_of,
+        options_of={n: {"metrics-port": str(p)} for n, p in scenario.metrics_ports.items()},
     )
     try:
         await cluster.start()
         if is_live:
             prometheus = Prometheus(folder, [*cluster.urls.values()][-1])
-        async with streams(cluster):
+        async with streams(cluster, scenario.stream_tokens):
             if prometheus is None:
                 await record(cluster, scenario)
             else:
@@ -136,7 +170,8 @@ def main() -> int:
     if options.live and BINARY is None:
         print("No prometheus: no alert is raised live (apt-get install prometheus)")
         return 0
-    wanted = options.scenario or all_names
+    usual = [each.name for each in SCENARIOS if each.is_live or not options.live]
+    wanted = options.scenario or usual
     raised = [
         asyncio.run(run(each, is_live=options.live)) for each in SCENARIOS if each.name in wanted
     ]

@@ -4,79 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import requests
+from tests.deploy import causes
+from tests.deploy.overload import SCHEDULERS, STEP_S, WORKERS, overload
 from tests.deploy.scenario import Scenario
 from tests.servers import free_port
 
 NUM_STREAMS = 24
-OUTPUT_TOKENS = 4000  # more than a stream gets within a scenario
-NUM_OUTAGES = 4
-OUTAGE_S, PAUSE_S = 0.5, 5.0
-COLLECTOR_PORT = free_port()
-NUM_TRACED = 16
-EXPORT_S = 10.0  # spans leave after their requests, with retries
+TRACING = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{causes.COLLECTOR_PORT}"}
 
 
-async def _freeze_decode(cluster: ChaosCluster) -> None:
-    cluster.freeze("decode-1")
-
-
-async def _thaw_decode(cluster: ChaosCluster) -> None:
-    cluster.thaw("decode-1")
-
-
-async def _freeze_redis(cluster: ChaosCluster) -> None:
-    cluster.freeze("redis-server")
-
-
-async def _thaw_redis(cluster: ChaosCluster) -> None:
-    cluster.thaw("redis-server")
-
-
-async def _restart_nats(cluster: ChaosCluster) -> None:
-    for _ in range(NUM_OUTAGES):
-        cluster.kill("nats-server")
-        await asyncio.sleep(OUTAGE_S)
-        await cluster.restart("nats-server")
-        await asyncio.sleep(PAUSE_S)
-
-
-async def _kill_decodes(cluster: ChaosCluster) -> None:
-    for name in cluster.named("decode"):
-        cluster.kill(name)
-
-
-async def _restart_decodes(cluster: ChaosCluster) -> None:
-    for name in cluster.named("decode"):
-        await cluster.restart(name)
-
-
-async def _fail_collector(cluster: ChaosCluster) -> None:
-    """Requests end while the collector of traces answers 500 to the gateway that is
-    scraped, which sends their spans.
-    """
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n")
-        writer.write(b"connection: close\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    gateway, url = [*cluster.urls.items()][-1]
-    async with await asyncio.start_server(answer, "127.0.0.1", COLLECTOR_PORT):
-        for path, body in requests(NUM_TRACED):
-            exchange = Exchange({**body, "max_tokens": 2, "n": 1}, gateway)
-            await run_exchange(exchange, url, cluster.api_key, path)
-        await asyncio.sleep(EXPORT_S)
-
-
-async def _nothing(cluster: ChaosCluster) -> None:
-    return None
+def of_gateways(environ: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+    return dict.fromkeys(("gateway-1", "gateway-2"), environ)
 
 
 SCENARIOS = (
@@ -84,31 +27,98 @@ SCENARIOS = (
         "frozen_decode",
         ("HearthProcessLost", "HearthResubmissions"),
         25.0,
-        _freeze_decode,
-        _thaw_decode,
+        causes.freeze_decode,
+        causes.thaw_decode,
+        is_live=True,
     ),
-    Scenario("frozen_redis", ("HearthRedisAway",), 25.0, _freeze_redis, _thaw_redis),
-    Scenario("restarted_nats", ("HearthNatsUnstable",), 10.0, _restart_nats, _nothing),
-    Scenario("killed_decodes", ("HearthNoDecodeWorker",), 45.0, _kill_decodes, _restart_decodes),
+    Scenario(
+        "frozen_redis",
+        ("HearthRedisAway",),
+        25.0,
+        causes.freeze_redis,
+        causes.thaw_redis,
+        is_live=True,
+    ),
+    Scenario(
+        "restarted_nats",
+        ("HearthNatsUnstable",),
+        25.0,
+        causes.restart_nats,
+        causes.nothing,
+        is_live=True,
+    ),
+    Scenario(
+        "killed_decodes",
+        ("HearthNoDecodeWorker",),
+        45.0,
+        causes.kill_decodes,
+        causes.restart_decodes,
+        is_live=True,
+    ),
     Scenario(
         "failed_collector",
         ("HearthSpansDropped",),
         25.0,
-        _fail_collector,
-        _nothing,
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{COLLECTOR_PORT}"},
+        causes.fail_collector,
+        causes.nothing,
+        is_live=True,
+        environ_of=of_gateways(TRACING),
+    ),
+    Scenario(
+        "lost_streams",
+        ("HearthStreamsLost",),
+        35.0,
+        causes.kill_decodes,
+        causes.restart_decodes,
+        stream_tokens=1200,  # they would end in time
+        environ_of=of_gateways({"HEARTH_REQUEST_TIMEOUT_S": "30"}),
+    ),
+    Scenario("broken_device", ("HearthStepsFail",), 25.0, causes.break_device, causes.nothing),
+    Scenario(
+        "forbidden_lists", ("HearthIndexDegraded",), 80.0, causes.forbid_lists, causes.nothing
+    ),
+    Scenario(
+        "full_log",
+        ("HearthEventLoopHangs",),
+        30.0,
+        causes.fill_log,
+        causes.nothing,
+        metrics_ports={"gateway-1": free_port()},
+        unread_logs=("gateway-1",),
+    ),
+    Scenario(
+        "overload",
+        (
+            *("HearthQueueAge", "HearthRequestsRejected", "HearthSlowFirstToken"),
+            *("HearthSlowTokens", "HearthKvCacheFull"),
+        ),
+        435.0,
+        overload,
+        causes.nothing,
+        interval_s=15,
+        stream_tokens=0,
+        step_s=STEP_S,
+        worker_options=WORKERS,
+        scheduler_options=SCHEDULERS,
+    ),
+    Scenario(
+        "large_bodies",
+        ("HearthPreparationQueue",),
+        45.0,
+        causes.send_large_bodies,
+        causes.nothing,
     ),
 )
 
 
 @contextlib.asynccontextmanager
-async def streams(cluster: ChaosCluster) -> AsyncIterator[None]:
-    """Long streams that are open, over all gateways, until the end of the block."""
+async def streams(cluster: ChaosCluster, num_tokens: int) -> AsyncIterator[None]:
+    """Streams over all gateways, until the end of the block; none of 0 tokens."""
     gateways = [*cluster.urls]
     tasks, exchanges = [], []
-    for number, (path, body) in enumerate(requests(NUM_STREAMS)):
+    for number, (path, body) in enumerate(requests(NUM_STREAMS if num_tokens else 0)):
         gateway = gateways[number % len(gateways)]
-        exchange = Exchange({**body, "max_tokens": OUTPUT_TOKENS, "n": 1}, gateway)
+        exchange = Exchange({**body, "max_tokens": num_tokens, "n": 1}, gateway)
         sending = run_exchange(exchange, cluster.urls[gateway], cluster.api_key, path)
         tasks.append(asyncio.create_task(sending))
         exchanges.append(exchange)

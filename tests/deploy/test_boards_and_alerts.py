@@ -19,6 +19,7 @@ from tests.deploy.scenarios import SCENARIOS
 BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.json")]
 TESTS = Path(__file__).with_name("alert_tests.yml")
 VLLM = Path(__file__).with_name("vllm_expressions.txt")
+BY_HAND = {"HearthKvMismatch"}  # workers of one release on one machine have one format
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$worker": ".*"}
 
 
@@ -75,6 +76,7 @@ def test_each_alert_has_a_test_and_a_line_in_the_runbook() -> None:
     }
     recorded = {alert for each in SCENARIOS for alert in each.alerts}
     assert tested | recorded == names
+    assert recorded == names - BY_HAND
     runbook = (DEPLOY / "README.md").read_text()
     assert {name for name in names if f"`{name}`" not in runbook} == set()
 

@@ -14,6 +14,7 @@ from services.gateway.metrics.histograms import Histogram, ModelHistograms, own_
 from services.gateway.metrics.label_counts import LabelCounts, TenantLabels
 from services.gateway.metrics.preparation import PoolLoad, preparation_families
 from services.gateway.metrics.request_histograms import ITL, SPECS, TTFT, observe
+from services.gateway.metrics.stopped_workers import StoppedWorkers
 from services.gateway.metrics.vllm import VllmCollector
 from shared.errors import InvalidRequest
 from shared.messages import GatewayLoad
@@ -105,12 +106,15 @@ class GatewayMetrics:
         self.own = OwnCollector()
         self._gateway_id = gateway_id
         self._members: Callable[[], Iterable[Member]] = tuple
+        self.stopped_workers = StoppedWorkers()
         self._num_open_streams: Callable[[], int] = lambda: 0
         self._tenants = TenantLabels()
         self._load: Counter[str] = Counter()  # by field of GatewayLoad
         self._registries = {"hearth": CollectorRegistry(), "vllm": CollectorRegistry()}
         self._registries["hearth"].register(self.own)
-        self._registries["hearth"].register(FleetCollector(self._fleet))
+        self._registries["hearth"].register(
+            FleetCollector(self._fleet, lambda: self.stopped_workers.failed)
+        )
         self._registries["vllm"].register(
             VllmCollector(
                 self._fleet, self.own.histograms, self.own.finished, lambda: self._gateway_id

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shared.metrics.families.failed_operations import FailedOperations
 from shared.metrics.families.member import Member
 from shared.metrics.families.role_demands import role_demands
 from shared.metrics.families.services import service_families
@@ -14,13 +15,19 @@ from shared.metrics.families.worker import worker_families
 
 
 class FleetCollector(Collector):
-    def __init__(self, members: Callable[[], Iterable[Member]]) -> None:
+    def __init__(
+        self,
+        members: Callable[[], Iterable[Member]],
+        failed: Callable[[], Mapping[str, FailedOperations]] = dict,
+    ) -> None:
+        """`failed`: by worker id, what failed on workers that have stopped."""
         self._members = members
+        self._failed = failed
 
     def collect(self) -> Iterator[Metric]:
         members = tuple(self._members())
         yield from process_families(members)
-        yield from worker_families(members)
+        yield from worker_families(members, self._failed())
         yield from service_families(members)
         yield from role_demands(each.heartbeat for each in members)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from shared.messages import Heartbeat, WorkerLoad
+from shared.metrics.families.failed_operations import FailedOperations, failed_family
 from shared.metrics.families.member import Member, Value, families
 
 VALUES = (
@@ -80,12 +81,16 @@ def kv_usage(load: WorkerLoad) -> float:
     return 1.0 - min(load.num_free_blocks, load.num_total_blocks) / load.num_total_blocks
 
 
-def worker_families(members: Iterable[Member]) -> Iterator[Metric]:
+def worker_families(
+    members: Iterable[Member], failed: Mapping[str, FailedOperations]
+) -> Iterator[Metric]:
+    """`failed`: on workers that have stopped."""
     heartbeats = [each.heartbeat for each in members if each.heartbeat.load is not None]
-    loads = [(each.process_id, each.load) for each in heartbeats]
+    loads = [(each.process_id, each.load) for each in heartbeats if each.load is not None]
     yield from families(VALUES, "hearth_worker", "worker", loads)
     yield _info(heartbeats)
     yield from _by_outcome(heartbeats)
+    yield failed_family(loads, failed)
 
 
 def _info(heartbeats: Iterable[Heartbeat]) -> Metric:
@@ -115,11 +120,6 @@ def _by_outcome(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         "Bytes that a worker did not push because KV was sent compressed.",
         labels=["worker"],
     )
-    failed = CounterMetricFamily(
-        "hearth_worker_failed_steps",
-        "Operations of a worker's device that raised: step or zeroing.",
-        labels=["worker", "operation"],
-    )
     grammars = CounterMetricFamily(
         "hearth_worker_grammars",
         "Of a decode worker's grammars: late masks, failed choices, and abandoned threads.",
@@ -140,11 +140,9 @@ def _by_outcome(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
                 grammars.add_metric([worker_id, outcome], count)
         if "prefill" in each.roles:
             saved.add_metric([worker_id], load.saved_kv_bytes)
-        failed.add_metric([worker_id, "step"], load.num_failed_steps)
-        failed.add_metric([worker_id, "zeroing"], load.num_failed_zeroings)
         if load.expert_imbalance:
             experts.add_metric([worker_id], load.expert_imbalance)
-    yield from (frames, saved, failed, grammars, experts)
+    yield from (frames, saved, grammars, experts)
 
 
 def _frames(load: WorkerLoad) -> dict[str, int]:

@@ -1,0 +1,39 @@
+"""What failed on workers that have stopped.
+
+A worker whose device fails stops at once, and with it goes its counter: mostly no scrape would see
+the count rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared.messages import Heartbeat
+from shared.metrics.families.failed_operations import FailedOperations, failed_operations
+
+MAX_WORKERS = 256  # those that stopped first are forgotten
+
+
+class StoppedWorkers:
+    """By worker id, the sum over all its processes that stopped after a failure."""
+
+    def __init__(self) -> None:
+        self._failed: dict[str, FailedOperations] = {}
+
+    @property
+    def failed(self) -> Mapping[str, FailedOperations]:
+        """A copy: any thread may read it."""
+        return self._failed.copy()
+
+    def observe(self, heartbeat: Heartbeat) -> None:
+        if heartbeat.state != "stopped" or heartbeat.load is None:
+            return
+        now = failed_operations(heartbeat.load)
+        if not any(now):
+            return
+        steps, zeroings = self._failed.pop(heartbeat.process_id, (0, 0))
+        self._failed[heartbeat.process_id] = FailedOperations(
+            steps + now.num_steps, zeroings + now.num_zeroings
+        )
+        if len(self._failed) > MAX_WORKERS:
+            del self._failed[next(iter(self._failed))]
