@@ -22,7 +22,7 @@ from services.gateway.models.served_text import ServedText
 from services.gateway.text.recently_used import RecentlyUsed
 from shared.clock import Clock
 from shared.errors import NoCapacity
-from shared.lifecycle.struct_types import examine_struct_types
+from shared.transport.struct_types import examine_struct_types
 from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)

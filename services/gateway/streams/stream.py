@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class Stream:
         self.give_up_at = now
         self.was_accepted = False  # a scheduler has queued or placed the request
         self.num_tries = 0  # since `give_up_at` was set
+        self.lacked_worker_at = -math.inf  # when it last failed in a queue for want of one
         self.scheduler_id: str | None = None
         self.keepalive_at = now
         self.placement: CurrentPlacement | None = None

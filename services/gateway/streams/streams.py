@@ -78,6 +78,7 @@ from shared.transport.bus import error_of
 SUBMIT_WINDOW_S = 4.0
 NO_SCHEDULER_WINDOW_S = 0.5  # window when NATS reports no responders
 RECOVERY_WINDOW_S = 10.0  # longer after a loss: the client may have part of its response
+NEXT_LACK_S = 4.0  # two failures for want of a worker within it: none was there in between
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a frozen gateway may resume after the window, without having tried
 KEEPALIVE_LIMIT_S = 1.5
@@ -210,10 +211,12 @@ class Streams:
         stream = self._by_request.get(failed.request_id)
         if stream is None or not _is_present(failed, stream):
             return
+        error = error_of(failed.failure)
         if stream.state is StreamState.QUEUED:
             stream.transition_to(StreamState.SUBMITTING)
-            self._open_window(stream, now)
-        self.on_rejected(failed.request_id, stream.attempt, error_of(failed.failure), now)
+            if not _lacks_worker_again(stream, error, now):
+                self._open_window(stream, now)
+        self.on_rejected(failed.request_id, stream.attempt, error, now)
 
     def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
         for request_id in keepalive.request_ids:
@@ -576,6 +579,14 @@ class Streams:
     def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
         self._actions.abort(worker_id, placement_id, reason)
+
+
+def _lacks_worker_again(stream: Stream, error: HearthError, now: float) -> bool:
+    """Each try waits for a worker in a queue: those without one share a window."""
+    if not isinstance(error, NoCapacity) or error.retry_after_s == 0:  # 0: its scheduler leaves
+        return False
+    before, stream.lacked_worker_at = stream.lacked_worker_at, now
+    return now - before < NEXT_LACK_S
 
 
 def _is_present(failed: PlacementFailed, stream: Stream) -> bool:

@@ -154,7 +154,7 @@ print([each.__qualname__ for each in examined() - before])
 
 
 def test_threads_examine_no_types(dirs: list[Path]) -> None:
-    """Two that examine one type at the same time end the process: `shared/lifecycle/struct_types.py`."""
+    """Two that examine one type at the same time end the process: `examine_struct_types`."""
     run = [sys.executable, "-c", FIRST_LOAD, str(dirs[0])]
     found = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr

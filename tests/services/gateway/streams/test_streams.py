@@ -32,6 +32,7 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.streams import Streams
+from services.scheduler.unserved import NO_WORKER_GRACE_S
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,
@@ -601,6 +602,31 @@ def test_accepted_request_waits_for_capacity() -> None:
     rig.streams.on_placement_failed(failing(failure, attempt=3), rig.now)
     rig.tick(core.SUBMIT_BACKOFF_S)
     assert rig.submit().attempt == 4
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 30.0])
+def test_tries_without_a_worker_share_a_window(waits_s: float) -> None:
+    """`waits_s`: in a queue, for a worker that then leaves as well."""
+    rig = running()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    failure = Failure(code=NoCapacity.code, message="no worker serves", retry_after_s=1.0)
+    rig.queue(attempt=rig.submit().attempt)
+    rig.streams.on_placement_failed(failing(failure, attempt=2), rig.now)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
+    attempt, queue_s = rig.submit().attempt, waits_s or NO_WORKER_GRACE_S
+    began_at = rig.now + waits_s
+    while not rig.client.ends:
+        rig.queue(attempt=attempt)
+        for _ in range(round(queue_s)):
+            rig.tick(1.0)
+            rig.streams.on_keepalive(keepalive, rig.now)
+        rig.streams.on_placement_failed(failing(failure, attempt=attempt), rig.now)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+        attempt, queue_s = attempt + 1, NO_WORKER_GRACE_S
+    assert isinstance(rig.client.error, NoCapacity)
+    waited_s = rig.now - began_at
+    assert core.RECOVERY_WINDOW_S - 2.2 <= waited_s <= core.RECOVERY_WINDOW_S + 2.2
 
 
 def test_frozen_gateway_retries_after_it_resumes() -> None:
