@@ -168,6 +168,8 @@ BARS = {
     "slow_links": "Ranks over slow links between hosts",
     "chaos_soak": "A steady load without a fault",
     "transports": "Dialects and transports of one gateway, engines that take no time, by turns",
+    "telemetry": "Traces of requests beside none, the whole control plane, by turns",
+    "page": "The gateway's page, and what a tab of the cluster costs",
     "adversity": "Failing devices, doubled identities, greedy tenants, distance and attackers",
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
