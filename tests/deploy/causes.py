@@ -100,9 +100,7 @@ async def fill_log(cluster: ChaosCluster) -> None:
 async def send_large_bodies(cluster: ChaosCluster) -> None:
     """Tenants send more large bodies at once than the processes of one gateway can prepare."""
     gateway, url = [*cluster.urls.items()][-1]
-    words = random.Random(0).choices(
-        ("kv", "cache", "block", "größe", "12345", "\n"), k=LARGE_CHARS
-    )
+    words = random.Random(0).choices(WORDS, k=LARGE_CHARS)
     body: Body = {"model": DEMO_MODEL_NAME, "prompt": " ".join(words)[:LARGE_CHARS]}
 
     async def send(api_key: str) -> None:
