@@ -17,6 +17,7 @@ from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
 from kernels.cpu.gemm.lane_linear import LibraryLanes
 from kernels.cpu.simd import cpu_features
 from kernels.cpu.simd.intrinsics import FEW_ROWS
+from kernels.cpu.simd.library_level import library_name
 from kernels.sum_lanes import SumLanes
 
 
@@ -47,6 +48,10 @@ class CpuHost:
         if cpu_features.has_pair_products():
             return "avx512bf16"
         return "avx512" if cpu_features.has_avx512() else "fma"
+
+    def library_name(self, dtype: str = "") -> str:
+        """See library_level.py: what determines the bits that torch's libraries compute."""
+        return library_name(dtype)
 
     def compile_ahead(self, plan: CompilePlan) -> str | None:
         """See warm.py. Called before any weight is packed: the result decides its layout."""

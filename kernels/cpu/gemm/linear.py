@@ -17,14 +17,16 @@ Xeon, same K), so more rows are computed in chunks.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats, pack_floats
 from kernels.cpu.gemm.bf16_gemm import can_pack_halves, pack_halves
 from kernels.cpu.gemm.packed_linear import is_packed_for_products, packed_linear
-from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import array
+from kernels.cpu.simd.library_level import has_amx_products, has_bf16_products
 
 SPLIT_K = 1024
 # Unpacked weights: below PLAIN_ROWS rows are padded to a multiple; above, any count is valid.
@@ -53,11 +55,22 @@ def pack_for_library(weight: Tensor) -> Tensor:
     """weight [N, K] -> the weight in oneDNN's layout, or unchanged. Needs no compiled loops."""
     if weight.is_mkldnn:
         return weight
-    is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
-    if not is_packable or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not library_packs(weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return packed
+
+
+@cache
+def library_packs(dtype: torch.dtype) -> bool:
+    """Tries it, as torch refuses BF16 where oneDNN has no AVX-512."""
+    if dtype not in PACKABLE or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1, dtype=dtype), None)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_packed(weight: Tensor) -> bool:
@@ -99,13 +112,18 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_on_amx(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and has_amx()
+    return weight.dtype == torch.bfloat16 and has_amx_products()
+
+
+def _has_kernel_for_one_row(weight: Tensor) -> bool:
+    """BF16 without instructions for it: measured with a Xeon limited to avx512_core."""
+    is_emulated = weight.dtype == torch.bfloat16 and not has_bf16_products()
+    return weight.shape[1] > SPLIT_K or is_emulated or _is_on_amx(weight)
 
 
 def _padded_rows(num_rows: int, weight: Tensor) -> int:
     if weight.is_mkldnn:
-        is_apart = num_rows == 1 and (weight.shape[1] > SPLIT_K or _is_on_amx(weight))
-        return 2 if is_apart else num_rows
+        return 2 if num_rows == 1 and _has_kernel_for_one_row(weight) else num_rows
     if num_rows >= PLAIN_ROWS:
         return num_rows
     multiple = PLAIN_MULTIPLE[weight.dtype]

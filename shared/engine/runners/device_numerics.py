@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
 
 import torch
@@ -11,8 +10,6 @@ from kernels.device import IS_INTERPRETED, compute_capability
 from kernels.ops import cpu_host
 from shared.engine.parallel.lanes import NUM_LANES
 from shared.numerics import KERNELS_VERSION, Activations, Mode, Numerics
-
-_MAX_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN's limits of its instruction sets
 
 
 def device_numerics(
@@ -33,13 +30,10 @@ def device_numerics(
 
 
 def _cpu_name(dtype: str) -> str:
-    """The instruction set of the compiled kernels, and the library's if it multiplies."""
-    name = f"cpu-{cpu_host().instruction_set}"
-    if cpu_host().has_kernels and cpu_host().has_gemm(dtype):
-        return name
-    library = torch.backends.cpu.get_cpu_capability()
-    limits = [os.environ[each][:16] for each in _MAX_ISA if os.environ.get(each)]
-    return "-".join([name, library, *limits[:1]]).lower()
+    """The instruction set of the compiled kernels, and what the libraries multiply with: they take
+    the weights that the kernels do not, such as those of odd sizes.
+    """
+    return f"cpu-{cpu_host().instruction_set}-{cpu_host().library_name(dtype)}"
 
 
 def _release(package: str) -> str:

@@ -161,9 +161,8 @@ def _key(
         ]
         for region in regions
     ]
-    capability = torch.backends.cpu.get_cpu_capability()
-    layouts = cpu_host().weight_layouts()
-    machine = [str(torch.__version__), capability, *layouts, can_share_packed(), IS_INTERPRETED]
+    library, layouts = cpu_host().library_name(), cpu_host().weight_layouts()
+    machine = [str(torch.__version__), library, *layouts, can_share_packed(), IS_INTERPRETED]
     described = msgspec.json.encode(
         [MAGIC.decode(), COMPRESSED_VERSION * is_compressed, machine, layout, sources]
     )

@@ -15,7 +15,7 @@ from tests.shared.engine.support import golden
 RECORD = "record the digests: python -m tests.shared.engine.support.golden --write"
 
 
-def check(found: dict[str, dict[str, str]]) -> None:
+def check(found: golden.Digests) -> None:
     """Skips for a kind of device without recorded digests."""
     recorded = golden.recorded()
     assert recorded.kernels == KERNELS_VERSION, RECORD
@@ -27,7 +27,7 @@ def check(found: dict[str, dict[str, str]]) -> None:
                     f"the bits of {name} on {kind} changed: raise KERNELS_VERSION and {RECORD}"
                 )
     if missing:
-        pytest.skip(f"no digests of {', '.join(missing)} are recorded")
+        pytest.skip(f"no digests of {', '.join(missing)} are recorded; {RECORD}")
 
 
 @pytest.mark.parametrize("case", golden.CASES, ids=", ".join)
@@ -36,6 +36,14 @@ def test_bits_are_those_of_the_recorded_version(case: tuple[str, str, str], tmp_
     check({kind: {", ".join(case): digest}})
 
 
-def test_bits_of_the_library_are_those_of_the_recorded_version() -> None:
-    """A host without vector instructions, in a child process."""
-    check(golden.found_in_child(**golden.GENERIC))
+@pytest.mark.long
+@pytest.mark.parametrize("environ", golden.LIMITED, ids=lambda environ: "-".join(environ.values()))
+def test_bits_of_each_level_of_the_library_are_recorded(environ: dict[str, str]) -> None:
+    check(golden.found_in_child(**environ))
+
+
+def test_library_with_fewer_instructions_has_a_name_of_its_own() -> None:
+    """Without compiled loops, so that it multiplies all. Where a name is shared, bits are equal."""
+    found = golden.found_in_child(**golden.GENERIC, ONEDNN_MAX_CPU_ISA="AVX512_CORE")
+    golden.merge(found, golden.found_in_child(**golden.GENERIC))
+    check(found)

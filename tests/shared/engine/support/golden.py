@@ -2,6 +2,7 @@
 
     python -m tests.shared.engine.support.golden           prints those of this host
     python -m tests.shared.engine.support.golden --write   records them, also without compiled loops
+                                                           and at each level of the library
 
 Weights are seeded numbers from a config, so that no library's random numbers enter. A digest is of
 one kind of device: its instruction set, dtype and release of torch.
@@ -31,6 +32,13 @@ ROOT = Path(__file__).resolve().parents[4]
 FILE = Path(__file__).with_name("golden_bits.json")
 # The compiler's target without vectors: torch's library multiplies.
 GENERIC = {"NUMBA_CPU_NAME": "generic"}
+# The library can be limited to each of these; a host that lacks one is at the level below.
+LEVELS = [
+    *("AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
+    *("AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
+]
+LIMITED = [{**target, "ONEDNN_MAX_CPU_ISA": level} for target in ({}, GENERIC) for level in LEVELS]
+Digests = dict[str, dict[str, str]]  # kind of device -> case -> digest
 SHAPE = {
     "vocab_size": 320,
     "hidden_size": 96,
@@ -78,7 +86,7 @@ class Golden(msgspec.Struct):
     """`digests`: kind of device -> case -> digest, all of one `kernels` version."""
 
     kernels: int
-    digests: dict[str, dict[str, str]]
+    digests: Digests
 
 
 def kind_of(numerics: Numerics) -> str:
@@ -115,9 +123,8 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def found_here() -> dict[str, dict[str, str]]:
-    """Kind of device -> case -> digest."""
-    found: dict[str, dict[str, str]] = {}
+def found_here() -> Digests:
+    found: Digests = {}
     with tempfile.TemporaryDirectory() as parent:
         for case in CASES:
             name = ", ".join(case)
@@ -126,7 +133,7 @@ def found_here() -> dict[str, dict[str, str]]:
     return found
 
 
-def found_in_child(**environ: str) -> dict[str, dict[str, str]]:
+def found_in_child(**environ: str) -> Digests:
     child = subprocess.run(
         [sys.executable, "-m", "tests.shared.engine.support.golden"],
         cwd=ROOT,
@@ -135,19 +142,33 @@ def found_in_child(**environ: str) -> dict[str, dict[str, str]]:
         text=True,
         check=True,
     )
-    found: dict[str, dict[str, str]] = json.loads(child.stdout.strip().splitlines()[-1])
+    found: Digests = json.loads(child.stdout.strip().splitlines()[-1])
     return found
 
 
+def merge(known: Digests, found: Digests) -> None:
+    """Adds to `known`. Raises ValueError if one kind of device has two digests."""
+    for kind, digests in found.items():
+        for case, digest in digests.items():
+            other = known.setdefault(kind, {}).setdefault(case, digest)
+            if other != digest:
+                raise ValueError(f"{kind} names unlike bits of {case}: {other}, {digest}")
+
+
+def write() -> None:
+    golden = recorded() if FILE.exists() else Golden(KERNELS_VERSION, {})
+    found: Digests = {}
+    for environ in ({}, GENERIC, *LIMITED):
+        merge(found, found_in_child(**environ))
+    kept = golden.digests if golden.kernels == KERNELS_VERSION else {}
+    written = {"kernels": KERNELS_VERSION, "digests": {**kept, **found}}
+    FILE.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
-    here = found_here()
     if "--write" in sys.argv:
-        golden = recorded() if FILE.exists() else Golden(KERNELS_VERSION, {})
-        kept = golden.digests if golden.kernels == KERNELS_VERSION else {}
-        digests = {**kept, **here, **found_in_child(**GENERIC)}
-        written = {"kernels": KERNELS_VERSION, "digests": digests}
-        FILE.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
-    print(json.dumps(here))
+        write()
+    print(json.dumps(found_here()))
 
 
 if __name__ == "__main__":
