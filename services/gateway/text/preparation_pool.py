@@ -37,7 +37,7 @@ from services.gateway.text.process_jobs import (
 )
 from services.gateway.text.recently_used import RecentlyUsed
 from shared.background import Background
-from shared.errors import HearthError, NoCapacity, Overloaded
+from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import lower_priority, send_signal
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
@@ -243,6 +243,10 @@ class PreparationPool:
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end(seat)
             _fail(waiting, NoCapacity("the preparation process hangs", retry_after_s=1.0))
+        except Exception:  # of a client's data: it must end this job alone, not the gateway
+            log.exception("preparation_failed", kind=type(waiting.job).__name__)
+            await self._end(seat)
+            _fail(waiting, InvalidRequest("the request cannot be prepared"))
         finally:
             seat.running = None
             self.num_lost += has_lost and not self._is_closed

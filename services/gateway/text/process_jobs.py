@@ -50,6 +50,12 @@ class SelectModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`values`: encoded `TemplateValues`, in JSON: a client's integers may have any size."""
+
+    values: bytes
+
+
+class TemplateValues(msgspec.Struct, frozen=True, array_like=True):
     """A conversation to render. `variables`: of the client, for the template."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -137,6 +143,16 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_values_decoder = msgspec.json.Decoder(TemplateValues)
+
+
+def render_job(*values: Any) -> RenderJob:
+    """A job of the fields of TemplateValues."""
+    return RenderJob(msgspec.json.encode(TemplateValues(*values)))
+
+
+def template_values(job: RenderJob) -> TemplateValues:
+    return _values_decoder.decode(job.values)
 
 
 def limit_s(job: Job | Rejected) -> float:

@@ -32,6 +32,7 @@ from services.gateway.text.process_jobs import (
     Unavailable,
     frame,
     limit_s,
+    template_values,
 )
 from services.gateway.text.recently_used import RecentlyUsed
 from shared.errors import ConfigError, HearthError
@@ -158,12 +159,13 @@ def _failed(job: Job | Rejected, error: Exception) -> Rejected:
 def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
     if template is None:
         return Rejected("this model has no chat template")
+    given = template_values(job)
     try:
         parts = template.render(
-            job.messages,
-            job.tools,
-            add_generation_prompt=job.add_generation_prompt,
-            variables=job.variables,
+            given.messages,
+            given.tools,
+            add_generation_prompt=given.add_generation_prompt,
+            variables=given.variables,
         )
     except HearthError as error:
         return Rejected(error.message, error.param)

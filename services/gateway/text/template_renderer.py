@@ -13,8 +13,8 @@ from services.gateway.text.process_jobs import (
     ProcessSetup,
     Rejected,
     Rendered,
-    RenderJob,
     Unavailable,
+    render_job,
 )
 from shared.errors import HearthError, InvalidRequest, NoCapacity
 
@@ -43,7 +43,7 @@ class Renderer:
         """
         if self._setup.template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        job = RenderJob(messages, tools, add_generation_prompt, variables)
+        job = render_job(messages, tools, add_generation_prompt, variables)
         reply = await self._pool.run(tenant_id, self._setup, job)
         if isinstance(reply, Rejected):
             raise _error_of(reply)

@@ -29,6 +29,7 @@ from services.gateway.text.process_jobs import (
     RenderJob,
     Reply,
     frame,
+    render_job,
 )
 from services.gateway.text.template_process import decoded, encoded_reply
 from tests.services.gateway.model_dir import CHAT_TEMPLATE, EOS_TOKEN_ID, write_model_dir
@@ -113,10 +114,10 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("source", "job"),
     [
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", encode(RenderJob(MESSAGES))),
-        ("{{ '\ud800' }}", encode(RenderJob(MESSAGES))),  # cannot be sent
-        ("{{ tools }}", encode(RenderJob(MESSAGES, [{"a": nested(500)}]))),
-        ("{{ tools }}", b"\x93\xa9RenderJob\x91\x80\x91\x81\xa1a" + b"\x91" * 5_000 + b"\x90"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", encode(render_job(MESSAGES))),
+        ("{{ '\ud800' }}", encode(render_job(MESSAGES))),  # cannot be sent
+        ("{{ tools }}", encode(render_job(MESSAGES, [{"a": nested(500)}]))),
+        ("{{ tools }}", encode(RenderJob(b'[[],[{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}]]"))),
         ("", b"\xc1"),
     ],
 )
@@ -136,7 +137,7 @@ def test_any_error_rejects_a_body() -> None:
 
 def test_one_process_answers_every_hostile_job() -> None:
     jobs = [
-        RenderJob(MESSAGES, [{text: value, "role": text}])
+        render_job(MESSAGES, [{text: value, "role": text}])
         for text in (*PIECES, "\ufdd0" + "9" * 5_000 + "\ufdd1")
         for value in (text, nested(900))
     ]

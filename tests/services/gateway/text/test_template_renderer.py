@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
+from services.gateway.text import preparation_pool
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.preparation_pool import PreparationPool, _PoolProcess
 from services.gateway.text.process_jobs import LIMIT_S, MAX_SETUPS, ProcessSetup, frame
@@ -276,3 +277,28 @@ async def test_pool_counts_its_queue_and_the_processes_it_lost(make: Make) -> No
         await first
     await second
     assert (pool.num_waiting, pool.num_lost) == (0, 1)
+
+
+async def test_integers_of_any_size_reach_the_template(make: Make) -> None:
+    """Such as a maximum of 1e30 in a tool's schema, written as an integer."""
+    renderer = await make("{{ x }} {{ tools[0].maximum }}")
+    tools = [{"maximum": 10**30}]
+    assert await renderer.render(MESSAGES, tools, variables={"x": -(10**400)}) == [
+        f"-1{'0' * 400} 1{'0' * 30}"
+    ]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OverflowError, KeyError, OSError])
+async def test_error_of_a_job_fails_that_job_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    renderer = await make(TEMPLATE)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> bytes:
+            raise error("of a client's data")
+
+        patch.setattr(preparation_pool, "frame", fail)
+        with pytest.raises((InvalidRequest, NoCapacity)):
+            await renderer.render(MESSAGES)
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
