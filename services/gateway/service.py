@@ -287,7 +287,7 @@ class GatewayService:
             wall_clock,
             {
                 MESSAGES.name: signing_state(root_key(secret)),
-                RESPONSES: Completion(self.response_store, seal).state,
+                RESPONSES: Completion(self.response_store, seal, self._config.max_body_bytes).state,
             },
         )
 

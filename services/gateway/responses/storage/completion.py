@@ -13,21 +13,16 @@ from typing import Any
 import msgspec
 
 from services.gateway.request.endpoint import EndpointState
-from services.gateway.responses.ids import response_of_item
-from services.gateway.responses.storage.errors import UnknownResponse
-from services.gateway.responses.storage.record import (
-    ResponseRecord,
-    TenantState,
-    input_items_of,
-    items_of,
-    output_items_of,
-)
+from services.gateway.request.supported_fields import check_count
+from services.gateway.responses.input import MAX_ITEMS
+from services.gateway.responses.storage.record import TenantState, items_of
+from services.gateway.responses.storage.referenced_items import ReferencedItems
 from services.gateway.responses.storage.seal import PREFIX, Seal
 from services.gateway.responses.storage.store import PREVIOUS, ResponseStore
-from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
-MAX_REFERENCED = 64  # responses of which one body names items
+MAX_BYTES = 4 << 20
 OWN_FIELDS = ("hearth_history", "hearth_input")
 _REFERENCE = b"item_reference"
 _SEALED = PREFIX.encode()
@@ -48,11 +43,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Completion:
-    """`seal`: None: reasoning is not sealed."""
+    """`seal`: None: reasoning is not sealed. `max_bytes`: of the items that bodies refer to."""
 
-    def __init__(self, store: ResponseStore, seal: Seal | None) -> None:
+    def __init__(self, store: ResponseStore, seal: Seal | None, max_bytes: int = MAX_BYTES) -> None:
         self._store = store
         self._seal = seal
+        self._max_bytes = max_bytes
 
     @property
     def state(self) -> EndpointState:
@@ -103,38 +99,26 @@ class Completion:
         return _encode(fields)
 
     async def _items(self, tenant: TenantRecord, given: list[msgspec.Raw]) -> list[msgspec.Raw]:
-        records: dict[str, ResponseRecord] = {}
-        items = []
-        for index, raw in enumerate(given):
-            encoded = bytes(raw)
-            if _REFERENCE in encoded or _SEALED in encoded:
-                item = _decoded(encoded)
-                kind = item.get("type") if isinstance(item, dict) else None
-                if kind == "item_reference":
-                    param = f"input[{index}].id"
-                    item = await self._referenced(tenant, param, item.get("id"), records)
-                elif kind == "reasoning":
-                    item = self._opened(tenant, item)
-                raw = msgspec.Raw(_encode(item))
-            items.append(raw)
-        return items
+        check_count("input", len(given), MAX_ITEMS)  # before any item is read from the store
+        referenced = ReferencedItems(self._store, tenant, self._max_bytes)
+        return [
+            await self._item(tenant, f"input[{index}].id", raw, referenced)
+            for index, raw in enumerate(given)
+        ]
 
-    async def _referenced(
-        self, tenant: TenantRecord, param: str, item_id: Any, records: dict[str, ResponseRecord]
-    ) -> Any:
-        self._store.check_may_store(tenant, param)
-        response_id = (response_of_item(item_id) if isinstance(item_id, str) else None) or ""
-        if response_id not in records:
-            if len(records) >= MAX_REFERENCED:
-                raise PayloadTooLarge(
-                    f"input: items of more than {MAX_REFERENCED} responses", param="input"
-                )
-            records[response_id] = await self._store.get(tenant, response_id, param)
-        record = records[response_id]
-        for item in (*output_items_of(record), *input_items_of(record)):
-            if item["id"] == item_id:
-                return item
-        raise UnknownResponse("there is no item with this id", param=param)
+    async def _item(
+        self, tenant: TenantRecord, param: str, raw: msgspec.Raw, referenced: ReferencedItems
+    ) -> msgspec.Raw:
+        encoded = bytes(raw)
+        if _REFERENCE not in encoded and _SEALED not in encoded:
+            return raw
+        item = _decoded(encoded)
+        match item:
+            case {"type": "item_reference"}:
+                return await referenced.get(item.get("id"), param)
+            case {"type": "reasoning"}:
+                return msgspec.Raw(_encode(self._opened(tenant, item)))
+        return raw
 
     def _opened(self, tenant: TenantRecord, item: dict[str, Any]) -> dict[str, Any]:
         sealed = item.get("encrypted_content")

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.responses.ids import response_id
+from services.gateway.responses.ids import item_id, response_id
+from services.gateway.responses.storage import referenced_items
 from services.gateway.responses.storage import store as stores
 from services.gateway.responses.storage.completion import Completion
 from services.gateway.responses.storage.errors import UnknownResponse
@@ -189,6 +190,39 @@ async def test_text_that_looks_like_a_reference_keeps_its_history(stored: Stored
     body = {"input": "an item_reference", "previous_response_id": response_id("a")}
     completed = await Completion(stored.store, None).complete(TENANT, msgspec.json.encode(body))
     assert msgspec.json.decode(completed)["hearth_history"][0]["id"] == "a"
+
+
+async def completed_size(stored: Stored, num_references: int, max_bytes: int) -> int:
+    reference = {"type": "item_reference", "id": item_id("msg", response_id("a"), 0)}
+    body = {"input": [reference] * num_references}
+    completion = Completion(stored.store, None, max_bytes)
+    return len(await completion.complete(TENANT, msgspec.json.encode(body)))
+
+
+async def test_references_pull_in_no_more_than_a_body(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of many short references puts in the whole item, from a record that is decoded once."""
+    output = [{"id": item_id("msg", response_id("a"), 0), "text": "x" * 500}]
+    response = msgspec.json.encode({"id": response_id("a"), "output": output})
+    await stored.save(TENANT, ResponseRecord(id=response_id("a"), response=response))
+    decoded: list[object] = []
+    items_of = referenced_items.input_items_of
+
+    def count(record: ResponseRecord) -> object:
+        decoded.append(record)
+        return items_of(record)
+
+    monkeypatch.setattr(referenced_items, "input_items_of", count)
+    assert 0 < await completed_size(stored, 50, max_bytes=1 << 20) < 1 << 20
+    assert len(decoded) == 1
+    with pytest.raises(PayloadTooLarge, match="more than 1000 bytes"):
+        await completed_size(stored, 50, max_bytes=1000)
+
+
+async def test_references_are_counted_before_any_is_read(stored: Stored) -> None:
+    with pytest.raises(PayloadTooLarge, match="4096"):
+        await completed_size(stored, 4097, max_bytes=1 << 30)
 
 
 async def test_away_redis(redis_server: RedisServer) -> None:
