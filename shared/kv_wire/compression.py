@@ -15,7 +15,7 @@ from shared.kv_wire.checked_copy import grown, to_the_end
 from shared.kv_wire.compression_gate import CompressionGate, WireTimes
 from shared.kv_wire.frames import Ack, Refusal
 from shared.kv_wire.link import CompressionCounts
-from shared.kv_wire.sealing.ciphers import TAG_BYTES
+from shared.kv_wire.sealing.cipher_choice import TAG_BYTES
 
 
 class FrameCodec(Protocol):

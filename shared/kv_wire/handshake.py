@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,15 +29,11 @@ from shared.kv_wire.frames import (
     decode_record,
     encode_record,
 )
-from shared.kv_wire.sealing.ciphers import (
-    NONCE_BYTES,
-    LinkCiphers,
-    ciphers_of_receiver,
-    ciphers_of_sender,
-    common_cipher,
-    preferred_ciphers,
-)
+from shared.kv_wire.sealing.cipher_choice import NONCE_BYTES, common_cipher, preferred_ciphers
 from shared.messages import LinkKey
+
+if TYPE_CHECKING:
+    from shared.kv_wire.sealing.ciphers import LinkCiphers
 
 Receive = Callable[[int], Awaitable[bytes]]
 
@@ -79,6 +76,8 @@ async def send_hello(
         raise
     ciphers = None
     if link_key is not None:
+        from shared.kv_wire.sealing.ciphers import ciphers_of_sender
+
         ciphers = ciphers_of_sender(link_key, welcome.cipher, sent, received)
     return Greeted(welcome, fds[0] if fds else None, ciphers)
 
@@ -111,6 +110,8 @@ async def send_sealed_welcome(
         raise ProtocolError("the peer has no common cipher")
     welcome = msgspec.structs.replace(welcome, nonce=os.urandom(NONCE_BYTES), cipher=cipher)
     await send_welcome(sock, welcome, None)
+    from shared.kv_wire.sealing.ciphers import ciphers_of_receiver
+
     return ciphers_of_receiver(link_key, cipher, received, encode_record(welcome))
 
 

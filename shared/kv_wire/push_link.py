@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -27,7 +27,9 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.link import Fill, FrameHeader
 from shared.kv_wire.record_stream import RecordStream
-from shared.kv_wire.sealing.ciphers import LinkCiphers
+
+if TYPE_CHECKING:
+    from shared.kv_wire.sealing.ciphers import LinkCiphers
 
 
 class Staging(Protocol):

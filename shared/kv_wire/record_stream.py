@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
@@ -28,7 +28,10 @@ from shared.kv_wire.frames import (
     decode_record,
     encode_record,
 )
-from shared.kv_wire.sealing.ciphers import TAG_BYTES, LinkCiphers
+from shared.kv_wire.sealing.cipher_choice import TAG_BYTES
+
+if TYPE_CHECKING:
+    from shared.kv_wire.sealing.ciphers import LinkCiphers
 
 # The maximum size of one read, so that its bytes are summed while they are still cached.
 READ_BYTES = 256 * 1024

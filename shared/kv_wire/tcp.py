@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from typing import TYPE_CHECKING
 
 from shared.clock import Clock
 from shared.errors import LinkLost
@@ -23,7 +24,10 @@ from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.record_stream import RecordStream
-from shared.kv_wire.sealing.ciphers import TAG_BYTES, LinkCiphers
+from shared.kv_wire.sealing.cipher_choice import TAG_BYTES
+
+if TYPE_CHECKING:
+    from shared.kv_wire.sealing.ciphers import LinkCiphers
 
 NUM_SLOTS = 4
 # Timeout for a host that vanished or a process that stopped reading.

@@ -18,14 +18,8 @@ from hypothesis import strategies as st
 
 from shared.kv_wire.frames import PREFIX, Frame, Hello, decode_prefix, encode_record
 from shared.kv_wire.kv_server import KvServer
-from shared.kv_wire.sealing.ciphers import (
-    AES,
-    CHACHA,
-    NONCE_BYTES,
-    TAG_BYTES,
-    DirectionCipher,
-    ciphers_of_sender,
-)
+from shared.kv_wire.sealing.cipher_choice import AES, CHACHA, NONCE_BYTES, TAG_BYTES
+from shared.kv_wire.sealing.ciphers import DirectionCipher, ciphers_of_sender
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import LinkKey, LinkSecurity
 from shared.randomness import SystemRandomness

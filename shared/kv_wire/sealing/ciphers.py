@@ -15,49 +15,21 @@ With "mac" the same tag is computed over data that stays readable.
 from __future__ import annotations
 
 import hashlib
-import platform
-import re
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from shared.kv_wire.sealing.cipher_choice import AES, CHACHA, TAG_BYTES
 from shared.messages import LinkKey
 
-TAG_BYTES = 16
-NONCE_BYTES = 32  # of Hello and Welcome
-AES, CHACHA = "aes-256-gcm", "chacha20-poly1305"
 _AEADS: dict[str, type[AESGCM] | type[ChaCha20Poly1305]] = {AES: AESGCM, CHACHA: ChaCha20Poly1305}
 _KEY_BYTES = 32
 _TO_RECEIVER, _TO_SENDER = b"hearth-kv to receiver", b"hearth-kv to sender"
 # The first 4 of a seal's 12 nonce bytes; the other 8 are its number.
 _RECORD, _PAYLOAD = b"\0\0\0\0", b"\0\0\0\1"
-
-
-@cache
-def has_aes_instructions() -> bool:
-    """Whether this CPU has them: without, ChaCha20 is faster and takes constant time."""
-    try:
-        cpu_info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.machine() == "arm64"  # macOS: all of these have them
-    return re.search(r"^(flags|Features)\s*:.*\baes\b", cpu_info, re.MULTILINE) is not None
-
-
-def preferred_ciphers() -> tuple[str, ...]:
-    """The ciphers that this host can use, fastest first."""
-    return (AES, CHACHA) if has_aes_instructions() else (CHACHA, AES)
-
-
-def common_cipher(offered: tuple[str, ...], own: tuple[str, ...]) -> str | None:
-    """AES if it is the first choice of both ends, else ChaCha20; None if the peer has neither."""
-    if offered[:1] == own[:1] == (AES,):
-        return AES
-    return CHACHA if CHACHA in offered else None
 
 
 class DirectionCipher:

@@ -7,15 +7,8 @@ import os
 import msgspec
 import pytest
 
-from shared.kv_wire.sealing.ciphers import (
-    AES,
-    CHACHA,
-    TAG_BYTES,
-    LinkCiphers,
-    ciphers_of_receiver,
-    ciphers_of_sender,
-    common_cipher,
-)
+from shared.kv_wire.sealing.cipher_choice import AES, CHACHA, TAG_BYTES, common_cipher
+from shared.kv_wire.sealing.ciphers import LinkCiphers, ciphers_of_receiver, ciphers_of_sender
 from shared.kv_wire.sealing.link_keys import MAX_KEYS, LinkKeys
 from shared.messages import LinkKey, LinkSecurity
 from shared.randomness import SystemRandomness
