@@ -81,12 +81,15 @@ class SamplingInputs(msgspec.Struct, frozen=True):
         return len(self.logits_indices)
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Every row is greedy, without changes to its logits and without logprobs."""
+    def is_plain(self) -> bool:
+        """Without changes to the logits and without logprobs."""
         is_touched = self.banned or self.bias is not None or self.penalties is not None
         is_touched = is_touched or self.masks is not None
-        has_logprobs = self.raw_logprobs or self.processed_logprobs
-        return not (is_touched or has_logprobs or self.temperature.any())
+        return not (is_touched or self.raw_logprobs or self.processed_logprobs)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        return self.is_plain and not self.temperature.any()
 
 
 class PromptSuccessors(msgspec.Struct, frozen=True):

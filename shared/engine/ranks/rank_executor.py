@@ -15,6 +15,7 @@ from kernels.ops import cpu_host
 from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.device_step import DeviceStepOutput
 from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.models.rank_tensors import RankTensors
 from shared.engine.models.weight_cuts import WeightCuts
@@ -79,19 +80,21 @@ class RankExecutor(ModelExecutor):
             )
         )
 
-    def _embedded(self, inputs: StepInputs) -> Tensor:
+    def _entering(self, inputs: StepInputs) -> Tensor | None:
         if self._is_first:
-            return super()._embedded(inputs)
+            return None
         shape = len(inputs.input_ids), self.model.config.hidden_size
         return self._mesh.recv(shape, self.kv_cache.dtype)
 
-    def _sample(
-        self, hidden: Tensor, inputs: StepInputs, began_at: float
+    def _is_drawn(self, inputs: StepInputs) -> bool:
+        """Samples of other rows are drawn after the last exchange, where an error is harmless."""
+        return self._answers and inputs.sampling.is_plain_greedy
+
+    def _tokens(
+        self, done: DeviceStepOutput, inputs: StepInputs, began_at: float
     ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
         if self._answers:
-            return super()._sample(hidden, inputs, began_at)
-        if inputs.sampling.num_rows:
-            self.model.logits(self._sampled(hidden, inputs))
+            return super()._tokens(done, inputs, began_at)
         return [], [], frozenset()
 
     def _check_routing(self, sampled: Tensor) -> None:

@@ -20,10 +20,16 @@ from torch import Tensor
 from kernels.ops import copy_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.kv_copies import KvCopies, any_thread
-from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
+from shared.engine.layers.attention_inputs import LayerKind
 from shared.engine.layers.moe import MoeMlp
-from shared.engine.models.decoder import Decoder, DecoderLayer
-from shared.engine.models.rank_decoder import RankDecoder
+from shared.engine.models.decoder import DecoderLayer
+from shared.engine.models.device_step import (
+    DeviceStepInputs,
+    DeviceStepOutput,
+    Model,
+    device_step,
+    hidden_states,
+)
 from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.step_deadline import StepBudget, step_units
@@ -44,7 +50,7 @@ class ModelExecutor(KvCopies):
 
     def __init__(
         self,
-        model: Decoder | RankDecoder,
+        model: Model,
         kv_cache: Tensor,
         kv_layout: KvLayout,
         *,
@@ -65,37 +71,35 @@ class ModelExecutor(KvCopies):
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
         began_at = self._clock.now()
-        hidden = self.hidden(inputs)
-        token_ids, logprobs, late_rows = self._sample(hidden, inputs, began_at)
+        done = device_step(*self._operands(inputs, is_drawn=self._is_drawn(inputs)))
+        token_ids, logprobs, late_rows = self._tokens(done, inputs, began_at)
         vocab_size = self.model.config.vocab_size
         return StepOutput(
             token_ids,
             logprobs,
-            prompt_logprobs(hidden, inputs, self.model.logits, vocab_size=vocab_size),
-            pooled(hidden, inputs, self.model.normed),
+            prompt_logprobs(done.hidden, inputs, self.model.logits, vocab_size=vocab_size),
+            pooled(done.hidden, inputs, self.model.normed),
             late_rows,
         )
 
-    @torch.inference_mode()
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """[R, vocab_size] FP32."""
-        return self.model.logits(self._sampled(self.hidden(inputs), inputs))
+        logits = device_step(*self._operands(inputs)).logits
+        assert logits is not None, "the step samples nothing"
+        return logits
 
-    @torch.inference_mode()
     def hidden(self, inputs: StepInputs) -> Tensor:
         """Hidden states of all tokens, before the final norm: [T, hidden_size]."""
-        self._check_thread()
-        if inputs.block_copies:
-            copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
-            copy_blocks(self.kv_cache, *copies.to(self._device))
-        of_kinds = build_attention_inputs(inputs, self._device, self._kinds)
+        return hidden_states(*self._operands(inputs))
+
+    def device_inputs(self, inputs: StepInputs, *, is_drawn: bool = False) -> DeviceStepInputs:
+        kinds = self._kinds, self._kind_of_layer
+        return DeviceStepInputs.build(inputs, self._device, *kinds, is_drawn=is_drawn)
+
+    def kv_slots(self) -> list[Tensor]:
+        """The cache of each layer."""
         slots = self.kv_cache.unbind(0)
-        return self.model.run_layers(
-            self._embedded(inputs),
-            torch.from_numpy(inputs.positions).to(self._device),
-            [slots[slot] for slot in self._slot_of_layer],
-            [of_kinds[kind] for kind in self._kind_of_layer],
-        )
+        return [slots[slot] for slot in self._slot_of_layer]
 
     @torch.inference_mode()
     def expert_counts(self) -> NDArray[np.int64] | None:
@@ -111,24 +115,39 @@ class ModelExecutor(KvCopies):
         counts: NDArray[np.int64] = torch.stack(sums).diff(dim=1).cpu().numpy()
         return counts
 
-    def _embedded(self, inputs: StepInputs) -> Tensor:
-        """What enters the first layer: [T, hidden_size]."""
-        return self.model.embed(torch.from_numpy(inputs.input_ids).to(self._device))
+    @torch.inference_mode()
+    def _operands(
+        self, inputs: StepInputs, *, is_drawn: bool = False
+    ) -> tuple[Model, list[Tensor], DeviceStepInputs, Tensor | None]:
+        """Those of `device_step`. Copies blocks first."""
+        self._check_thread()
+        if inputs.block_copies:
+            copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
+            copy_blocks(self.kv_cache, *copies.to(self._device))
+        own = self.device_inputs(inputs, is_drawn=is_drawn)
+        return self.model, self.kv_slots(), own, self._entering(inputs)
 
-    def _sample(
-        self, hidden: Tensor, inputs: StepInputs, began_at: float
+    def _entering(self, inputs: StepInputs) -> Tensor | None:
+        """What enters the first layer, if it is not the embedding of the tokens."""
+        return None
+
+    def _is_drawn(self, inputs: StepInputs) -> bool:
+        """Whether the step draws its tokens on the device, before anything is read."""
+        return inputs.sampling.is_plain
+
+    def _tokens(
+        self, done: DeviceStepOutput, inputs: StepInputs, began_at: float
     ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
         """Returns token ids, logprobs and late rows, as in `StepOutput`."""
-        if not inputs.sampling.num_rows:
+        if done.sampled is None:
             return [], [], frozenset()
-        sampled = self._sampled(hidden, inputs)
-        if inputs.sampling.is_plain_greedy:
-            token_ids = self.model.argmax_tokens(sampled).tolist()
-            self._check_routing(sampled)
+        if done.token_ids is not None:
+            token_ids = done.token_ids.tolist()
+            self._check_routing(done.sampled)
             return token_ids, [], frozenset()
-        logits = self.model.logits(sampled)
-        self._check_routing(sampled)
-        return self._sample_logits(logits, inputs, began_at)
+        assert done.logits is not None
+        self._check_routing(done.sampled)
+        return self._sample_logits(done.logits, inputs, began_at)
 
     def _check_routing(self, sampled: Tensor) -> None:
         """Raises FloatingPointError if a router's logits were no numbers: a token without a choice
@@ -150,11 +169,6 @@ class ModelExecutor(KvCopies):
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._clock.now() - began_at
-
-    def _sampled(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
-        """The rows of `hidden` from which tokens are sampled."""
-        rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
-        return hidden.index_select(0, rows)
 
 
 class ModelRunner:

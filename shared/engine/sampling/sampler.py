@@ -67,6 +67,22 @@ def sample_tokens(
     return token_ids, by_row
 
 
+def sampling_columns(
+    inputs: SamplingInputs, device: torch.device, rows: NDArray[np.int64] | slice = slice(None)
+) -> list[Tensor]:
+    """The operands of `sample` after the logits, of these rows."""
+    columns = (
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        inputs.seed.view(np.int64),
+        inputs.choice_index,
+        inputs.output_position,
+    )
+    return _on(device, *(each[rows] for each in columns))
+
+
 def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
     """Returns a copy of the rows that need it."""
     return logits[list(requested)] if requested else None
@@ -128,16 +144,7 @@ def _sample(
     """logits of these rows."""
     if not inputs.temperature[rows].any():
         return argmax(logits).tolist()
-    columns = (
-        inputs.temperature,
-        inputs.top_k,
-        inputs.top_p,
-        inputs.min_p,
-        inputs.seed.view(np.int64),
-        inputs.choice_index,
-        inputs.output_position,
-    )
-    return sample(logits, *_on(logits.device, *(each[rows] for each in columns))).tolist()
+    return sample(logits, *sampling_columns(inputs, logits.device, rows)).tolist()
 
 
 def _sample_few(logits: Tensor, inputs: SamplingInputs, few: FewTokens) -> list[int]:

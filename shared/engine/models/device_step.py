@@ -1,0 +1,108 @@
+"""A step of a model as one function on its device: embed, layers, choice of rows, head, draw.
+
+All inputs are on the device before it begins, and a dense model's step waits for nothing there, so
+it can be captured in a CUDA graph. The eager step is the same function. On the CPU, and elsewhere
+without Triton, sampling reads results in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kernels.ops import sample
+from shared.engine.layers.attention_inputs import (
+    AttentionInputs,
+    LayerKind,
+    build_attention_inputs,
+)
+from shared.engine.models.decoder import Decoder
+from shared.engine.models.rank_decoder import RankDecoder
+from shared.engine.runner import StepInputs
+from shared.engine.sampling.sampler import sampling_columns
+
+Model: TypeAlias = Decoder | RankDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStepInputs:
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    attention: tuple[AttentionInputs, ...]  # of each layer
+    logits_rows: Tensor | None  # [R] of the batch; None: nothing is sampled
+    is_drawn: bool  # here; False: the host draws from the logits
+    sampling: list[Tensor] | None  # [R] each; None: all rows are greedy
+
+    @classmethod
+    def build(
+        cls,
+        inputs: StepInputs,
+        device: torch.device,
+        kinds: Sequence[LayerKind],
+        kind_of_layer: Sequence[int],
+        *,
+        is_drawn: bool,
+    ) -> Self:
+        """Copies them to the device. `is_drawn`: only if nothing else changes the logits."""
+        sampling, columns = inputs.sampling, None
+        if is_drawn and not sampling.is_plain_greedy:
+            columns = sampling_columns(sampling, device)
+        has_rows = sampling.num_rows > 0
+        of_kinds = build_attention_inputs(inputs, device, kinds)
+        return cls(
+            token_ids=torch.from_numpy(inputs.input_ids).to(device),
+            positions=torch.from_numpy(inputs.positions).to(device),
+            attention=tuple(of_kinds[kind] for kind in kind_of_layer),
+            logits_rows=torch.from_numpy(sampling.logits_indices).to(device) if has_rows else None,
+            is_drawn=is_drawn,
+            sampling=columns,
+        )
+
+
+class DeviceStepOutput(NamedTuple):
+    hidden: Tensor  # [T, hidden_size] before the final norm
+    sampled: Tensor | None = None  # [R, hidden_size] the rows that sample
+    logits: Tensor | None = None  # [R, vocab_size] FP32, if the host draws
+    token_ids: Tensor | None = None  # [R] int64, if the device does
+
+
+@torch.inference_mode()
+def device_step(
+    model: Model,
+    kv_slots: Sequence[Tensor],
+    inputs: DeviceStepInputs,
+    entering: Tensor | None = None,
+) -> DeviceStepOutput:
+    """`kv_slots`: the cache of each layer. `entering`: see `hidden_states`."""
+    hidden = hidden_states(model, kv_slots, inputs, entering)
+    if inputs.logits_rows is None:
+        return DeviceStepOutput(hidden)
+    sampled = hidden.index_select(0, inputs.logits_rows)
+    if not inputs.is_drawn:
+        return DeviceStepOutput(hidden, sampled, model.logits(sampled))
+    return DeviceStepOutput(hidden, sampled, token_ids=_draw(model, sampled, inputs.sampling))
+
+
+@torch.inference_mode()
+def hidden_states(
+    model: Model,
+    kv_slots: Sequence[Tensor],
+    inputs: DeviceStepInputs,
+    entering: Tensor | None = None,
+) -> Tensor:
+    """[T, hidden_size] after the layers. `entering`: what an earlier stage computed, the same
+    shape; None: the tokens are embedded here.
+    """
+    x = model.embed(inputs.token_ids) if entering is None else entering
+    return model.run_layers(x, inputs.positions, kv_slots, inputs.attention)
+
+
+def _draw(model: Model, sampled: Tensor, columns: list[Tensor] | None) -> Tensor:
+    """[R] token ids."""
+    if columns is None:
+        return model.argmax_tokens(sampled)
+    return sample(model.logits(sampled), *columns)

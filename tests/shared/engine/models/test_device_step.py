@@ -1,0 +1,151 @@
+"""A step on the device: it waits for nothing there, and gives the tokens of the host's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from benchmarks.gpu_kit.model_steps.waits import first_wait
+from kernels.device import IS_INTERPRETED
+from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
+from shared.engine.models.device_step import device_step
+from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import finish_model, kv_layout_of, set_mode
+from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.warm_up import idle_step
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.families import FAMILIES, SHAPE
+from tests.shared.engine.support.steps import Blocks, step_of
+
+CPU = torch.device("cpu")
+DENSE = ("llama, yarn", "qwen2", "qwen3", "gemma2", "gemma3", "llama4", "phi3, longrope")
+ROUTED = ("qwen3 moe", "deepseek", "llama4, experts")
+BATCHES: tuple[dict[str, Any], ...] = (
+    {"query_lens": [1, 1, 1], "context_tokens": 100},
+    {"query_lens": [1, 1], "temperature": 0.7},
+    {"query_lens": [5, 1, 7]},
+)
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8},
+        }
+    },
+}
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    """Tensors are on the CPU and take the branches of CUDA; launches are listed, not made."""
+    pytest.importorskip("triton")
+    if IS_INTERPRETED:
+        pytest.skip("the interpreter launches nothing")
+    from triton.runtime.jit import JITFunction
+
+    from tests.kernels.support.triton_ops import triton_ops
+
+    names: list[str] = []
+
+    def launch(self: JITFunction, *args: object, **kwargs: object) -> None:  # type: ignore[type-arg]
+        names.append(self.fn.__name__)
+
+    with ExitStack() as stack:
+        stack.enter_context(triton_ops())
+        stack.enter_context(patch.object(JITFunction, "run", launch))
+        for name, is_true in (("is_cuda", True), ("is_cpu", False)):
+            stack.enter_context(patch.object(torch.Tensor, name, is_true, create=True))
+        yield names
+
+
+def executor_of(folder: Path, family: str, **options: Any) -> ModelExecutor:
+    """Of an unset model, which computes garbage."""
+    found = FAMILIES[family]
+    fields = {"vocab_size": 199, "pad_token_id": 0, "eos_token_id": 2, **SHAPE, **found.fields}
+    config_class = getattr(transformers, found.architecture).config_class
+    config_class(architectures=[found.architecture], **fields, **options).save_pretrained(folder)
+    config = read_config(folder)
+    kv_layout = kv_layout_of(config, "bfloat16", 16)
+    model = Decoder(config, dtype=torch.bfloat16, num_positions=512).eval()
+    finish_model(model, "exact", is_compressed=False)
+    return ModelExecutor(model, allocate_kv_cache(kv_layout, 8, CPU), kv_layout)
+
+
+def step_function(executor: ModelExecutor, **batch: Any) -> Callable[[], object]:
+    step = idle_step(16, num_groups=len(executor.kv_layout.groups), **batch)
+    inputs, slots = executor.device_inputs(step, is_drawn=True), executor.kv_slots()
+    return lambda: device_step(executor.model, slots, inputs)
+
+
+@pytest.mark.parametrize("family", [*DENSE, *ROUTED])
+def test_step_waits_for_nothing(family: str, launched: list[str], tmp_path: Path) -> None:
+    executor = executor_of(tmp_path, family)
+    for mode in ("exact", "fast"):
+        set_mode(executor.model, mode)
+        for batch in BATCHES:
+            function = step_function(executor, **batch)
+            function()  # constants are copied to the device once
+            launched.clear()
+            assert first_wait(function) is None
+            assert "_decode_attention_kernel" in launched
+
+
+def test_wait_of_quantised_experts_is_named(launched: list[str], tmp_path: Path) -> None:
+    executor = executor_of(tmp_path, "qwen3 moe", quantization_config=INT4)
+    found = first_wait(step_function(executor, query_lens=[1, 1]))
+    assert found is not None
+    assert found.startswith("Tensor.tolist in shared/engine/layers/methods/expert_method.py:")
+
+
+X = torch.arange(4)
+WAITS: dict[str, Callable[[], object]] = {
+    "aten._local_scalar_dense.default": lambda: int(X[1]),
+    "aten.nonzero.default": lambda: X.nonzero(),
+    "aten.index.Tensor": lambda: X[X > 1],
+    "aten.index_put_.default": lambda: X.clone().index_put_((X > 1,), X[0]),
+    "aten.lift_fresh.default": lambda: torch.tensor([1]),
+    "aten._to_copy.default": lambda: X.to("meta"),
+    "Tensor.tolist": lambda: X.tolist(),
+    "Tensor.numpy": lambda: X.numpy(),
+}
+
+
+@pytest.mark.parametrize("operation", WAITS)
+def test_waits_are_found(operation: str) -> None:
+    assert first_wait(WAITS[operation]) == f"{operation} in no line of the engine"
+
+
+def test_indexing_by_numbers_is_no_wait() -> None:
+    assert first_wait(lambda: X[X].add_(X[1:2]).to(torch.float32)) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_of_the_device_are_those_of_the_host(temperature: float, tmp_path: Path) -> None:
+    """The host draws where logprobs are requested; the device, in a step without options."""
+    write_llama(tmp_path)
+    executor = load_runner(tmp_path, kv_cache_bytes=1 << 20).executor
+    step = step_of([(Blocks(8).line(range(5, 45)), 40)])
+    rows = np.full(40, temperature, dtype=np.float32), np.arange(40, dtype=np.uint64)
+    sampling = msgspec.structs.replace(step.sampling, temperature=rows[0], seed=rows[1])
+    plain = msgspec.structs.replace(step, sampling=sampling)
+    with_logprobs = msgspec.structs.replace(sampling, raw_logprobs={0: 1})
+    drawn = device_step(
+        executor.model, executor.kv_slots(), executor.device_inputs(plain, is_drawn=True)
+    ).token_ids
+    assert drawn is not None
+    by_host = executor.run(msgspec.structs.replace(step, sampling=with_logprobs)).token_ids
+    assert executor.run(plain).token_ids == drawn.tolist() == by_host
