@@ -224,9 +224,13 @@ def linear(
     """The product with a dense weight, packed or not. On CUDA the library multiplies, unless a
     row's bits must not depend on the others.
     """
-    if x.is_cuda and not is_batch_invariant:
+    if _is_for_library(x, is_batch_invariant=is_batch_invariant):
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def _is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
+    return x.is_cuda and not is_batch_invariant
 
 
 def per_head_linear(
@@ -255,7 +259,7 @@ def lane_linear(
     """`linear` that sums over K in lanes, with any weight of the CPU. On CUDA the library
     multiplies, without lanes, unless a row's bits must not depend on the others.
     """
-    if x.is_cuda and not is_batch_invariant:
+    if _is_for_library(x, is_batch_invariant=is_batch_invariant):
         return torch.nn.functional.linear(x, weight, bias)  # type: ignore[arg-type]
     multiply: Any = _lane_linear
     y: Tensor = multiply(x, weight, bias, lanes=lanes)

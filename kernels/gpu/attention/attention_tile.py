@@ -25,6 +25,7 @@ from kernels.gpu.gemm.tile_dot import dot
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 1024  # of which at most 512 are values
 SEGMENT = 1024  # tokens summed separately if bits must not depend on chunks and splits
+MOST_LATENT_HEADS = 64  # in a tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -100,6 +101,15 @@ def block_n(
     else:
         most, key_bytes = 32, 4096 if is_batch_invariant else 8192
     return max(16, min(most, key_bytes // dtype.itemsize // padded(head_dim)))
+
+
+def heads_per_tile(group: int, value_dim: int | None) -> tuple[int, int]:
+    """How many of the `group` query heads of a KV head a tile holds, and the number of tiles. Over
+    latents a tile of 128 heads would exceed a multiprocessor's shared memory.
+    """
+    most = group if value_dim is None else MOST_LATENT_HEADS
+    tiles = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+    return group // tiles, tiles
 
 
 def padded(head_dim: int) -> int:

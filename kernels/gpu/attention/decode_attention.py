@@ -16,11 +16,13 @@ from torch import Tensor
 from kernels.check_tensor import expect
 from kernels.device import num_processors
 from kernels.gpu.attention.attention_tile import (
+    MOST_LATENT_HEADS,
     SEGMENT,
     attend,
     block_n,
     columns_of,
     expect_attention,
+    heads_per_tile,
     load_tail,
     merge,
     normalized,
@@ -59,11 +61,13 @@ def decode_attention(
         return out
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
+    tile_heads, tiles = heads_per_tile(group, value_dim)
     tile_tokens = _tile_tokens(query, kv_cache, width, is_batch_invariant)
     max_units = triton.cdiv(
         block_tables.shape[1] * block_size, SEGMENT if is_batch_invariant else tile_tokens
     )
-    num_splits = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors(query.device), num_kv_heads)
+    num_tiles = num_kv_heads * tiles
+    num_splits = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors(query.device), num_tiles)
     num_splits = max(1, min(num_splits, num_seqs * max_units))
     num_items = num_splits + num_seqs  # every sequence may need one more than its share
     num_parts = num_seqs * max_units if is_batch_invariant else num_items
@@ -72,23 +76,24 @@ def decode_attention(
         parts = query.new_empty((num_parts, num_heads, width), dtype=torch.float32)
         sums = query.new_empty((2, num_parts, num_heads), dtype=torch.float32)
     # Invariant: at least the rows of a warp group, as in prefill_attention.
-    block_m = max(64 if is_batch_invariant else 16, triton.next_power_of_2(group))
+    block_m = max(64 if is_batch_invariant else 16, triton.next_power_of_2(tile_heads))
     plan = {
         "BLOCK_SEQS": _block_seqs(num_seqs),
         "UNIT": SEGMENT if is_batch_invariant else tile_tokens,
         "IS_INVARIANT": is_batch_invariant,
     }
-    _decode_attention_kernel[(num_kv_heads, num_items)](
+    _decode_attention_kernel[(num_tiles, num_items)](
         *(query, kv_cache, block_tables, context_lens, lower, kv_scales, out, parts, sums),
         *(query.stride(0), query.stride(1), value_stride(kv_cache), block_tables.stride(0)),
         *(num_seqs, num_splits, max_units, num_parts, scale, softcap),
         **columns,
         BLOCK_SIZE=block_size,
-        GROUP=group,
+        GROUP=tile_heads,
+        TILES=tiles,
         BLOCK_M=block_m,
         BLOCK_N=tile_tokens,
         **plan,
-        num_warps=_num_warps(block_m, query.dtype, value_dim) if is_batch_invariant else 4,
+        num_warps=_num_warps(block_m, query.dtype, value_dim, is_batch_invariant),
         num_stages=3,
         enable_fp_fusion=False,
     )
@@ -123,8 +128,14 @@ def _block_seqs(num_seqs: int) -> int:
     return block
 
 
-def _num_warps(block_m: int, dtype: torch.dtype, value_dim: int | None) -> int:
-    """As in prefill_attention: rows have the same layout in warps there, and the same sum order."""
+def _num_warps(
+    block_m: int, dtype: torch.dtype, value_dim: int | None, is_batch_invariant: bool
+) -> int:
+    """Invariant: as in prefill_attention, where rows have the same layout in warps, and the same
+    sum order. Otherwise more only where the sums of full tiles over latents need the registers.
+    """
+    if not is_batch_invariant:
+        return 8 if value_dim is not None and block_m >= MOST_LATENT_HEADS else 4
     return 8 if dtype == torch.float32 or value_dim is not None else block_m // 16
 
 
@@ -159,13 +170,15 @@ def _decode_attention_kernel(
     BLOCK_TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(0).to(tl.int64)  # of query heads: a tile of GROUP
+    kv_head, num_kv_heads = head // TILES, tl.num_programs(0) // TILES
     item = tl.program_id(1)
     units, share, ends = _plan(
         *(context_lens_ptr, lower_ptr, num_seqs, num_splits),
@@ -192,13 +205,13 @@ def _decode_attention_kernel(
     if BLOCK_TAIL > 0:
         tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
-    score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(0))
+    score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, kv_head, num_kv_heads)
     scoring = (score_scale, softcap, lower_ptr)
     if lower_ptr is not None:
         scoring = (score_scale, softcap, tl.full((BLOCK_M,), lowest, tl.int32))
-    key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
+    key_ptr = kv_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(0) * BLOCK_SIZE)
+    paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
     position = tl.full((BLOCK_M,), length - 1, tl.int32)
     first_full = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
     end_full = length // BLOCK_N * BLOCK_N

@@ -20,6 +20,7 @@ from kernels.gpu.attention.attention_tile import (
     block_n,
     columns_of,
     expect_attention,
+    heads_per_tile,
     load_tail,
     merge,
     normalized,
@@ -60,19 +61,20 @@ def prefill_attention(
     )
     if not out.numel():
         return out
-    group = query.shape[1] // num_kv_heads
+    tile_heads, tiles = heads_per_tile(query.shape[1] // num_kv_heads, value_dim)
     is_wide = query.dtype == torch.float32 or value_dim is not None
-    block_m = max(64 if is_wide else 128, triton.next_power_of_2(group))
-    num_tiles = triton.cdiv(num_tokens, block_m // group) + num_seqs  # enough for any lengths
+    block_m = max(64 if is_wide else 128, triton.next_power_of_2(tile_heads))
+    num_tiles = triton.cdiv(num_tokens, block_m // tile_heads) + num_seqs  # enough for any lengths
     has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
-    _prefill_attention_kernel[(num_tiles, num_kv_heads)](
+    _prefill_attention_kernel[(num_tiles, num_kv_heads * tiles)](
         *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, lower, kv_scales, out, done),
         *(query.stride(0), query.stride(1), value_stride(kv_cache), block_tables.stride(0)),
         *(out.stride(0), num_seqs, scale, softcap),
         **columns,
         BLOCK_SIZE=block_size,
-        GROUP=group,
+        GROUP=tile_heads,
+        TILES=tiles,
         BLOCK_M=block_m,
         BLOCK_N=block_n(columns["VALUE_DIM"], query.dtype, query.device, is_batch_invariant),
         SEGMENT=SEGMENT if has_segments else None,
@@ -108,6 +110,7 @@ def _prefill_attention_kernel(
     BLOCK_TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -115,7 +118,8 @@ def _prefill_attention_kernel(
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     # Heavy tiles first: a sequence's last tokens attend to the most tokens.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)  # of query heads: a tile of GROUP
+    kv_head, num_kv_heads = head // TILES, tl.num_programs(1) // TILES
     seq = _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS)
     begin = tl.load(cu_seqlens_q_ptr + seq).to(tl.int32)
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int32) - begin
@@ -133,10 +137,10 @@ def _prefill_attention_kernel(
     if BLOCK_TAIL > 0:
         tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
-    score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(1))
-    key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
+    score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, kv_head, num_kv_heads)
+    key_ptr = kv_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(1) * BLOCK_SIZE)
+    paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
 
     position = before + token + tl.arange(0, BLOCK_M) // GROUP  # [BLOCK_M]
     first_position = before + token

@@ -84,6 +84,7 @@ def _launch(
         *(x.stride(0), weight.stride(0), num_rows, num_columns, num_experts),
         HAS_ROWS=rows is not None,
         NUM_LANES=lanes.num // num_sums,
+        IS_ALIGNED=lanes.alignment % LEAST_STEP == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -119,6 +120,7 @@ def _grouped_kernel(
     num_experts,
     HAS_ROWS: tl.constexpr,
     NUM_LANES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -146,6 +148,8 @@ def _grouped_kernel(
     for lane in range(NUM_LANES):
         low = tl.load(borders_ptr + part * NUM_LANES + lane)
         high = tl.load(borders_ptr + part * NUM_LANES + lane + 1)
+        if IS_ALIGNED:  # otherwise loads would not be wide, nor asynchronous
+            low, high = tl.multiple_of(low, 16), tl.multiple_of(high, 16)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(low, high, BLOCK_K):
             k = start + step_k

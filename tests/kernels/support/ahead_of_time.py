@@ -49,6 +49,7 @@ class MachineCode:
     # Generations of tensor-core instructions, and how many elements of K a register of an operand
     # holds: the compiler's choices that determine the bits of a product.
     dot_layouts: frozenset[str]
+    num_wide_copies: int  # instructions that copy 16 bytes to shared memory asynchronously
 
 
 @contextmanager
@@ -92,6 +93,7 @@ def _compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) 
         *_resources(done.asm["cubin"]),
         done.metadata.shared,
         frozenset(re.findall(r"versionMajor = \d+|kWidth = \d+", done.asm["ttgir"])),
+        len(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10", done.asm["ptx"])),
     )
 
 
