@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -31,16 +30,15 @@ def op_names() -> list[str]:
     return sorted(folder_of_op())
 
 
-def rows_of(op_name: str) -> tuple[ModuleType, Iterable[Row]]:
-    """The benchmark, and its rows, one at a time if they take long."""
+def benchmark_of(op_name: str) -> ModuleType:
+    """Its `rows()` may yield one row at a time."""
     folder = folder_of_op()[op_name]
-    bench = import_module(f"benchmarks.kernels.{folder}.bench_{op_name}")
-    return bench, bench.rows()
+    return import_module(f"benchmarks.kernels.{folder}.bench_{op_name}")
 
 
 def run(op_name: str) -> tuple[list[Row], list[Bar]]:
-    bench, found = rows_of(op_name)
-    rows = list(found)
+    bench = benchmark_of(op_name)
+    rows = list(bench.rows())
     return [{"op": op_name, **row} for row in rows], bench.bars(rows)
 
 

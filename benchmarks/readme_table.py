@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_results.table import gpu_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 SERVE_COLUMNS = {
     "load": "load",
@@ -178,6 +180,7 @@ DIRTY = "-dirty"  # after the commit, if tracked files had changed
 END = "<!-- end of table -->"
 SUMMARY = "summary (benchmarks/readme_table.py)"
 RESULTS = "results (benchmarks/readme_table.py)"
+GPU = "on GPUs (benchmarks/gpu_results/table.py)"
 
 
 def path_of(name: str) -> Path:
@@ -336,7 +339,7 @@ def written() -> dict[Path, str]:
     front, results = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
     return {
         front: replaced(front.read_text(), SUMMARY, summary()),
-        results: replaced(results.read_text(), RESULTS, tables()),
+        results: replaced(replaced(results.read_text(), RESULTS, tables()), GPU, gpu_tables()),
     }
 
 

@@ -5,6 +5,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 OLDEST="$VENV/oldest" # packages that replace newer ones if PYTHONPATH contains this folder
 CLIENTS="$ROOT/.venv-clients" # an environment for each tests/clients/*/NAME.txt
+REFERENCE="${HEARTH_REFERENCE:-$ROOT/.venv-gpu}" # the software of machines with a GPU, without CUDA
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -25,11 +26,11 @@ find_python() {
   fail "Python 3.11 or newer is needed and was not found (apt install python3, or set HEARTH_PYTHON)"
 }
 
-# Makes the environment $1, unless it is there already.
+# Makes the environment $1, unless it is there already, with the Python $2 or one that is found.
 make_venv() {
-  local venv="$1" python
+  local venv="$1" python="${2:-}"
   [[ -x "$venv/bin/pip" ]] && return
-  python="$(find_python)"
+  [[ -n "$python" ]] || python="$(find_python)"
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python has no venv module: apt install python3-venv"
   echo "Making $venv with $("$python" --version)"
@@ -81,6 +82,35 @@ install_oldest_triton() {
   mkdir -p "$OLDEST"
   "$VENV/bin/pip" install --quiet --no-deps --upgrade --target "$OLDEST" "${packages[@]}"
   echo "${packages[*]}" >"$OLDEST/.installed"
+}
+
+# Prints a Python 3.12, the reference image's.
+find_python312() {
+  local python
+  for python in "${HEARTH_PYTHON312:-python3.12}" "${HOME:-}"/.pyenv/versions/3.12.*/bin/python; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+      command -v "$python"
+      return
+    fi
+  done
+  fail "Python 3.12 is needed, as on machines with a GPU, and was not found (set HEARTH_PYTHON312)"
+}
+
+# Installs what the reference image has and the GPU kit imports, with torch's CPU build where it can
+# be had: compiling needs no more.
+make_reference_environment() {
+  local list="$ROOT/benchmarks/gpu_pack/environment.txt" stamp="$REFERENCE/.installed" python torch
+  [[ -n "${HEARTH_REFERENCE:-}" ]] && return
+  [[ -f "$stamp" && "$(<"$stamp")" == "$(<"$list")" ]] && return
+  python="$(find_python312)"
+  make_venv "$REFERENCE" "$python"
+  torch="$(grep '^torch==' "$list")+cpu"
+  echo "Installing the software of the reference image"
+  "$REFERENCE/bin/pip" install --quiet --no-deps "$torch" 2>/dev/null ||
+    "$REFERENCE/bin/pip" install --quiet --no-deps --index-url "$CPU_INDEX" "$torch" 2>/dev/null ||
+    echo "No $torch: its CUDA build is installed"
+  "$REFERENCE/bin/pip" install --quiet -r "$list"
+  cp "$list" "$stamp"
 }
 
 # Installs the distribution's Chromium for the tests of the gateway's page, where that is allowed:

@@ -52,6 +52,19 @@ class Machine:
         self.add("pip", record + pip, self.root / ".venv-clients" / name / "bin")
         return requirements
 
+    @property
+    def reference_list(self) -> Path:
+        return self.root / "benchmarks" / "gpu_pack" / "environment.txt"
+
+    def add_reference(self) -> None:
+        """The reference image's software: a Python 3.12, and an environment as of `add_venv`."""
+        self.reference_list.parent.mkdir(parents=True)
+        self.reference_list.write_text("torch==2.11.0")
+        self.add("python3.12", "exit 0")
+        for name in ("pip", "python"):
+            record = f'echo "reference {name} $*" >> {self.calls_path}'
+            self.add(name, record, self.root / ".venv-gpu" / "bin")
+
     def run(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         self.calls_path.write_text("")
         return subprocess.run(
@@ -239,6 +252,36 @@ def test_long_run_calls(machine: Machine) -> None:
         "python -m tests.chaos --soak-minutes 15",
     ]
     assert any(f"--target {oldest} triton==3.6.0" in call for call in machine.calls)
+
+
+def test_pack_needs_python_312(machine: Machine, tmp_path: Path) -> None:
+    machine.add("python3.12", "exit 1")
+    result = machine.run("scripts/gpu_pack", "DIR", HOME=str(tmp_path))
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("gpu_pack: Python 3.12 is needed")
+    assert line.endswith("(set HEARTH_PYTHON312)")
+
+
+def test_pack_runs_with_the_software_of_the_reference_image(machine: Machine) -> None:
+    """Installed once, with torch's CPU build if there is one."""
+    machine.add_reference()
+    for _ in range(2):
+        assert machine.run("scripts/gpu_pack", "DIR").returncode == 0
+        assert machine.calls[-1] == "reference python -m benchmarks.gpu_pack DIR"
+    assert len(machine.calls) == 1
+    machine.reference_list.write_text("torch==2.12.0")
+    machine.run("scripts/gpu_pack", "DIR")
+    assert machine.calls[:-1] == [
+        "reference pip install --quiet --no-deps torch==2.12.0+cpu",
+        f"reference pip install --quiet -r {machine.reference_list}",
+    ]
+
+
+def test_pack_uses_the_environment_that_is_named(machine: Machine, tmp_path: Path) -> None:
+    machine.add("python", f'echo "$*" >> {machine.calls_path}', tmp_path / "mine" / "bin")
+    result = machine.run("scripts/gpu_pack", "DIR", HEARTH_REFERENCE=str(tmp_path / "mine"))
+    assert (result.returncode, machine.calls) == (0, ["-m benchmarks.gpu_pack DIR"])
 
 
 @pytest.mark.parametrize("call", ["pytest -n", "ruff check", "ruff format", "mypy "])

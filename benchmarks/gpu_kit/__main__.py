@@ -1,15 +1,16 @@
-"""Measures Hearth on this machine's GPU: `scripts/gpu_kit OUT`, at most 540 s, no network.
+"""Measures Hearth on this machine's GPU, without a network, in calls of a few minutes.
 
 Each part runs in a separate process with a deadline: one that crashes or hangs affects no other
 part. Measurements are written immediately; benchmarks/gpu_kit/outputs.py lists the files.
 
     ok            it completed
-    failed        it raised, or its process died
+    failed        it raised, computed something wrong, or its process died
     timed out     the deadline passed first; its rows so far are kept
     unavailable   this machine lacks a device, a tool or a package that it needs
     not built     the feature that it measures does not exist yet
+    not run       no time was left, or the device was found sick before it
 
-    scripts/gpu_kit OUT [--only PART ...] [--dry-run]
+    scripts/gpu_kit OUT [--call a|b|c | --only PART ...] [--dry-run]
 
 A dry run needs no GPU: launches go to a fake driver.
 """
@@ -20,55 +21,36 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit.outputs import Outputs, code_identity
-from benchmarks.gpu_kit.parts import BUDGET_S, PARTS, Part
-from benchmarks.gpu_kit.process import GRACE_S, run
+from benchmarks.gpu_kit.outputs import Outputs, commit_of
+from benchmarks.gpu_kit.part_process import Ended, PartProcess
+from benchmarks.gpu_kit.parts import CALLS, HERE, NAMES, RESERVED_S, Part, parts_named
+from benchmarks.gpu_kit.session import append_line, read_rows
+from benchmarks.gpu_kit.sources import all_sources_digest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESERVED_S = 15  # to pack the cache, and for the end of the last part
 LEAST_S = 5  # a part with less time is not started
 DRY_SLACK = 5  # the machine of a dry run may be busy
-NAMES = [part.name for part in PARTS]
+PROBE = Part("probe", 25, "whether the device still computes", f"{HERE}.probe", ("torch",))
+CARRIED_S = 20  # to unpack kernels and to compare the keys of both machines
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
 def main(argv: Sequence[str]) -> int:
     given = arguments(argv)
-    parts = [part for part in PARTS if part.name in (given.only or NAMES)]
-    outputs = Outputs(given.out, given.work)
-    found = run_kit(parts, outputs, budget_s=given.budget_s, is_dry=given.dry_run)
-    print_table(found["parts"])
-    return int(any(each["status"] == "failed" for each in found["parts"]))
-
-
-def run_kit(
-    parts: Sequence[Part], outputs: Outputs, *, budget_s: float, is_dry: bool
-) -> dict[str, Any]:
-    """Returns the summary, which is rewritten after each part."""
-    ends = time.monotonic() + budget_s - RESERVED_S
-    summary: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **code_identity(ROOT),
-        "python": platform.python_version(),
-        "is_dry": is_dry,
-        "is_warm": outputs.unpack_cache(),
-        "parts": [],
-        "predictions": [],
-    }
-    outputs.write_summary(summary)
-    for part in parts:
-        summary["parts"].append(_report(part, outputs, ends, is_dry=is_dry))
-        summary["predictions"] = outputs.predictions()
-        outputs.write_summary(summary)
-    outputs.pack_cache()
-    return summary
+    names = tuple(given.only) or CALLS[given.call].parts
+    budget_s = given.budget_s or CALLS[given.call].limit_s
+    kit = Kit(Outputs(given.out), given.work, given.pack, is_dry=given.dry_run)
+    summary = kit.run(parts_named(names), budget_s)
+    return int(any(each["status"] == "failed" for each in summary["parts"]))
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -77,14 +59,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     add = parser.add_argument
+    limits = ", ".join(f"{name}: {call.limit_s} s" for name, call in CALLS.items())
+    add("--call", choices=CALLS, default="a", help=f"parts to run, {limits} (default: a)")
     add("--only", nargs="+", choices=NAMES, default=[], metavar="PART", help=", ".join(NAMES))
     add("--dry-run", action="store_true", help="run without a GPU; nothing is computed")
-    add("--budget-s", type=float, default=BUDGET_S, help="for all parts (default: %(default)s)")
-    kept = "folder of compiled kernels for the next run (default: %(default)s)"
+    add("--budget-s", type=float, help="for all parts (default: the call's limit)")
+    pack = "folder made by scripts/gpu_pack (default: %(default)s)"
+    add("--pack", type=Path, default=ROOT / ".gpu_pack", help=pack)
+    kept = "folder of compiled kernels for the next call (default: %(default)s)"
     add("--work", type=Path, default=_work(), help=kept)
     given = parser.parse_args(argv)
-    given.out = given.out.absolute()
-    given.work = given.work.absolute()
+    for name in ("out", "pack", "work"):
+        setattr(given, name, getattr(given, name).absolute())
     return given
 
 
@@ -93,69 +79,121 @@ def _work() -> Path:
     return Path(home) / "hearth" / "gpu_kit"
 
 
-def _report(part: Part, outputs: Outputs, ends: float, *, is_dry: bool) -> dict[str, Any]:
-    """Runs a part. Returns its entry in the summary."""
-    left_s = ends - time.monotonic() - GRACE_S
-    started, num_rows = time.monotonic(), outputs.count_rows()
-    if not part.module:
-        status, reason = "not built", f"no {part.name} to measure"
-    elif left_s < LEAST_S:
-        status, reason = "timed out", "no time left"
-    else:
-        deadline_s = part.deadline_s * (DRY_SLACK if is_dry else 1)
-        status, reason = _run(part, outputs, min(deadline_s, left_s), is_dry=is_dry)
-    return {
-        "part": part.name,
-        "status": status,
-        "reason": reason,
-        "answers": part.answers,
-        "seconds": round(time.monotonic() - started, 1),
-        "deadline_s": part.deadline_s,
-        "num_rows": outputs.count_rows() - num_rows,
-    }
+class Kit:
+    """`work` holds Triton's cache; it may be deleted between calls, which only costs time."""
 
+    def __init__(
+        self, outputs: Outputs, work: Path, pack: Path, *, is_dry: bool, probe: Part = PROBE
+    ) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        self.outputs, self.is_dry, self.probe = outputs, is_dry, probe
+        self.cache, self.pack = work / "triton_cache", pack
+        self.card, self.driver = ("", "") if is_dry else _card()
+        self.sick = ""  # why the device computes nothing any more
+        self.is_matching = True  # whether the carried kernels are those of this machine
 
-def _run(part: Part, outputs: Outputs, left_s: float, *, is_dry: bool) -> tuple[str, str]:
-    print(f"gpu_kit: {part.name}, at most {left_s:.0f} s: {part.answers}", flush=True)
-    log_start = outputs.log.stat().st_size
-    with tempfile.TemporaryDirectory() as folder:
-        ending = Path(folder) / "ending.json"
-        command = [sys.executable, "-m", "benchmarks.gpu_kit.child", part.module, *part.arguments]
-        command += ["--part", part.name, "--needs", *part.needs]
-        command += ["--rows", str(outputs.rows), "--ending", str(ending)]
-        command += ["--seconds", str(left_s)]
-        status = run(
-            command + ["--dry-run"] * is_dry,
-            deadline_s=left_s,
-            log=outputs.log,
-            environ=_environ(outputs),
-            cwd=ROOT,
+    def run(self, parts: Sequence[Part], budget_s: float) -> dict[str, Any]:
+        """Returns the summary, which is rewritten after each part."""
+        ends = time.monotonic() + budget_s - RESERVED_S
+        summary: dict[str, Any] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit_of(ROOT),
+            "kernels": all_sources_digest(),
+            "python": platform.python_version(),
+            "card": self.card,
+            "driver": self.driver,
+            "is_dry": self.is_dry,
+            "parts": [],
+            "predictions": [],
+        }
+        self.outputs.write_summary(summary)
+        self._add_row("kit", case="run", **{name: summary[name] for name in ("date", "commit")})
+        self._unpack()
+        for part in parts:
+            summary["parts"].append(self._report(part, ends))
+            summary["predictions"] = self.outputs.predictions()
+            self.outputs.write_summary(summary)
+            print_table(summary["parts"])
+        return summary
+
+    def _report(self, part: Part, ends: float) -> dict[str, Any]:
+        """Runs a part. Returns its entry in the summary."""
+        started, num_rows = time.monotonic(), self.outputs.count_rows()
+        status, reason = self._ending(part, ends)
+        if status in ("failed", "timed out") and not self.is_dry:
+            self._probe()
+        return {
+            "part": part.name,
+            "status": status,
+            "reason": reason,
+            "answers": part.answers,
+            "seconds": round(time.monotonic() - started, 1),
+            "deadline_s": part.deadline_s,
+            "num_rows": self.outputs.count_rows() - num_rows,
+        }
+
+    def _ending(self, part: Part, ends: float) -> Ended:
+        if self.sick:
+            return "not run", f"the device is sick: {self.sick}"
+        if not self.is_matching:
+            self._process(part, "compile").run(max(0.0, ends - time.monotonic()))
+        left_s = ends - time.monotonic()
+        if left_s < LEAST_S:
+            return "not run", "no time left"
+        limit_s = part.deadline_s * (DRY_SLACK if self.is_dry else 1)
+        print(f"gpu_kit: {part.name}, at most {limit_s} s: {part.answers}", flush=True)
+        return self._process(part, "dry" if self.is_dry else "device").run(min(limit_s, left_s))
+
+    def _process(self, part: Part, mode: str) -> PartProcess:
+        environ = {
+            "TRITON_CACHE_DIR": str(self.cache),
+            "HEARTH_KIT_CARD": self.card,
+            "HEARTH_KIT_DRIVER": self.driver,
+        }
+        return PartProcess(part, mode, self.outputs, environ)
+
+    def _probe(self) -> None:
+        """After a failure: a device that computes nothing must not fail the rest in silence."""
+        status, reason = self._process(self.probe, "device").run(self.probe.deadline_s)
+        if status in ("failed", "timed out"):
+            self.sick = reason
+            self._add_row(self.probe.name, case="probe", is_sick=True, reason=reason)
+
+    def _unpack(self) -> None:
+        """Fills Triton's cache from the pack. Without kernels of this machine's keys each part's
+        are compiled before it, by all processors: fewer parts have time to run.
+        """
+        carried = Part(
+            *("carried", CARRIED_S, "kernels that were compiled elsewhere", f"{HERE}.carried"),
+            *(("triton",), (str(self.pack),)),
         )
-        outputs.shorten_log(log_start)
-        if ending.exists():
-            found = json.loads(ending.read_text())
-            return found["status"], found["reason"]
-    if status is None:
-        return "timed out", f"after {left_s:.0f} s"
-    return "failed", f"its process ended with status {status}"
+        status, reason = self._process(carried, "dry" if self.is_dry else "device").run(CARRIED_S)
+        rows = [row for row in read_rows(self.outputs.rows) if row["case"] == "carried kernels"]
+        found = rows[0]["differences"] if rows else [reason or status]
+        self.is_matching = self.is_dry or not found
+        print("\n".join(f"gpu_kit: carried kernels: {each}" for each in found or ["found"]))
+
+    def _add_row(self, part: str, **row: Any) -> None:
+        dry = {"dry": "dry"} if self.is_dry else {}
+        of_device = {"card": self.card, "driver": self.driver} if self.card else {}
+        line = json.dumps({"part": part, **dry, **of_device, **row})
+        append_line(self.outputs.rows, line + "\n")
 
 
-def _environ(outputs: Outputs) -> dict[str, str]:
-    """Existing paths remain: PYTHONPATH may be needed to find packages."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-        "TRITON_CACHE_DIR": str(outputs.cache),
-        "HF_HUB_OFFLINE": "1",
-    }
+def _card() -> tuple[str, str]:
+    """Name and driver of the first device; empty where they are unknown."""
+    if shutil.which(NVIDIA_SMI[0]) is None:
+        return "", ""
+    found = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)
+    first = found.stdout.strip().partition("\n")[0]
+    name, _, driver = first.partition(", ")
+    return name, driver
 
 
 def print_table(parts: Sequence[dict[str, Any]]) -> None:
     for each in parts:
         took = f"{each['seconds']:6.1f} s {each['num_rows']:4d} rows"
-        print(f"{each['part']:18}{each['status']:12}{took}  {each['reason']}")
+        print(f"{each['part']:18}{each['status']:12}{took}  {each['reason']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,66 +1,102 @@
-"""`pytest -m gpu`: every test that needs a GPU, one row for each that did not pass."""
+"""The tests that need a GPU, a row for each as it ends: the first ones, the rest or a shard of it.
+
+Without a device, the kernels of the first tests are launched: small in a dry run, and at real sizes
+to be compiled. The rest then launches those of the tests that compile each kernel.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu_kit.session import Session
+from benchmarks.gpu_kit.failures import raise_for, recorded
+from benchmarks.gpu_kit.session import Session, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
+FIRST = "tests/kernels/gpu/first"
 PLACES = ("tests/kernels/gpu", "tests/shared/engine/test_on_devices.py")
-MAX_MESSAGE = 600
+NEEDED = ("pytest", "hypothesis", "msgspec", "structlog")  # by tests/conftest.py
 MAX_WORKERS = 8
-RESERVED_S = 8  # for pytest's shutdown and report
+OPTIONS = ("-vv", "--tb=short", "--continue-on-collection-errors", "-p", "no:cacheprovider")
 
 
-def run(session: Session) -> None:
+def run(session: Session, chosen: str = "first") -> None:
+    """`chosen`: "first", "rest", or a shard of the rest, such as "1/4"."""
+    is_first = chosen == "first"
+    if session.is_dry:
+        launch(session, is_first=is_first)
+        return
     session.need_device()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider"]
-        command += ["--continue-on-collection-errors", "--durations=10"]
-        if find_spec("xdist") is not None:  # compiles kernels concurrently
-            num_workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
-            command += ["-n", str(num_workers), "--dist", "worksteal"]
-        tests = subprocess.Popen([*command, f"--junitxml={report}", *PLACES], cwd=ROOT)
-        status = status_of(tests, session.left_s - RESERVED_S)
-        if not report.exists():
-            raise RuntimeError(f"pytest ended with status {status} and no report")
-        num_ran = add_rows(session, report)
-    if status or not num_ran:
-        raise RuntimeError(f"{num_ran} tests ran, and pytest ended with status {status}")
+    if is_first:
+        run_tests(session, "-m", "gpu and first", FIRST)
+    else:
+        shard = () if chosen == "rest" else ("--shard", chosen)
+        run_tests(session, "-m", "gpu and not first", *shard, *PLACES)
 
 
-def status_of(tests: subprocess.Popen[bytes], seconds: float) -> int:
-    """Interrupts pytest before the deadline, so that it reports the tests that have run."""
-    try:
-        return tests.wait(seconds)
-    except subprocess.TimeoutExpired:
-        tests.send_signal(signal.SIGINT)
-        return tests.wait()
+def run_tests(session: Session, *arguments: str) -> None:
+    """Runs pytest in this process. Raises RuntimeError unless all tests passed or were skipped."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise Unavailable(f"not installed: {', '.join(missing)}")
+    import pytest
+
+    from benchmarks.gpu_kit.pytest_rows import RowPlugin
+
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a machine's other plugins take seconds
+    rows = RowPlugin(session)
+    options = *OPTIONS, "-p", "benchmarks.gpu_kit.pytest_rows", f"--rootdir={ROOT}"
+    command = [*options, "-c", str(ROOT / "pyproject.toml"), *workers(), *arguments]
+    status = pytest.main(command, plugins=[rows])
+    session.add(case="counts", is_late=rows.is_late, by_outcome=dict(rows.counts))
+    if rows.is_late:
+        raise RuntimeError(f"the part's time ended after {rows.counts.total()} tests")
+    if status or not rows.counts["passed"]:
+        raise RuntimeError(f"{rows.counts['failed']} tests failed, {rows.counts['passed']} passed")
 
 
-def add_rows(session: Session, report: Path) -> int:
-    """Returns how many tests ran. Skipped tests are not counted."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for case in ElementTree.parse(report).iter("testcase"):
-        failure = case.find("failure")
-        if failure is None:
-            failure = case.find("error")
-        skipped = case.find("skipped")
-        outcome = (
-            "failed" if failure is not None else "skipped" if skipped is not None else "passed"
-        )
-        counts[outcome] += 1
-        if failure is not None:
-            name = f"{case.get('classname')}.{case.get('name')}"
-            session.add(case=name, message=(failure.get("message") or "")[:MAX_MESSAGE])
-    session.add(case="tests", **counts)
-    return counts["passed"] + counts["failed"]
+def workers() -> list[str]:
+    """Several processes compile kernels concurrently."""
+    if find_spec("xdist") is None:
+        return []
+    number = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
+    return ["-p", "xdist.plugin", "-n", str(number), "--dist", "worksteal"]
+
+
+def launch(session: Session, *, is_first: bool) -> None:
+    """A row for each operation, with the number of its calls. Raises RuntimeError at the end for
+    kernels that do not compile.
+    """
+    if not is_first and session.mode == "compile":
+        raise Unavailable("all but the first tests compile their kernels on the device")
+    counts: Counter[str] = Counter()
+    failed: list[str] = []
+    for op, call in first_calls(session) if is_first else compiled_calls():
+        with recorded(session, op, failed):
+            call()
+        counts[op] += 1
+    for op, number in counts.items():
+        session.add(case=op, calls=number)
+    raise_for(failed)
+
+
+def first_calls(session: Session) -> list[tuple[str, Callable[[], None]]]:
+    """In a dry run one of each function: parsing all kernels takes long."""
+    from tests.kernels.gpu.first.case import Inputs
+    from tests.kernels.gpu.first.sizes import REAL, SMALL
+    from tests.kernels.gpu.first.table import CASES, samples
+
+    is_compiled = session.mode == "compile"
+    inputs = Inputs(REAL if is_compiled else SMALL, session.device, is_computed=False)
+    chosen = CASES if is_compiled else samples()
+    return [(case.op, partial(case.launch, inputs)) for case in chosen]
+
+
+def compiled_calls() -> list[tuple[str, Callable[[], None]]]:
+    from tests.kernels.test_compiles import LAUNCHES
+
+    return list(LAUNCHES.items())

@@ -1,116 +1,122 @@
-"""Transfers a prompt's KV from one process's cache to another's, over prefill workers' push link.
+"""Pushes KV from one process's cache to another's, over the link that prefill workers use.
 
-The model has Llama-3.1-8B's KV (128 KiB per token) and little else: dummy weights, a hidden size of
-256. The prompt is computed here; frames go through shared memory to a process with a separate
-runner (on the second device, if there is one), which writes them to its cache, reads them back and
-returns their digest. A damaged push fails the part.
+Both caches have Llama-3.1-8B's layout, 128 KiB a token. Frames go through shared memory to a
+process with a cache of its own (on the second device, if there is one), which writes them, reads
+them back and returns their digest. A damaged push fails the part. The same bytes are copied between
+the device and pinned and pageable memory, which shows what the link could gain.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_kit import roofline
-from benchmarks.gpu_kit.model_8b import folder_of, loader, prefill_step
-from benchmarks.gpu_kit.session import Session
-from shared.engine.runner import KvRun
+from benchmarks.gpu_kit.session import Row, Session
 
-PLACEMENT = b"gpu-kit---------"
+if TYPE_CHECKING:
+    from benchmarks.gpu_kit.kv_push.cache import PushedCache, PushPlan
+    from shared.kv_wire.link import PushLink
+
 NUM_TOKENS, REPETITIONS = 8192, 3
-CHUNK = 2048
-READY_S = 60.0
-SMALL = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 1024, "eos_token_id": 2}
-CONFIG = roofline.CONFIG | SMALL
+DRY_TOKENS = 48
+READY_S = 15.0  # for each message of the receiving process
+KERNELS = ("gather_blocks", "scatter_blocks")
 
 
 def run(session: Session) -> None:
-    loader(session)
+    from benchmarks.gpu_kit.kv_push.cache import PushPlan
+
+    num_tokens, repetitions = (DRY_TOKENS, 1) if session.is_dry else (NUM_TOKENS, REPETITIONS)
+    plan = PushPlan(session.shapes, num_tokens, repetitions, session.mode)
+    ours = theirs = str(session.device)
+    if not session.is_dry:
+        import torch
+
+        session.need_device()
+        ours, theirs = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
+        _copy(session, plan.num_tokens * plan.layout.bytes_per_token)
+    for row in measure(plan, ours, theirs):
+        session.add(kernels=KERNELS, **row)
+
+
+def _copy(session: Session, num_bytes: int) -> None:
+    """Rows of pinned and pageable memory."""
     import torch
 
-    receiver = f"cuda:{min(1, torch.cuda.device_count() - 1)}"
-    with folder_of(CONFIG) as folder:
-        for row in measure(folder, "cuda:0", receiver, NUM_TOKENS, REPETITIONS):
-            session.add(**row)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device=session.device)
+    for is_pinned in (True, False):
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        for case, target, source in (("to host", host, device), ("to device", device, host)):
+            seconds = session.seconds(lambda: target.copy_(source, non_blocking=True), 2)  # noqa: B023
+            assert seconds is not None
+            rate = round(num_bytes / seconds / 1e9, 2)
+            session.add(case=f"copy {case}", is_pinned=is_pinned, gb_s=rate)
 
 
-def measure(
-    folder: Path, sender: str, receiver: str, num_tokens: int, repetitions: int
-) -> list[dict[str, Any]]:
+def measure(plan: PushPlan, ours: str, theirs: str) -> list[Row]:
     """Returns one row per push. Raises RuntimeError if the received KV differs from that sent."""
+    from benchmarks.gpu_kit.kv_push.receiver import receive
+
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (theirs, str(folder), receiver, num_tokens, repetitions)
-    child = context.Process(target=_receive, args=arguments, daemon=True)
+    pipe, other = context.Pipe()
+    child = context.Process(target=receive, args=(other, plan, theirs), daemon=True)
     child.start()
     try:
-        return asyncio.run(
-            _send(ours, _runner(folder, sender, num_tokens), num_tokens, repetitions)
-        )
+        return asyncio.run(_send(pipe, plan, ours))
     finally:
         child.kill()
         child.join()
 
 
-def _runner(folder: Path, device: str, num_tokens: int) -> Any:
-    from shared.engine.runners.load import load_runner
-
-    config_bytes = 2 * roofline.kv_bytes_per_token(CONFIG)  # for FP32, the widest
-    return load_runner(
-        folder,
-        device=device,
-        load_format="dummy",
-        kv_cache_bytes=(num_tokens + 64) * config_bytes,
-        max_batch_tokens=min(CHUNK, num_tokens),
-    )
-
-
-async def _send(pipe: Connection, runner: Any, num_tokens: int, repetitions: int) -> list[Any]:
+async def _send(pipe: Connection, plan: PushPlan, device: str) -> list[Row]:
     import msgspec
+    import torch
 
+    from benchmarks.gpu_kit.kv_push.cache import PushedCache
     from shared.kv_wire.dialer import Dialer
     from shared.messages import DataPlaneAddress
 
-    block_size = runner.kv_layout.block_size
-    for start in range(0, num_tokens, CHUNK):
-        await runner.run(prefill_step(start, min(CHUNK, num_tokens - start), block_size))
-    table = list(range(-(-num_tokens // block_size)))
-    wanted = await _digest(runner, table, num_tokens)
-    address = msgspec.msgpack.decode(await _message(pipe), type=DataPlaneAddress)
+    cache = PushedCache(plan, torch.device(device), list(range(plan.num_blocks)))
+    for slot in cache.memory.unbind(0):
+        slot.normal_()
+    wanted = await cache.digest()
     dialer = Dialer()
+    address = msgspec.msgpack.decode(await _message(pipe), type=DataPlaneAddress)
     link = await dialer.link(address)
     rows = []
-    for repetition in range(repetitions):
+    for repetition in range(plan.repetitions):
         started = time.perf_counter()
-        await _push(link, runner, table, num_tokens, repetition)
+        await _push(link, cache, repetition)
         took_s = time.perf_counter() - started
         if await _message(pipe) != wanted:
             raise RuntimeError("the received KV differs from the sent KV")
-        num_bytes = num_tokens * runner.kv_layout.bytes_per_token
-        rows.append(
-            {
-                "case": f"push of {num_tokens} tokens",
-                "mib": num_bytes >> 20,
-                "ms": round(took_s * 1e3, 2),
-                "gb_s": round(num_bytes / took_s / 1e9, 3),
-            }
-        )
+        rows.append(_row(plan, took_s))
     await dialer.close()
-    await runner.close()
+    cache.close()
+    if plan.mode != "device":
+        rows.append({"case": "receiver", "launches": int(await _message(pipe))})
     return rows
 
 
-async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, number: int) -> None:
-    """Pushes like the prefill worker: frames of FRAME_BYTES, FRAMES_UNDER_WAY at a time."""
-    from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
+def _row(plan: PushPlan, took_s: float) -> dict[str, Any]:
+    num_bytes = plan.num_tokens * plan.layout.bytes_per_token
+    row = {"case": f"push of {plan.num_tokens} tokens", "kib": num_bytes >> 10}
+    if plan.mode != "device":
+        return row
+    return {**row, "ms": round(took_s * 1e3, 2), "gb_s": round(num_bytes / took_s / 1e9, 3)}
 
-    kv_layout = runner.kv_layout
-    num_each = max(1, FRAME_BYTES // kv_layout.bytes_per_token)
+
+async def _push(link: PushLink, cache: PushedCache, number: int) -> None:
+    """Pushes like the prefill worker: frames of FRAME_BYTES, FRAMES_UNDER_WAY at a time."""
+    from benchmarks.gpu_kit.kv_push.cache import PLACEMENT
+    from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
+    from shared.numerics import Numerics
+
+    layout, num_tokens = cache.layout, cache.plan.num_tokens
+    num_each = max(1, min(FRAME_BYTES // layout.bytes_per_token, num_tokens // 2))
     starts = iter(list(enumerate(range(0, num_tokens, num_each))))
 
     async def send(index: int, first: int) -> None:
@@ -121,19 +127,15 @@ async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, numbe
             first_token=first,
             num_tokens=count,
             first_layer=0,
-            num_layers=kv_layout.num_layers,
+            num_layers=layout.num_layers,
             first_head=0,
-            num_heads=kv_layout.state.row[1],
-            kv_format=kv_layout.key,
+            num_heads=layout.state.row[1],
+            kv_format=layout.key,
             num_cached_tokens=0,
-            payload_bytes=count * kv_layout.bytes_per_token,
-            numerics=runner.numerics,
+            payload_bytes=count * layout.bytes_per_token,
+            numerics=Numerics("exact", "gpu-kit", layout.dtype, "1"),
         )
-
-        async def fill(view: memoryview) -> None:
-            await runner.read_kv(KvRun(table, first, count), view)
-
-        await link.send(header, fill)
+        await link.send(header, lambda view: cache.read(first, count, view))
 
     async def worker() -> None:
         for index, first in starts:
@@ -151,59 +153,3 @@ async def _message(pipe: Connection) -> bytes:
         return pipe.recv_bytes()
 
     return await asyncio.get_running_loop().run_in_executor(None, receive)
-
-
-async def _digest(runner: Any, table: list[int], num_tokens: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    view = bytearray(64 * runner.kv_layout.bytes_per_token)
-    for first in range(0, num_tokens, 64):
-        count = min(64, num_tokens - first)
-        part = memoryview(view)[: count * runner.kv_layout.bytes_per_token]
-        await runner.read_kv(KvRun(table, first, count), part)
-        digest.update(part)
-    return digest.digest()
-
-
-class Writer:
-    """The sink of the frames: counts tokens, in any order."""
-
-    def __init__(self, runner: Any, table: list[int]) -> None:
-        self.num_tokens = 0
-        self.arrived = asyncio.Event()
-        self._runner, self._table = runner, table
-
-    async def frame(self, header: Any, payload: memoryview) -> None:
-        await self._runner.write_kv(
-            KvRun(self._table, header.first_token, header.num_tokens), payload
-        )
-        self.num_tokens += header.num_tokens
-        self.arrived.set()
-
-    def corrupt(self, header: Any) -> None:
-        raise RuntimeError(f"frame {header.sequence_number} fails its checksum")
-
-    def link_lost(self) -> None:
-        self.arrived.set()
-
-
-def _receive(pipe: Connection, folder: str, device: str, num_tokens: int, repetitions: int) -> None:
-    asyncio.run(_serve(pipe, _runner(Path(folder), device, num_tokens), num_tokens, repetitions))
-
-
-async def _serve(pipe: Connection, runner: Any, num_tokens: int, repetitions: int) -> None:
-    import msgspec
-
-    from shared.kv_wire.kv_server import KvServer
-
-    table = list(reversed(range(-(-num_tokens // runner.kv_layout.block_size))))
-    server = await KvServer.start(instance_id=b"gpu-kit-receiver")
-    writer = Writer(runner, table)
-    server.expect(PLACEMENT, writer)
-    pipe.send_bytes(msgspec.msgpack.encode(server.address))
-    for repetition in range(1, repetitions + 1):
-        while writer.num_tokens < repetition * num_tokens:
-            writer.arrived.clear()
-            await writer.arrived.wait()
-        pipe.send_bytes(await _digest(runner, table, num_tokens))
-    await server.close()
-    await runner.close()

@@ -1,50 +1,61 @@
-"""Kernels compared with libraries and a copy: `benchmarks/kernels`, the key ones first."""
+"""Kernels compared with libraries and a copy: `benchmarks/kernels`, the key ones first.
+
+Without a device, one benchmark is launched at a small shape.
+"""
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from benchmarks.gpu_kit.failures import raise_for, recorded
 from benchmarks.gpu_kit.session import Session
 
 # Products with split weights are a separate part.
 FIRST = ("linear", "decode_attention", "prefill_attention", "rms_norm", "sample", "gather_blocks")
 APART = ("compressed_linear", "decompress")
+SMALL = ((64, 256),)  # shapes
 
 
 def run(session: Session, which: str = "") -> None:
     """`which`: "split_products" runs only those."""
     from benchmarks.gpu import op_names
 
+    if session.is_dry:
+        launch_once("decompress" if which else "rms_norm")
+        return
     session.need_device()
     others = [name for name in op_names() if name not in (*FIRST, *APART)]
     measure(session, list(APART) if which else [*FIRST, *others])
+
+
+def launch_once(op_name: str) -> None:
+    from benchmarks.gpu import benchmark_of
+
+    list(benchmark_of(op_name).rows(SMALL))
 
 
 def measure(session: Session, op_names: list[str]) -> None:
     """Reports a failing op and continues with the others. Raises RuntimeError at the end."""
     import torch
 
-    from benchmarks.gpu import rows_of
-
-    failed = []
+    failed: list[str] = []
     for op_name in op_names:
-        rows: list[dict[str, Any]] = []
-        try:
-            module, found = rows_of(op_name)
-            for row in found:
-                rows.append(row)
-                session.add(op=op_name, **row)
-            for bar in module.bars(rows):
-                session.add(op=op_name, bar=columns(bar))
-        except Exception as error:
-            traceback.print_exc()
-            session.add(op=op_name, error=f"{type(error).__name__}: {error}"[:500])
-            failed.append(op_name)
+        with recorded(session, op_name, failed):
+            measure_op(session, op_name)
         torch.cuda.empty_cache()
-    if failed:
-        raise RuntimeError(f"failed: {', '.join(failed)}")
+    raise_for(failed)
+
+
+def measure_op(session: Session, op_name: str) -> None:
+    from benchmarks.gpu import benchmark_of
+
+    module, rows = benchmark_of(op_name), []
+    for row in module.rows():
+        rows.append(row)
+        session.add(op=op_name, kernels=(op_name,), **row)
+    for bar in module.bars(rows):
+        session.add(op=op_name, bar=columns(bar))
 
 
 def columns(bar: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A model of Llama-3.1-8B's shape with dummy weights: startup, decode, prefill.
+"""A model of Llama-3.1-8B's shape with dummy weights, as a worker loads it: start, decode, prefill.
 
-Times are those of `Runner.run`, from the plan of a step to its token ids on the host. `of_roofline`
-is the minimum time for the bytes (decode) or operations (prefill) at this machine's ceilings,
-divided by the measured one.
+Times are those of `Runner.run`, from the plan of a step to its token ids on the host; `device_ms`
+is between events on the device in that time, which may wait for the host's launches. `of_roofline`:
+the least time for the bytes (decode) or operations (prefill) at the ceilings, by the measured one.
 """
 
 from __future__ import annotations
@@ -12,51 +12,34 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_kit import roofline
-from benchmarks.gpu_kit.session import NotBuilt, Session
+from benchmarks.gpu_kit import graph_step, prefill, roofline
+from benchmarks.gpu_kit.session import Session
 
-LOADER = "shared.engine.runners.load"
-BATCHES = (1, 64, 8, 256)  # the most informative first
-CONTEXT = 2048
-PROMPT, CHUNKS = 8192, (8192, 2048, 512)
-WARM_UP_STEPS, STEPS = 3, 20
+if TYPE_CHECKING:
+    from benchmarks.gpu_kit.model_steps.events import StepEvents
+    from shared.engine.runner import StepInputs
+    from shared.engine.runners.model_runner import ModelRunner
+
+WARM_UP_STEPS, STEPS, PROMPTS = 3, 20, 3
 
 
 def run(session: Session, mode: str) -> None:
-    load = loader(session)
-    with folder_of(roofline.CONFIG) as folder:
+    from benchmarks.gpu_kit.model_steps.loading import load
+
+    with folder_of(graph_step.model_config(session)) as folder:
         started = time.perf_counter()
-        runner = load(
-            folder,
-            device="cuda",
-            load_format="dummy",
-            mode=mode,
-            max_batch_tokens=max(CHUNKS),
-        )
-        start_s = time.perf_counter() - started
-    session.add(
-        case="start",
-        mode=mode,
-        seconds=round(start_s, 2),
-        kv_tokens=runner.num_blocks * runner.kv_layout.block_size,
-        **memory(),
-    )
-    asyncio.run(measure(session, runner, mode, roofline.CONFIG))
-
-
-def loader(session: Session) -> Any:
-    """`load_runner`, which creates dummy weights. Raises NotBuilt, Unavailable."""
-    if find_spec(LOADER) is None:
-        raise NotBuilt(f"there is no {LOADER}: no runner with load_format='dummy'")
-    session.need_device()
-    return import_module(LOADER).load_runner
+        runner, stages = load(session, folder, mode)
+        seconds = time.perf_counter() - started
+    kv_tokens = runner.num_blocks * runner.kv_layout.block_size
+    figures = {} if session.is_dry else {"seconds": round(seconds, 2), **stages, **memory()}
+    session.add(case="start", mode=mode, kv_tokens=kv_tokens, **figures)
+    asyncio.run(Measurement(session, runner, mode).run())
 
 
 @contextmanager
@@ -78,117 +61,93 @@ def memory() -> dict[str, float]:
     }
 
 
-async def measure(session: Session, runner: Any, mode: str, config: dict[str, Any]) -> None:
-    for batch in BATCHES:
-        if batch * -(-CONTEXT // runner.kv_layout.block_size) > runner.num_blocks:
-            session.add(case=f"decode, batch {batch}", mode=mode, left_out="too few KV blocks")
-            continue
-        await _decode(session, runner, mode, config, batch)
-    if -(-PROMPT // runner.kv_layout.block_size) <= runner.num_blocks:
-        for chunk in CHUNKS:
-            await _prefill(session, runner, mode, config, chunk)
-    await runner.close()
+class Measurement:
+    """`watch`: events on the device; None where there are none."""
+
+    def __init__(self, session: Session, runner: ModelRunner, mode: str) -> None:
+        self._session, self._runner, self._mode = session, runner, mode
+        self._block_size = runner.kv_layout.block_size
+        self._events: StepEvents | None = None
+        if not session.is_dry:
+            from benchmarks.gpu_kit.model_steps.events import StepEvents
+
+            self._events = StepEvents(runner.executor.model)
+
+    async def run(self) -> None:
+        shapes = self._session.shapes
+        for batch, context in graph_step.decode_cases(shapes):
+            heading = {"case": graph_step.case_name(batch), "context": context}
+            if not self._is_left_out(heading, batch * context):
+                await self._decode(heading, batch, context)
+        for chunk in shapes.chunks:
+            heading = {"case": prefill.case_name(self._session, chunk)}
+            if not self._is_left_out(heading, shapes.prompt):
+                await self._prefill(heading, chunk)
+        await self._runner.close()
+
+    def _is_left_out(self, heading: dict[str, Any], num_tokens: int) -> bool:
+        """Adds a row with the reason."""
+        room = self._runner.num_blocks * self._block_size
+        reason = graph_step.reason_left_out(self._session, num_tokens, room)
+        if reason:
+            self._session.add(**heading, mode=self._mode, left_out=reason)
+        return bool(reason)
+
+    async def _decode(self, heading: dict[str, Any], batch: int, context: int) -> None:
+        from benchmarks.gpu_kit.model_steps.inputs import decode_step
+
+        session, step = self._session, decode_step(batch, context, self._block_size)
+        num_steps = 1 if session.is_dry else WARM_UP_STEPS + STEPS
+        took = [await self._timed([step]) for _ in range(num_steps)][-STEPS:]
+        step_s = statistics.median(seconds for seconds, _ in took)
+        figures = {
+            "tokens_per_s": round(batch / step_s, 1),
+            "slowest_ms": round(max(seconds for seconds, _ in took) * 1e3, 3),
+            **medians([stages for _, stages in took]),
+        }
+        session.add(
+            **heading,
+            mode=self._mode,
+            predicted_s=roofline.decode_s(session, session.shapes.config, batch, context),
+            measured_s=None if session.is_dry else step_s,
+            kernels=graph_step.KERNELS[self._mode],
+            **({} if session.is_dry else figures),
+        )
+
+    async def _prefill(self, heading: dict[str, Any], chunk: int) -> None:
+        from benchmarks.gpu_kit.model_steps.inputs import prefill_steps
+
+        session, shapes = self._session, self._session.shapes
+        steps = prefill_steps(shapes.prompt, chunk, self._block_size)
+        num_prompts = 1 if session.is_dry else PROMPTS
+        took = [await self._timed(steps) for _ in range(num_prompts)]
+        least_s, stages = min(took, key=lambda each: each[0])
+        session.add(
+            **heading,
+            mode=self._mode,
+            predicted_s=roofline.prefill_s(session, shapes.config, shapes.prompt),
+            measured_s=None if session.is_dry else least_s,
+            kernels=prefill.KERNELS[self._mode],
+            **medians([stages]),
+        )
+
+    async def _timed(self, steps: Sequence[StepInputs]) -> tuple[float, dict[str, float]]:
+        """Seconds of all steps, and the milliseconds of each stage on the device."""
+        seconds, stages = 0.0, defaultdict[str, float](float)
+        for step in steps:
+            started = time.perf_counter()
+            await self._runner.run(step)
+            seconds += time.perf_counter() - started
+            if self._events is not None:
+                for stage, each in self._events.milliseconds().items():
+                    stages[stage] += each
+        return seconds, stages
 
 
-async def _decode(
-    session: Session, runner: Any, mode: str, config: dict[str, Any], batch: int
-) -> None:
-    step = decode_step(batch, CONTEXT, runner.kv_layout.block_size)
-    took = [await _seconds(runner, step) for _ in range(WARM_UP_STEPS + STEPS)][WARM_UP_STEPS:]
-    step_s = statistics.median(took)
-    num_bytes = roofline.decode_bytes(config, batch, CONTEXT)
-    session.add(
-        case=f"decode, batch {batch}",
-        mode=mode,
-        tokens_per_s=round(batch / step_s, 1),
-        slowest_ms=round(max(took) * 1e3, 3),
-        expected_ms=roofline.EXPECTED_DECODE_MS.get(batch),
-        **roofline.beside_prediction(num_bytes / session.ceiling("copy_bytes_s"), step_s),
-    )
-
-
-async def _prefill(
-    session: Session, runner: Any, mode: str, config: dict[str, Any], chunk: int
-) -> None:
-    block_size = runner.kv_layout.block_size
-    took = []
-    for _ in range(3):
-        starts = range(0, PROMPT, chunk)
-        steps = [prefill_step(start, min(chunk, PROMPT - start), block_size) for start in starts]
-        took.append(sum([await _seconds(runner, step) for step in steps]))
-    flops = roofline.prefill_flops(config, PROMPT)
-    session.add(
-        case=f"prefill of {PROMPT} in chunks of {chunk}",
-        mode=mode,
-        expected_s=roofline.EXPECTED_PREFILL_S.get(chunk),
-        **roofline.beside_prediction(flops / session.ceiling("matmul_flops"), min(took)),
-    )
-
-
-async def _seconds(runner: Any, step: Any) -> float:
-    started = time.perf_counter()
-    await runner.run(step)
-    return time.perf_counter() - started
-
-
-def decode_step(batch: int, context: int, block_size: int) -> Any:
-    """One new token for each sequence, at the end of its context; all sample greedily."""
-    import numpy as np
-
-    width = -(-context // block_size)
-    blocks = np.random.default_rng(0).permutation(batch * width)
-    tables = blocks.reshape(batch, width).astype(np.int64)
-    last = context - 1
-    slots = tables[:, last // block_size] * block_size + last % block_size
-    return _step(
-        positions=np.full(batch, last),
-        slots=slots,
-        query_lens=np.ones(batch),
-        context_lens=np.full(batch, context),
-        tables=tables,
-        drawing=np.arange(batch),
-    )
-
-
-def prefill_step(start: int, num_tokens: int, block_size: int) -> Any:
-    """A prompt's tokens [start, start + num_tokens), in consecutive blocks; the last samples."""
-    import numpy as np
-
-    end = start + num_tokens
-    return _step(
-        positions=np.arange(start, end),
-        slots=np.arange(start, end),
-        query_lens=np.array([num_tokens]),
-        context_lens=np.array([end]),
-        tables=np.arange(-(-end // block_size))[None],
-        drawing=np.array([num_tokens - 1]),
-    )
-
-
-def _step(
-    *, positions: Any, slots: Any, query_lens: Any, context_lens: Any, tables: Any, drawing: Any
-) -> Any:
-    import numpy as np
-
-    from shared.engine.runner import SamplingInputs, StepInputs
-
-    num_rows, i64, f32 = len(drawing), np.int64, np.float32
-    token_ids = np.random.default_rng(1).integers(3, 1000, len(positions))
-    return StepInputs(
-        input_ids=token_ids.astype(i64),
-        positions=positions.astype(i64),
-        slot_mapping=slots.astype(i64)[None],
-        query_lens=query_lens.astype(i64),
-        context_lens=context_lens.astype(i64),
-        block_tables=tables.astype(i64)[None],
-        sampling=SamplingInputs(
-            logits_indices=drawing.astype(i64),
-            temperature=np.zeros(num_rows, f32),
-            top_k=np.zeros(num_rows, i64),
-            top_p=np.ones(num_rows, f32),
-            min_p=np.zeros(num_rows, f32),
-            seed=np.zeros(num_rows, np.uint64),
-            choice_index=np.zeros(num_rows, i64),
-            output_position=np.zeros(num_rows, i64),
-        ),
-    )
+def medians(took: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Columns: of each stage, and of their sum."""
+    if not took[0]:
+        return {}
+    sums = statistics.median(sum(stages.values()) for stages in took)
+    each = {stage: statistics.median(stages[stage] for stages in took) for stage in took[0]}
+    return {"device_ms": round(sums, 4), **{f"{k}_ms": round(v, 4) for k, v in each.items()}}

@@ -1,7 +1,7 @@
-"""The parts of the kit, the most valuable first, with the time limit of each.
+"""The parts of the kit and the calls that run them, the most valuable first.
 
-A part is a module with `run(session)`, run in a separate process. Imports only the standard
-library: the kit must start wherever Python does.
+A part is a module with `run(session, *arguments)`, run in a separate process. Imports only the
+standard library: the kit must start wherever Python does.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HERE = "benchmarks.gpu_kit"
-BUDGET_S = 540  # of all parts together
+RESERVED_S = 25  # of a call: for unpacking, probes of the device, and the end of the last part
 
-TORCH = ("torch", "triton")
+TORCH = ("torch", "triton", "numpy")
 BENCHES = (*TORCH, "msgspec", "rich")
-ENGINE = (*TORCH, "numpy", "msgspec", "structlog", "safetensors", "xxhash", "zstandard")
+ENGINE = (*TORCH, "msgspec", "structlog", "safetensors", "xxhash", "zstandard")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,17 @@ class Part:
     name: str
     deadline_s: int
     answers: str
-    module: str = ""  # has `run`; empty: the feature does not exist yet
+    module: str  # has `run`
     needs: tuple[str, ...] = ()  # importable modules
     arguments: tuple[str, ...] = ()  # of `run`, after the session
+
+
+@dataclass(frozen=True)
+class Call:
+    """One command on the device's machine, of at most `limit_s`."""
+
+    limit_s: int
+    parts: tuple[str, ...]
 
 
 def _part(
@@ -35,22 +43,42 @@ def _part(
 
 
 PARTS = (
-    _part("device_facts", 20, "this machine's roofline", TORCH, name="device"),
-    _part("gpu_tests", 75, "all GPU tests", (*ENGINE, "pytest", "numba"), name="tests"),
-    _part("bits", 60, "whether a row's bits depend on the other rows", TORCH),
-    _part("host_cost", 50, "the host's time for a launch and a decode step", TORCH),
-    _part("model_8b", 80, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
-    _part("tools", 60, "out-of-bounds accesses", TORCH, of="memcheck"),
+    # Call a: contact.
+    _part("device_facts", 20, "this machine, its tools and its ceilings", TORCH, name="facts"),
+    _part("smoke", 20, "whether each kernel computes what torch computes", TORCH),
+    _part("graph_step", 40, "the device's own time of a decode step", ENGINE),
+    _part("mma_bits", 10, "whether tile widths change the bits of a product", TORCH),
+    _part("prefill", 15, "the device's own time of a prompt", ENGINE),
+    _part("tools", 20, "the time of each kernel of a step", ENGINE, of="profile"),
+    # Call b: the engine.
+    _part("model_8b", 40, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
+    _part("model_8b", 35, "8B shape, the library's products", ENGINE, of="fast", name="8b_fast"),
+    _part("bits", 45, "whether a row's bits depend on the other rows", ENGINE),
+    _part("modes", 5, "the mode that `auto` selects", ENGINE),
+    _part("handoff", 25, "KV from process to process", (*ENGINE, "uvloop")),
+    _part("products", 10, "products in lanes", TORCH, of="lanes"),
+    _part("products", 10, "products of mixtures of experts", TORCH, of="grouped"),
+    _part("latent", 10, "attention over latents", TORCH),
+    _part("products", 5, "products with INT4 weights", TORCH, of="int4_products"),
+    _part("products", 5, "products with FP8 weights", TORCH, of="fp8_products"),
+    _part("tools", 25, "out-of-bounds accesses", TORCH, of="memcheck"),
+    # Call c: what is left.
+    _part("gpu_tests", 50, "a test of each kernel", (*ENGINE, "pytest"), of="first", name="tests"),
+    _part("copies", 10, "bandwidths between host and device", TORCH),
+    _part("tools", 35, "races in shared memory", TORCH, of="racecheck"),
+    # By name alone.
+    _part("gpu_tests", 200, "all other tests", (*ENGINE, "pytest", "numba"), of="rest"),
+    _part("tools", 30, "the bottlenecks of four launches", ENGINE, of="ncu"),
     _part("kernel_speeds", 90, "kernels compared with libraries", BENCHES, name="kernels"),
-    _part("model_8b", 60, "8B shape, the library's products", ENGINE, of="fast", name="8b_fast"),
-    _part("handoff", 40, "KV from process to process", (*ENGINE, "uvloop")),
     _part("kernel_speeds", 50, "products with 12-bit weights", BENCHES, of="split_products"),
-    _part("tools", 60, "races in shared memory", TORCH, of="racecheck"),
-    _part("tools", 40, "the bottlenecks of two kernels", TORCH, of="profile"),
-    Part("graphs", 0, "decode in CUDA graphs"),
-    Part("modes", 0, "the mode that `auto` selects: modes.json"),
-    Part("fp8_products", 0, "products with FP8 weights"),
-    Part("int4_products", 0, "products with INT4 weights"),
-    Part("grouped_products", 0, "products of mixtures of experts"),
-    Part("mla_decode", 0, "decode attention over latent KV"),
 )
+NAMES = tuple(part.name for part in PARTS)
+CALLS = {
+    "a": Call(150, NAMES[: NAMES.index("8b_exact")]),
+    "b": Call(240, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
+    "c": Call(120, NAMES[NAMES.index("tests") : NAMES.index("rest")]),
+}
+
+
+def parts_named(names: tuple[str, ...]) -> tuple[Part, ...]:
+    return tuple(part for part in PARTS if part.name in names)

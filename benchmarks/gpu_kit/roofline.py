@@ -1,31 +1,22 @@
-"""What Llama-3.1-8B must read and compute, and the time for that at a device's ceilings."""
+"""What a dense model must read and compute, and the least time for that on a session's card."""
 
 from __future__ import annotations
 
 from typing import Any
 
-CONFIG: dict[str, Any] = {  # the relevant part of its config.json
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 128_001,
-}
+from benchmarks.gpu_kit.session import Session
+
 WEIGHT_BYTES = 2  # BF16
-# For a decode step, estimated before any run on a GPU, without graphs: low and high.
-EXPECTED_DECODE_MS = {1: (13.0, 17.0), 64: (15.0, 19.0)}
-EXPECTED_PREFILL_S = {512: (0.36, 0.45)}  # for 8,192 tokens, by chunk
+
+
+def decode_s(session: Session, config: dict[str, Any], batch: int, context: int) -> float:
+    """Of a step, bound by reading; NaN on an unknown card."""
+    return decode_bytes(config, batch, context) / session.ceiling("copy_bytes_s")
+
+
+def prefill_s(session: Session, config: dict[str, Any], num_tokens: int) -> float:
+    """Of a prompt, bound by computing; NaN on an unknown card."""
+    return prefill_flops(config, num_tokens) / session.ceiling("matmul_flops")
 
 
 def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
@@ -43,6 +34,12 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
 def num_layer_weights(config: dict[str, Any]) -> int:
     """The weights of all layers, without the head."""
     return config["num_hidden_layers"] * sum(n * k for n, k in layer_shapes(config))
+
+
+def weight_bytes(config: dict[str, Any]) -> int:
+    """Of all weights: layers, embedding and head."""
+    ends = 2 * config["vocab_size"] * config["hidden_size"]
+    return int(num_layer_weights(config) + ends) * WEIGHT_BYTES
 
 
 def kv_bytes_per_token(config: dict[str, Any]) -> int:
@@ -64,13 +61,3 @@ def prefill_flops(config: dict[str, Any], num_tokens: int) -> float:
     width = config["num_attention_heads"] * config["head_dim"]
     attention = 2 * width * num_tokens**2 * config["num_hidden_layers"]
     return 2.0 * num_layer_weights(config) * num_tokens + attention
-
-
-def beside_prediction(predicted_s: float, measured_s: float) -> dict[str, float]:
-    """Columns of a row. `error`: (measured - predicted) / predicted."""
-    return {
-        "predicted_ms": round(predicted_s * 1e3, 4),
-        "measured_ms": round(measured_s * 1e3, 4),
-        "error": round(measured_s / predicted_s - 1, 3),
-        "of_roofline": round(predicted_s / measured_s, 3),
-    }

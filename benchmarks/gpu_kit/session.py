@@ -1,20 +1,34 @@
-"""The context of a part of the kit: the file for its rows, and the ceilings measured before it."""
+"""The context of a part of the kit: its rows, its tensors, its clock and the ceilings.
+
+device    tensors on CUDA, sizes of Llama 3.1 8B
+dry       small tensors on the CPU, launches go to a fake driver, nothing is computed
+compile   the device's sizes on the CPU, in memory that nothing touches: Triton's real compiler
+          fills its cache, nothing is computed
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-MAX_BYTES = 1 << 20  # of one part's rows, so that all together stay below 16 MiB
-# Of an H200, used if this machine's are not measured: bytes read and written, BF16 products.
-COPY_BYTES_S, MATMUL_FLOPS = 4.3e12, 790e12
+from benchmarks.gpu_kit.shapes import EIGHT_B, SMALL, Shapes
+from benchmarks.gpu_kit.sources import sources_digest
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_BYTES = 1 << 20  # of one part's rows: all parts together stay below 16 MiB
+HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host fills the queue
+TOLERANCE = 2e-2  # BF16 results beside FP32: two units in the last place of its 8 bits
+
+Mode = Literal["device", "dry", "compile"]
 Row = dict[str, Any]
 
 
@@ -28,28 +42,58 @@ class Unavailable(Exception):
 
 @dataclass
 class Session:
-    """`is_dry`: launches go to a fake driver, tensors are on the CPU, and nothing is computed."""
+    """`card`, `driver`: of the device, empty if unknown."""
 
     part: str
     rows_file: Path
-    is_dry: bool = False
+    mode: Mode = "device"
     ends: float = math.inf  # `time.monotonic()` at which the process is killed
+    card: str = field(default_factory=lambda: os.environ.get("HEARTH_KIT_CARD", ""))
+    driver: str = field(default_factory=lambda: os.environ.get("HEARTH_KIT_DRIVER", ""))
     num_bytes: int = field(default=0, init=False)
+    failures: list[str] = field(default_factory=list, init=False)
+
+    @property
+    def is_dry(self) -> bool:
+        return self.mode != "device"
 
     @property
     def left_s(self) -> float:
         return self.ends - time.monotonic()
 
-    def add(self, **row: Any) -> Row:
-        """Writes a row immediately, so that it survives the death of the process."""
-        line = json.dumps({"part": self.part, **row}, default=str) + "\n"
+    @property
+    def shapes(self) -> Shapes:
+        return SMALL if self.mode == "dry" else EIGHT_B
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu" if self.is_dry else "cuda")
+
+    def add(self, columns: Row | None = None, /, *, kernels: Sequence[str] = (), **row: Any) -> Row:
+        """Writes a row at once, so that it survives the death of the process. `kernels`: the
+        operations whose sources the row depends on. `predicted_s` and `measured_s` give `error` and
+        `of_roofline`; figures that a dry run lacks are left out. `columns`: others of any name.
+        """
+        row |= columns or {}
+        if "predicted_s" in row:
+            row |= self._beside_prediction(row.pop("predicted_s"), row.pop("measured_s"))
+        if kernels:
+            row["sources"] = sources_digest(tuple(kernels))
+        row = {name: value for name, value in row.items() if value is not None}
+        line = json.dumps({**self._heading(), **row}, default=str) + "\n"
         self.num_bytes += len(line)
         if self.num_bytes > MAX_BYTES:
             raise RuntimeError(f"the rows of part {self.part} exceed {MAX_BYTES} bytes")
-        with self.rows_file.open("a") as file:
-            file.write(line)
+        append_line(self.rows_file, line)
         print(line, end="", flush=True)
         return row
+
+    def _heading(self) -> Row:
+        dry = {"dry": self.mode} if self.is_dry else {}
+        of_device = {"card": self.card, "driver": self.driver} if self.card else {}
+        return {"part": self.part, **dry, **of_device}
 
     def need_device(self) -> None:
         """Raises Unavailable."""
@@ -60,30 +104,144 @@ class Session:
         if not torch.cuda.is_available():
             raise Unavailable("torch finds no CUDA device")
 
-    @contextmanager
-    def launching(self) -> Iterator[Any]:
-        """Yields the device of tensors; launches go to it, or in a dry run to a fake driver."""
+    def synchronize(self) -> None:
+        if not self.is_dry:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised on a device. Elsewhere zeros in memory that the system has not given yet:
+        what indexes a tensor finds valid indices.
+        """
         import torch
 
-        if not self.is_dry:
-            self.need_device()
-            yield torch.device("cuda")
-            return
-        from tests.kernels.support.fake_driver import fake_driver
+        make = torch.zeros if self.is_dry else torch.empty
+        return make(shape, dtype=dtype or torch.bfloat16, device=self.device)
 
-        with fake_driver():
-            yield torch.device("cpu")
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        import torch
+
+        return torch.zeros(shape, dtype=dtype or torch.bfloat16, device=self.device)
+
+    def random(
+        self,
+        *shape: int,
+        dtype: torch.dtype | None = None,
+        scale: float = 1.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """Normal random numbers of a generator of the device; zeros where nothing is computed."""
+        import torch
+
+        if self.is_dry:
+            return self.empty(*shape, dtype=dtype)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        values = torch.randn(shape, generator=generator, device=self.device)
+        return values.mul_(scale).to(dtype or torch.bfloat16)
+
+    def seconds(self, call: Callable[[], object], repetitions: int = 20) -> float | None:
+        """The device's seconds for a call, by events around `repetitions` of it. A kernel that
+        waits lets the host fill the queue first. In a dry run `call` runs once, without a figure.
+        """
+        call()
+        if self.is_dry:
+            return None
+        import torch
+
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(HOLD_CYCLES)
+        begin.record()
+        for _ in range(repetitions):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / repetitions
+
+    def check(
+        self,
+        case: str,
+        found: Tensor,
+        wanted: Callable[[], Tensor],
+        *,
+        tolerance: float = TOLERANCE,
+        kernels: Sequence[str] = (),
+    ) -> bool:
+        """Adds a row with the largest error in units of the largest element; above `tolerance` or
+        for NaN the part fails at its end. A dry run computes nothing to compare.
+        """
+        if self.is_dry:
+            return True
+        expected = wanted().float()
+        difference = (found.float() - expected).abs().max()
+        error = float(difference / expected.abs().max().clamp_min(1e-30))
+        is_ok = error <= tolerance  # NaN is not
+        self.add(case=case, ok=is_ok, max_error=error, tolerance=tolerance, kernels=kernels)
+        if not is_ok:
+            self.failures.append(case)
+        return is_ok
+
+    def digest(self, case: str, tensor: Tensor, *, kernels: Sequence[str] = ()) -> str | None:
+        """Adds a row of the digest of a seeded output's bits. None in a dry run."""
+        if self.is_dry:
+            return None
+        import hashlib
+
+        import torch
+
+        content = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
+        found = hashlib.sha256(content.tobytes()).hexdigest()[:32]
+        shape = [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
+        self.add(case=case, digest=found, shape=shape, kernels=kernels)
+        return found
 
     def rows_of(self, part: str) -> list[Row]:
-        """The rows of a part that ran before."""
+        """The rows of a part that ran before, of this mode."""
         if not self.rows_file.exists():
             return []
-        rows = map(json.loads, self.rows_file.read_text().splitlines())
-        return [row for row in rows if row["part"] == part]
+        rows = read_rows(self.rows_file)
+        dry = self.mode if self.is_dry else None
+        return [row for row in rows if row["part"] == part and row.get("dry") == dry]
 
     def ceiling(self, name: str) -> float:
-        """`copy_bytes_s` or `matmul_flops`, of this machine or else of an H200."""
-        for row in self.rows_of("device"):
-            if row.get("case") == name:
-                return float(row["value"])
-        return {"copy_bytes_s": COPY_BYTES_S, "matmul_flops": MATMUL_FLOPS}[name]
+        """`copy_bytes_s` or `matmul_flops`: measured on this machine, or assumed for its card; NaN
+        for an unknown one.
+        """
+        return self._ceiling(name)[0]
+
+    def _ceiling(self, name: str) -> tuple[float, str]:
+        for row in self.rows_of("facts"):
+            if row.get("case") == name and "value" in row:
+                return float(row["value"]), "measured"
+        from benchmarks.gpu_kit.ceilings import assumed
+
+        value = assumed(self.card, name)
+        return (math.nan, "unknown") if value is None else (value, "assumed")
+
+    def _beside_prediction(self, predicted_s: float, measured_s: float | None) -> Row:
+        """`error`: (measured - predicted) / predicted. Empty where nothing was measured."""
+        if measured_s is None or math.isnan(predicted_s):
+            return {} if measured_s is None else {"measured_ms": round(measured_s * 1e3, 4)}
+        return {
+            "predicted_ms": round(predicted_s * 1e3, 4),
+            "measured_ms": round(measured_s * 1e3, 4),
+            "error": round(measured_s / predicted_s - 1, 3),
+            "of_roofline": round(predicted_s / measured_s, 3),
+            "ceiling": self._ceiling("copy_bytes_s")[1],
+        }
+
+
+def append_line(path: Path, line: str) -> None:
+    """In one write, so that the lines of several processes do not mix."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All whole lines: the last one may be cut off."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line]

@@ -1,4 +1,8 @@
-"""The results of NVIDIA's tools: compute-sanitizer for accesses, ncu for kernel times."""
+"""The results of tools: compute-sanitizer for accesses, torch's profiler and ncu for times.
+
+compute-sanitizer and ncu do not work on every runtime: there the part is unavailable. Without a
+device, what they would watch is launched once.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +10,80 @@ import csv
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from benchmarks.gpu_kit import smoke
+from benchmarks.gpu_kit.device_facts import find_tool
+from benchmarks.gpu_kit.model_steps import profile
 from benchmarks.gpu_kit.session import Session, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/bin")
-LAUNCHES = [sys.executable, "-m", "benchmarks.gpu_kit.launches"]
-PROFILED = ("_decode_attention_kernel", "_linear_kernel")
+CHECKED = (
+    *("linear qkv, 64 rows, exact", "linear qkv, 1 rows, free", "lane_linear o, 64 rows"),
+    *("decode_attention 1 x 2048, exact", "prefill_attention 512 tokens, exact"),
+    *("rms_norm", "silu_and_mul", "rotate_and_store", "sample", "top_k"),
+    *("gather_blocks, checksum", "scatter_blocks, checksum", "copy_blocks"),
+    *("compressed_linear qkv, 1 rows, exact", "penalize", "apply_token_mask"),
+)
+PROFILED = (  # each launches one kernel of these names
+    *("linear gate_up, 1 rows, exact", "linear gate_up, 64 rows, exact"),
+    *("decode_attention 64 x up to 2048, exact", "decode_attention 64 x up to 2048, free"),
+)
+KERNELS = ("_decode_attention_kernel", "_linear_kernel")
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis")
 MAX_LINES = 40  # of a tool's findings
+RESERVED_S = 3  # for the end of a tool that takes too long
 
 
 def run(session: Session, tool: str) -> None:
-    if tool == "profile":
-        _profile(session)
-    else:
-        _check(session, tool)
+    match tool:
+        case "profile":
+            profile.run(session)
+        case "ncu":
+            _profile(session)
+        case _:
+            _check(session, tool)
 
 
-def _find(name: str) -> str:
-    """Finds a tool's path. Raises Unavailable."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS])
-    found = shutil.which(name, path=path)
+def _find(session: Session, name: str) -> str:
+    """Raises Unavailable."""
+    session.need_device()
+    found = find_tool(name)
     if found is None:
         raise Unavailable(f"{name} is not on the PATH")
     return found
 
 
 def _check(session: Session, tool: str) -> None:
-    command = [_find("compute-sanitizer"), "--tool", tool, *LAUNCHES]
-    session.need_device()
-    _output(LAUNCHES, dict(os.environ))  # compiles, which takes longer under the tool
+    """Raises RuntimeError for an error that the tool has found, Unavailable if it does not work."""
+    if session.is_dry:
+        smoke.launch(session, *CHECKED)
+        return
+    command = [_find(session, "compute-sanitizer"), "--tool", tool, *_launches(CHECKED)]
     # One allocation per tensor: otherwise an access beyond one tensor hits the next.
     environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    output = _output(command, environ)
-    session.add(case=tool, findings=findings(output), launched=output.count("launched "))
+    output, is_complete = run_tool(command, environ, session.left_s - RESERVED_S)
+    found = findings(output)
+    num_launched = output.count("launched ")
+    session.add(case=tool, findings=found, launched=num_launched, is_complete=is_complete)
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
-    if summary is None:
+    if summary is None and not num_launched:
         raise Unavailable(f"compute-sanitizer does not work here: {output[-300:]!r}")
-    if int(summary[1]):
-        raise RuntimeError(summary[0])
+    if summary is None and is_complete:
+        raise RuntimeError(f"the launches died: {output[-300:]!r}")
+    if has_errors(output):
+        raise RuntimeError(f"{tool} found errors: {found[:3]}")
+
+
+def has_errors(output: str) -> bool:
+    """By the tool's summary, or before it by the errors so far."""
+    summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    if summary is not None:
+        return bool(int(summary[1]))
+    return re.search(r"^========= (Invalid|Error|Race|Warning: Race)", output, re.M) is not None
 
 
 def findings(output: str) -> list[str]:
@@ -59,12 +93,17 @@ def findings(output: str) -> list[str]:
 
 
 def _profile(session: Session) -> None:
-    command = [_find("ncu"), "--csv", "--page", "details", "--clock-control", "none"]
-    session.need_device()
-    command += ["--kernel-name", f"regex:^({'|'.join(PROFILED)})$", "--launch-count", "4"]
+    """The launches of the second round: those of the first one are warm-ups."""
+    if session.is_dry:
+        smoke.launch(session, *PROFILED)
+        return
+    command = [_find(session, "ncu"), "--csv", "--page", "details", "--clock-control", "none"]
+    command += ["--kernel-name", f"regex:^({'|'.join(KERNELS)})$"]
+    command += ["--launch-skip", str(len(PROFILED)), "--launch-count", str(len(PROFILED))]
     for section in SECTIONS:
         command += ["--section", section]
-    output = _output([*command, *LAUNCHES, "linear", "decode_attention"], dict(os.environ))
+    command += _launches(PROFILED * 2)
+    output, _ = run_tool(command, dict(os.environ), session.left_s - RESERVED_S)
     rows = metrics(output)
     if not rows:
         raise Unavailable(f"ncu gave no metrics: {output[-300:]!r}")
@@ -88,15 +127,26 @@ def metrics(output: str) -> list[dict[str, str]]:
     ]
 
 
-def _output(command: list[str], environ: dict[str, str]) -> str:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environ,
-        text=True,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    print(done.stdout)
-    return done.stdout
+def _launches(names: tuple[str, ...]) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu_kit.smoke", *names]
+
+
+def run_tool(command: list[str], environ: dict[str, str], seconds: float) -> tuple[str, bool]:
+    """The output, and whether the tool ended in time. It is written to a file: what the tool has
+    started may outlive it, and hold a pipe.
+    """
+    with tempfile.TemporaryFile() as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(max(0.0, seconds))
+            is_complete = True
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            is_complete = False
+        file.seek(0)
+        output = file.read().decode(errors="replace")
+    print(output)
+    return output, is_complete

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ if IS_INTERPRETED:
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 
 from kernels.gpu.rows.rms_norm import rms_norm
-from tests.kernels.support.fake_driver import fake_driver
+from tests.kernels.support.fake_driver import FakeDriver, fake_driver
 
 
 def launch(num_rows: int, hidden: int = 64) -> None:
@@ -52,3 +55,25 @@ def test_handler_is_called_before_a_kernel_is_compiled() -> None:
         launch(1, hidden=96)
     assert num_compiled_before == [0, 1]
     assert len(fake.compiled) == 2
+
+
+def test_machine_code_is_left_in_tritons_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the metadata that a device's driver loads it by."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with fake_driver("cubin") as fake:
+        launch(1)
+        launch(2)
+    assert [each.name for each in fake.compiled] == ["_rms_norm_kernel"]
+    assert fake.num_launches == 2
+    (metadata,) = tmp_path.glob("*/_rms_norm_kernel.json")
+    assert json.loads(metadata.read_text())["target"]["arch"] == 90
+    assert metadata.with_suffix(".cubin").read_bytes().startswith(b"\x7fELF")
+
+
+def test_launch_needs_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(FakeDriver, "max_shared_bytes", 8)
+    with fake_driver("cubin"), pytest.raises(OutOfResources, match="Hardware limit: 8"):
+        launch(1, hidden=4096)

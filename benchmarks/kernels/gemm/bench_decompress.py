@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,13 +14,13 @@ from kernels.gpu.gemm.decompress import decompress
 SHAPES = ((4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))
 
 
-def rows() -> Iterator[Row]:
-    yield from (_row(n, k) for n, k in SHAPES)
+def rows(shapes: Sequence[tuple[int, int]] = SHAPES) -> Iterator[Row]:
+    yield from (_row(n, k) for n, k in shapes)
 
 
 def _row(n: int, k: int) -> Row:
     weight = split(random(n, k))
-    out = torch.empty((n, k), dtype=torch.bfloat16, device="cuda")
+    out = torch.empty((n, k), dtype=torch.bfloat16, device=weight.device)
     num_bytes = weight.num_bytes + out.nbytes
     return by_bandwidth(f"{n} x {k}", lambda: decompress(weight, out), num_bytes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
 from kernels.gpu.rows.rms_norm import rms_norm
@@ -9,9 +11,9 @@ from kernels.gpu.rows.rms_norm import rms_norm
 SHAPES = ((32_768, 4096), (16_384, 8192), (1_048_576, 128))  # the last: norms of heads
 
 
-def rows() -> list[Row]:
+def rows(shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Row]:
     found = []
-    for num_rows, hidden in SHAPES:
+    for num_rows, hidden in shapes:
         x, weight = random(num_rows, hidden), random(hidden)
         found.append(
             by_bandwidth(

@@ -12,7 +12,7 @@ from benchmarks.gpu_kit.session import NotBuilt, Session, Unavailable
 
 
 def run(session: Session, behaviour: str, folder: str = "") -> None:
-    session.add(case="begun")
+    session.add(case="ran")
     match behaviour:
         case "raise":
             raise ValueError("three is not four")
@@ -27,7 +27,10 @@ def run(session: Session, behaviour: str, folder: str = "") -> None:
         case "talk":
             print("x" * (1 << 20))
         case "flood":
-            session.add(case="x" * (1 << 20))
+            session.add(case="x" * (2 << 20))
+        case "launch and raise":
+            launch(session)
+            raise ValueError("three is not four")
 
 
 def hang(folder: Path) -> None:
@@ -37,3 +40,12 @@ def hang(folder: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", code])
     (folder / "ids").write_text(f"{os.getpid()} {child.pid}")
     signal.pause()
+
+
+def launch(session: Session) -> None:
+    """Launches one kernel twice, at the sizes of the session's model."""
+    from kernels.gpu.rows.rms_norm import rms_norm
+
+    for num_rows in (1, 2):
+        x = session.random(num_rows, session.shapes.hidden)
+        rms_norm(x, x[0], 1e-5)

@@ -1,45 +1,195 @@
-"""The kit's parts that run a full model, on the CPU with a small model."""
+"""The kit's parts that run a model, without a GPU: their cases, figures and rows."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from benchmarks.gpu_kit import handoff, model_8b, roofline
+from benchmarks.gpu_kit import graph_step, handoff, model_8b, modes, prefill, roofline
+from benchmarks.gpu_kit.kv_push.cache import PushPlan
+from benchmarks.gpu_kit.model_steps import events
 from benchmarks.gpu_kit.session import Session
-from shared.engine.runners.load import load_runner
+from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
+from shared.engine.runners.mode_choice import MeasuredDevice
+from shared.numerics import KERNELS_VERSION
+from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
 
-SMALL = handoff.CONFIG | {"num_hidden_layers": 2}
+GIB = 1 << 30
 
 
-def test_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that exceed the KV blocks are skipped, with a row that says so."""
-    monkeypatch.setattr(model_8b, "BATCHES", (1, 3, 500))
-    monkeypatch.setattr(model_8b, "CONTEXT", 100)
-    monkeypatch.setattr(model_8b, "PROMPT", 96)
-    monkeypatch.setattr(model_8b, "CHUNKS", (64, 96))
-    monkeypatch.setattr(model_8b, "STEPS", 2)
-    session = Session("8b", tmp_path / "rows.jsonl")
-    with model_8b.folder_of(SMALL) as folder:
-        runner = load_runner(
-            folder, "cpu", load_format="dummy", dtype="float32", kv_cache_bytes=8 << 20
+def test_roofline_of_8b(tmp_path: Path) -> None:
+    """15.0 GB of weights per step, 128 KiB of KV per token, 132 TFLOP for 8,192 prompt tokens."""
+    assert roofline.kv_bytes_per_token(CONFIG_8B) == 128 << 10
+    assert roofline.weight_bytes(CONFIG_8B) == pytest.approx(16.06e9, rel=0.001)
+    assert roofline.decode_bytes(CONFIG_8B, 1, 0) == pytest.approx(15.0e9, rel=0.005)
+    assert roofline.prefill_flops(CONFIG_8B, 8192) == pytest.approx(132e12, rel=0.06)
+    on_h100, on_h200 = (
+        roofline.decode_s(
+            Session("x", tmp_path / "rows.jsonl", card=f"NVIDIA {card}"), CONFIG_8B, 64, 2048
         )
-    asyncio.run(model_8b.measure(session, runner, "exact", SMALL))
-    rows = {row["case"]: row for row in session.rows_of("8b")}
-    assert rows["decode, batch 500"]["left_out"] == "too few KV blocks"
-    measured = [row for row in rows.values() if "measured_ms" in row]
-    assert len(measured) == 4
-    for row in measured:
-        assert row["error"] == pytest.approx(row["measured_ms"] / row["predicted_ms"] - 1, rel=0.1)
+        for card in ("H100 80GB HBM3", "H200")
+    )
+    assert (on_h100, on_h200) == pytest.approx((10.7e-3, 7.5e-3), rel=0.01)
+
+
+def test_largest_batch_has_half_of_the_context_first() -> None:
+    halved = [(256, 1024), (256, 2048)]
+    assert graph_step.decode_cases(EIGHT_B) == [(1, 2048), (64, 2048), (8, 2048), *halved]
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(77, 256 * 1024), (138, 256 * 2048), (20, 2048)])
+def test_kv_takes_the_largest_case_that_fits(
+    free: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * GIB, 0))
+    session = Session("graph_step", tmp_path / "rows.jsonl")
+    assert graph_step.kv_room(session, graph_step.decode_cases(EIGHT_B)) == tokens
+    reasons = [graph_step.reason_left_out(session, n, tokens) for n in (tokens, tokens + 1)]
+    assert reasons == ["", "too few KV blocks"]
+
+
+class Stages:
+    """Stands for the events of a device."""
+
+    def __init__(self, model: object) -> None:
+        pass
+
+    def milliseconds(self) -> dict[str, float]:
+        return {"forward": 3.0, "head": 2.0, "draw": 1.0}
+
+
+class Worker:
+    """Stands for a runner with 64 blocks of KV. Counts steps."""
+
+    num_blocks = 64
+    kv_layout = SimpleNamespace(block_size=16)
+    executor = SimpleNamespace(model=None)
+    num_steps = 0
+
+    async def run(self, step: object) -> None:
+        self.num_steps += 1
+
+    async def close(self) -> None:
+        pass
+
+
+def test_worker_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch exceeds the KV blocks."""
+    shapes = replace(SMALL, batches=(1, 3, 500), prompt=96, chunks=(96, 32))
+    monkeypatch.setattr(OnCpu, "shapes", shapes)
+    monkeypatch.setattr(events, "StepEvents", Stages)
+    session, worker = session_in(tmp_path), Worker()
+    asyncio.run(model_8b.Measurement(session, worker, "exact").run())  # type: ignore[arg-type]
+    decoded = 2 * (model_8b.WARM_UP_STEPS + model_8b.STEPS)
+    assert worker.num_steps == decoded + model_8b.PROMPTS * (1 + 3)
+    measured = [row for row in session.rows if "measured_ms" in row]
+    assert [row["case"] for row in measured] == [
+        *("decode, batch 1", "decode, batch 3"),
+        *("prefill of 96 in chunks of 96", "prefill of 96 in chunks of 32"),
+    ]
+    assert {row["ceiling"] for row in measured} == {"assumed"}
+    assert [row["device_ms"] for row in measured] == [6, 6, 6, 18]  # a prompt's: of all chunks
+    assert measured[3]["draw_ms"] == 3
+    left_out = [(row["context"], row["left_out"]) for row in session.rows if "left_out" in row]
+    assert left_out == [(32, "too few KV blocks"), (64, "too few KV blocks")]
+
+
+def write_rows(folder: Path, *rows: dict[str, Any]) -> OnCpu:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return replace(session_in(folder), part="modes")
+
+
+def figure(part: str, case: str, mode: str, milliseconds: float, **columns: Any) -> dict[str, Any]:
+    found = {"part": part, "case": case, "mode": mode, "measured_ms": milliseconds}
+    return {**found, "is_captured": True, **columns}
+
+
+BITS = {"part": "bits", "case": "verdict"}
+FIGURES = [
+    figure("graph_step", f"decode, batch {batch}", mode, milliseconds)
+    for batch, took in ((1, (5.5, 5.0)), (3, (13.0, 10.0)))
+    for mode, milliseconds in zip(graph_step.MODES, took, strict=True)
+] + [
+    figure("prefill", "prefill of 48 in chunks of 48", "exact", 360.0),
+    figure("prefill", "prefill of 48 in chunks of 48", "fast", 300.0),
+]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_mode_is_written_from_the_parts_before(is_exact: bool, tmp_path: Path) -> None:
+    """The cost is the largest of the three ratios; only the last verdict counts."""
+    verdicts = {**BITS, "state": "running"}, {**BITS, "state": "final", "exact": is_exact}
+    session = write_rows(tmp_path, *FIGURES, *verdicts)
+    modes.run(session)
+    row = session.rows[-1]
+    fields = {name: row[name] for name in MeasuredDevice.__struct_fields__}
+    expected = MeasuredDevice("sm90", KERNELS_VERSION, is_exact, 1.3)
+    assert (row["case"], msgspec.convert(fields, MeasuredDevice)) == ("mode", expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "missing"),
+    [
+        (FIGURES, ["the verdict of the part bits"]),
+        ([*FIGURES, {**BITS, "state": "main", "exact": True}], ["the verdict of the part bits"]),
+        ([*FIGURES[1:], {**BITS, "state": "final", "exact": True}], ["decode, batch 1, exact"]),
+        (
+            [
+                *FIGURES[:-1],
+                figure("prefill", FIGURES[-1]["case"], "fast", 300.0, is_captured=False),
+                {**BITS, "state": "final", "exact": True},
+            ],
+            ["prefill of 48 in chunks of 48, fast"],
+        ),
+    ],
+)
+def test_no_mode_is_written_if_something_lacks(
+    rows: list[dict[str, Any]],
+    missing: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modes, "_measured", lambda session, missing: {})
+    session = write_rows(tmp_path, *rows)
+    modes.run(session)
+    last = session.rows[-1]
+    assert (last["case"], last["missing"]) == ("no mode", missing)
+
+
+def test_figures_that_lack_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode by the function of `graph_step`, a prompt by that of `prefill`."""
+
+    def measure(session: Session, executor: object, mode: str, *case: int, name: Any) -> None:
+        row = figure(session.part, name(session, case), mode, 2.0 if mode == "exact" else 1.0)
+        session.add(**{key: value for key, value in row.items() if key != "part"})
+
+    by_batch = partial(measure, name=lambda _, case: graph_step.case_name(case[0]))
+    by_chunk = partial(measure, name=lambda session, case: prefill.case_name(session, *case))
+    monkeypatch.setattr(graph_step, "measure", by_batch)
+    monkeypatch.setattr(prefill, "measure", by_chunk)
+    monkeypatch.setattr(graph_step, "fill_kv", lambda *_: None)
+    monkeypatch.setattr("benchmarks.gpu_kit.dummy_model.make_executor", lambda *_, **__: None)
+    session = write_rows(tmp_path, *FIGURES[2:4], {**BITS, "state": "final", "exact": True})
+    modes.run(session)
+    assert session.rows[-1]["cost"] == 2.0
+    measured = [row["case"] for row in session.rows if row["part"] == "modes"]
+    assert measured == ["decode, batch 1"] * 2 + ["prefill of 48 in chunks of 48"] * 2 + ["mode"]
 
 
 def test_kv_is_pushed_between_processes() -> None:
-    with model_8b.folder_of(SMALL) as folder:
-        rows = handoff.measure(folder, "cpu", "cpu", 100, 2)
+    """The receiver returns the digest of what it holds."""
+    plan = PushPlan(SMALL, num_tokens=100, repetitions=2)
+    rows = handoff.measure(plan, "cpu", "cpu")
     assert [row["case"] for row in rows] == ["push of 100 tokens"] * 2
     assert all(row["gb_s"] > 0 for row in rows)
-    assert roofline.kv_bytes_per_token(roofline.CONFIG) == roofline.kv_bytes_per_token(
-        handoff.CONFIG
-    )
+    of_8b = PushPlan(EIGHT_B, num_tokens=1, repetitions=1).layout
+    assert of_8b.bytes_per_token == roofline.kv_bytes_per_token(CONFIG_8B)

@@ -50,8 +50,8 @@ def paged(
 ) -> Paged:
     counts = [-(-length // block_size) for length in context_lens]
     shape = (2, sum(counts) + 1, num_kv_heads, block_size, head_dim)
-    tokens = random(*shape, like=torch.device("cpu"), dtype=torch.float32, seed=7)
-    cache = torch.full(shape, torch.nan)
+    cache = random(*shape, like=device, dtype=torch.float32, seed=7)
+    cache[:, 0] = torch.nan
     tables = torch.full((len(counts), max(counts) + 2), NO_BLOCK, dtype=index_dtype)
     order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(8))
     used = 0
@@ -59,8 +59,7 @@ def paged(
         blocks = order[used : used + count]
         used += count
         tables[seq, :count] = blocks
-        for index, block in enumerate(blocks.tolist()):
-            stored = min(block_size, length - index * block_size)
-            cache[:, block, :, :stored] = tokens[:, block, :, :stored]
+        if length % block_size:
+            cache[:, blocks[-1], :, length % block_size :] = torch.nan
     lens = torch.tensor(context_lens, dtype=index_dtype)
-    return Paged(cache.to(device, dtype), tables.to(device), lens.to(device))
+    return Paged(cache.to(dtype), tables.to(device), lens.to(device))

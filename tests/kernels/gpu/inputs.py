@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def random(*shape: int, like: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(like, dtype)
+    """Normal numbers from a generator of the device: a host takes seconds for a large weight."""
+    generator = torch.Generator(like).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=like).to(dtype)
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """A driver for Triton without a device: a launch takes the real path and ends before the GPU.
 
 Triton binds and specialises the arguments, finds the kernel by its key, compiles new ones and calls
-the launcher, all as for an H200. But code is compiled only to an intermediate form, which replaces
-the machine code, and the launcher counts. Tensors may be on the CPU: nothing reads them. So tests
-can check what is compiled, how often something is launched, and the cost of a launch.
+the launcher, all as for an H200. The launcher counts, and code is compiled only to an intermediate
+form, which replaces the machine code. Tensors may be on the CPU: nothing reads them. So tests can
+check what is compiled, how often something is launched, and the cost of a launch.
+
+The form "cubin" is the machine code itself: Triton's cache then holds what a device loads, under
+the same keys, and the modules through which Triton launches (see `c_modules`).
 
 Works with Triton 3.6 to 3.9. Not for the interpreter, which has no driver.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
@@ -27,18 +30,20 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver as drivers
 
+from tests.kernels.support.c_modules import build_launcher, building
+
 WARP_SIZE = 32
 MAX_THREADS = 1024  # per program
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, per program
 DEVICES_APART = 64
 
-Form = Literal["ttir", "ttgir"]
+Form = Literal["ttir", "ttgir", "cubin"]
 _first_device = count(1)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """`code` is the intermediate form: "ttir" as parsed, "ttgir" with its layouts."""
+    """`code` is the intermediate form: "ttir" as parsed, "ttgir" with its layouts, or empty."""
 
     name: str
     code: str
@@ -48,11 +53,15 @@ class Compiled:
 
 @dataclass
 class FakeDriver(DriverBase):
-    """`compiled` in order, and the number of launches of each kernel by device."""
+    """`compiled` in order, also those in Triton's cache, the number of launches of each kernel by
+    device, and of modules that the C compiler has built, by name.
+    """
 
+    form: Form = "ttir"
     capability: int = 90
     compiled: list[Compiled] = field(default_factory=list)
     launches: Counter[tuple[str, int]] = field(default_factory=Counter)
+    built: Counter[str] = field(default_factory=Counter)
     # Triton caches compiled kernels by device for the process's lifetime, so each driver's devices
     # have unique ids.
     _base: int = field(default_factory=lambda: next(_first_device) * DEVICES_APART)
@@ -62,7 +71,7 @@ class FakeDriver(DriverBase):
         self.utils = SimpleNamespace(
             load_binary=self._load_binary,
             unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": self._max_shared_bytes},
+            get_device_properties=lambda device: {"max_shared_mem": self.max_shared_bytes},
         )
 
     @property
@@ -70,7 +79,7 @@ class FakeDriver(DriverBase):
         return self.launches.total()
 
     @property
-    def _max_shared_bytes(self) -> int:
+    def max_shared_bytes(self) -> int:
         return MAX_SHARED_BYTES.get(self.capability, max(MAX_SHARED_BYTES.values()))
 
     def set_current_device(self, device: int) -> None:
@@ -106,6 +115,8 @@ class FakeDriver(DriverBase):
         """The launcher of one compiled kernel; called once, right before its code is loaded."""
         key = metadata.name, self.get_current_device() - self._base
         self._loading = metadata
+        if self.form == "cubin":
+            build_launcher(source, metadata)
 
         def launch(*_: Any) -> None:
             self.launches[key] += 1
@@ -113,11 +124,15 @@ class FakeDriver(DriverBase):
         return launch
 
     def _load_binary(self, name: str, code: bytes, shared_bytes: int, device: int) -> Any:
-        self.compiled.append(Compiled(name, code.decode(), self._loading, device - self._base))
+        text = "" if self.form == "cubin" else code.decode()
+        self.compiled.append(Compiled(name, text, self._loading, device - self._base))
         return object(), 0, 0, 0, MAX_THREADS
 
 
 def _backend(form: Form) -> type[CUDABackend]:
+    if form == "cubin":
+        return CUDABackend
+
     class Shortened(CUDABackend):
         """Compiles up to `form`, whose text replaces the machine code."""
 
@@ -145,10 +160,13 @@ def _finish(module: Any, metadata: dict[str, Any]) -> bytes:
 @contextmanager
 def fake_driver(form: Form = "ttir", *, capability: int = 90) -> Iterator[FakeDriver]:
     """Receives all launches inside. "ttir" is quick: a kernel is parsed, and not optimised."""
-    fake = FakeDriver(capability=capability)
+    fake = FakeDriver(form=form, capability=capability)
     nvidia = replace(backends["nvidia"], compiler=_backend(form))
     before = drivers._active
-    with patch.dict(backends, nvidia=nvidia):
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(backends, nvidia=nvidia))
+        if form == "cubin":
+            stack.enter_context(building(fake.built))
         drivers.set_active(fake)
         try:
             yield fake

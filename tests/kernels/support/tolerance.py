@@ -13,8 +13,8 @@ TOLERANCE = {
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """`expected` in any dtype. NaN always fails."""
+    """`expected` in any dtype, on any device, which compares. NaN always fails."""
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(
-        actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance
+        actual.double().to(expected.device), expected.double(), rtol=tolerance, atol=tolerance
     )

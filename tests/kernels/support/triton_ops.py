@@ -13,13 +13,14 @@ from kernels.gpu.gemm.compressed_linear import compressed_linear, fits_lanes
 from kernels.gpu.gemm.decompress import decompress
 from kernels.gpu.gemm.fused_rows import fused_rows
 from shared.engine.layers import attention_inputs
-from tests.kernels.support.fake_driver import FakeDriver, fake_driver
+from tests.kernels.support.fake_driver import FakeDriver, Form, fake_driver
+from tests.kernels.support.untouched import untouched_zeros
 
 _OPERATIONS = [each for each in vars(ops).values() if isinstance(each, ops.Operation)]
 
 
 @contextmanager
-def triton_ops() -> Iterator[FakeDriver]:
+def triton_ops(form: Form = "ttir") -> Iterator[FakeDriver]:
     """Inside, CPU tensors go to the kernels of a GPU. Indices that a kernel would have written are
     zeros, as they index tensors afterwards.
     """
@@ -32,11 +33,12 @@ def triton_ops() -> Iterator[FakeDriver]:
             target = name.get(function.__name__, function.__name__)
             stack.enter_context(patch.object(ops, target, function, create=True))
         stack.enter_context(patch.object(ops, "_fits_lanes", fits_lanes, create=True))
-        stack.enter_context(patch.object(torch, "empty", torch.zeros))
+        for maker in ("empty", "zeros"):
+            stack.enter_context(patch.object(torch, maker, untouched_zeros))
         for each in _OPERATIONS:
             _forget(each)
         stack.callback(lambda: [_forget(each) for each in _OPERATIONS])
-        yield stack.enter_context(fake_driver())
+        yield stack.enter_context(fake_driver(form))
 
 
 def _forget(operation: ops.Operation) -> None:  # type: ignore[type-arg]

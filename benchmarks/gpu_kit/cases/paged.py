@@ -1,0 +1,45 @@
+"""A paged cache of one layer with the contexts of a batch; no two adjacent blocks are in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_kit.cases.case import INT64, integers
+from benchmarks.gpu_kit.session import Session
+
+
+@dataclass(frozen=True)
+class Paged:
+    cache: Tensor  # [planes, num_blocks, kv_heads, block_size, head_dim]
+    tables: Tensor  # [S, max_blocks]
+    lens: Tensor  # [S]
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.cache, self.tables, self.lens
+
+
+def paged(
+    session: Session,
+    lens: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    planes: int = 2,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> Paged:
+    """Of the model's heads, or others. Sequences share no block."""
+    shapes = session.shapes
+    width = -(-max(lens) // shapes.block_size)
+    num_blocks = width * len(lens)
+    shape = (kv_heads or shapes.kv_heads, shapes.block_size, head_dim or shapes.head_dim)
+    tables = torch.arange(num_blocks, dtype=INT64, device=session.device).flip(0)
+    return Paged(
+        session.random(planes, num_blocks, *shape, dtype=dtype, seed=3),
+        tables.view(len(lens), width),
+        integers(session, lens),
+    )

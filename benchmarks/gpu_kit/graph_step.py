@@ -1,0 +1,188 @@
+"""The device's own time of a decode step: the engine's step, captured in a CUDA graph and replayed.
+
+One model serves both modes. Beside each figure stands the eager step: what the host needs for its
+launches decides whether graphs pay. A model with experts is tried last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_kit import roofline
+from benchmarks.gpu_kit.session import Session
+from benchmarks.gpu_kit.shapes import Shapes
+
+if TYPE_CHECKING:
+    from shared.engine.runners.model_runner import ModelExecutor
+    from shared.numerics import Mode
+
+MODES: tuple[Mode, ...] = ("exact", "fast")
+LEAST_S = 4  # a case with less time is left out
+COMPILED_LAYERS = 2
+RESERVED_BYTES = 6 << 30  # of activations, logits and graphs
+ROWS = ("rms_norm", "add_rms_norm", "rotate_and_store", "silu_and_mul", "decode_attention")
+KERNELS = {"exact": ("linear", "lane_linear", *ROWS), "fast": ROWS}
+EXPERTS: dict[str, Any] = {  # of Qwen3-30B-A3B, two layers
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+FEW_EXPERTS = EXPERTS | {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+
+
+def run(session: Session) -> None:
+    _dense(session)
+    _experts(session)
+
+
+def decode_cases(shapes: Shapes) -> list[tuple[int, int]]:
+    """Batch and context. The largest batch has half of the context first, which fits any card."""
+    largest = max(shapes.batches)
+    halves = [(largest, shapes.context // 2)]
+    cases = [(batch, shapes.context) for batch in shapes.batches]
+    return [each for case in cases for each in (*(halves if case[0] == largest else ()), case)]
+
+
+def model_config(session: Session) -> dict[str, Any]:
+    """Of fewer layers where kernels are only compiled: those of one layer are those of all."""
+    layers = {"num_hidden_layers": COMPILED_LAYERS} if session.mode == "compile" else {}
+    return session.shapes.config | layers
+
+
+def case_name(batch: int) -> str:
+    return f"decode, batch {batch}"
+
+
+def _dense(session: Session) -> None:
+    from benchmarks.gpu_kit.dummy_model import make_executor
+
+    shapes = session.shapes
+    cases = decode_cases(shapes)
+    num_tokens = kv_room(session, cases)
+    num_blocks = -(-num_tokens // shapes.block_size)
+    sizes = {"num_blocks": num_blocks, "num_positions": shapes.context}
+    executor = make_executor(session, model_config(session), "exact", **sizes)
+    fill_kv(session, executor)
+    for batch, context in cases:
+        for mode in MODES:
+            left_out = reason_left_out(session, batch * context, num_tokens)
+            if left_out:
+                heading = {"case": case_name(batch), "mode": mode, "context": context}
+                session.add(**heading, left_out=left_out)
+            else:
+                measure(session, executor, mode, batch, context)
+
+
+def reason_left_out(session: Session, num_tokens: int, room: int) -> str:
+    """Why a case with so many tokens of KV is not measured; empty if it is."""
+    if num_tokens > room and not session.is_dry:
+        return "too few KV blocks"
+    return "no time left" if session.left_s < LEAST_S else ""
+
+
+def kv_room(session: Session, cases: Sequence[tuple[int, int]]) -> int:
+    """Tokens of the largest case that fits the device beside the weights; of the smallest in a dry
+    run, where nothing reads them.
+    """
+    tokens = [batch * context for batch, context in cases]
+    if session.is_dry:
+        return min(tokens)
+    import torch
+
+    config = session.shapes.config
+    free, _ = torch.cuda.mem_get_info()
+    room = free - roofline.weight_bytes(config) - RESERVED_BYTES
+    token_bytes = roofline.kv_bytes_per_token(config)
+    return max((each for each in tokens if each * token_bytes <= room), default=min(tokens))
+
+
+def fill_kv(session: Session, executor: ModelExecutor) -> None:
+    """Random keys and values: a GPU is faster on zeros."""
+    if not session.is_dry:
+        for slot in executor.kv_cache.unbind(0):
+            slot.normal_()
+
+
+def measure(
+    session: Session, executor: ModelExecutor, mode: Mode, batch: int, context: int
+) -> dict[str, Any]:
+    """Adds the row of a decode step, and returns it."""
+    from shared.engine.runners.model_loading import set_mode
+
+    set_mode(executor.model, mode)
+    return session.add(
+        case=case_name(batch),
+        mode=mode,
+        context=context,
+        predicted_s=roofline.decode_s(session, session.shapes.config, batch, context),
+        kernels=KERNELS[mode],
+        **_times(session, executor, batch, context),
+    )
+
+
+def _times(session: Session, executor: ModelExecutor, batch: int, context: int) -> dict[str, Any]:
+    """The columns of a row: launches, the device's and the host's time."""
+    from benchmarks.gpu_kit.model_steps.inputs import decode_step
+    from benchmarks.gpu_kit.model_steps.times import count_launches, device_time, host_time
+    from shared.engine.models.device_step import device_step
+
+    step = decode_step(batch, context, executor.kv_layout.block_size)
+    inputs = executor.device_inputs(step, is_drawn=True)
+    call = partial(device_step, executor.model, executor.kv_slots(), inputs)
+    launches = count_launches(call)
+    of_host = host_time(session, call, sum(launches.values()))
+    return {**launches, **of_host, **device_time(session, call)}
+
+
+def _experts(session: Session) -> None:
+    """The row says which operation waits for the device if the step cannot be captured."""
+    from benchmarks.gpu_kit.dummy_model import make_executor
+
+    shapes = session.shapes
+    batch, context = shapes.batches[1], shapes.context
+    config = FEW_EXPERTS if session.mode == "dry" else EXPERTS
+    num_blocks = batch * -(-context // shapes.block_size)
+    sizes = {"num_blocks": num_blocks, "num_positions": context}
+    executor = make_executor(session, config, "exact", **sizes)
+    fill_kv(session, executor)
+    times = _times(session, executor, batch, context)
+    seconds = times.pop("measured_s")
+    session.add(
+        case=f"decode of {config['num_experts']} experts, batch {batch}",
+        layers=config["num_hidden_layers"],
+        context=context,
+        measured_ms=None if seconds is None else round(seconds * 1e3, 4),
+        kernels=("grouped_linear", *ROWS),
+        **times,
+    )

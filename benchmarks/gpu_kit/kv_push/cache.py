@@ -1,0 +1,94 @@
+"""One process's end of a push: a KV cache of a model's layout, without the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from benchmarks.gpu_kit.session import Mode
+from benchmarks.gpu_kit.shapes import Shapes
+from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.kv_copies import KvCopies
+from shared.engine.runner import KvRun
+from shared.kv_layout import KvLayout, PagedKv, group_layers
+
+PLACEMENT = b"gpu-kit---------"
+DTYPE = "bfloat16"
+DIGESTED_TOKENS = 64  # read at a time
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """What both processes know. `mode`: see session.py."""
+
+    shapes: Shapes
+    num_tokens: int
+    repetitions: int
+    mode: Mode = "device"
+
+    @property
+    def layout(self) -> KvLayout:
+        shapes = self.shapes
+        state = PagedKv(shapes.kv_heads, shapes.head_dim, DTYPE)
+        size = shapes.block_size
+        return KvLayout(group_layers([state] * shapes.layers), size, hash_tokens=size)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.shapes.block_size)
+
+    def launching(self) -> AbstractContextManager[Any]:
+        """Where launches go: to the device, or to a fake driver."""
+        if self.mode == "device":
+            return nullcontext()
+        from benchmarks.gpu_kit.dry_device import dry_device
+
+        return dry_device("ttir" if self.mode == "dry" else "cubin")
+
+
+class PushedCache:
+    """`table`: the blocks of the one sequence. Copies run on one thread, as a worker's do."""
+
+    def __init__(self, plan: PushPlan, device: torch.device, table: list[int]) -> None:
+        self.plan, self.layout, self.table = plan, plan.layout, table
+        memory = allocate_kv_cache(self.layout, plan.num_blocks, device)
+        self.memory = memory
+        self._copies = KvCopies(memory, self.layout)
+        self._thread = ThreadPoolExecutor(1, "kv-copy", _binder(device))
+
+    async def read(self, first: int, count: int, out: memoryview) -> None:
+        await self._on_thread(self._copies.read_kv, first, count, out)
+
+    async def write(self, first: int, count: int, payload: memoryview) -> None:
+        await self._on_thread(self._copies.write_kv, first, count, payload)
+
+    async def digest(self) -> bytes:
+        """Of the KV of all tokens, in their order."""
+        found, num_tokens = xxhash.xxh3_128(), self.plan.num_tokens
+        view = memoryview(bytearray(DIGESTED_TOKENS * self.layout.bytes_per_token))
+        for first in range(0, num_tokens, DIGESTED_TOKENS):
+            count = min(DIGESTED_TOKENS, num_tokens - first)
+            part = view[: count * self.layout.bytes_per_token]
+            await self.read(first, count, part)
+            found.update(part)
+        return found.digest()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def _on_thread(
+        self, copy: Callable[[KvRun, memoryview], None], first: int, count: int, data: memoryview
+    ) -> None:
+        run = KvRun(self.table, first, count)
+        await asyncio.get_running_loop().run_in_executor(self._thread, copy, run, data)
+
+
+def _binder(device: torch.device) -> Callable[[], None]:
+    return lambda: torch.cuda.set_device(device) if device.type == "cuda" else None

@@ -1,0 +1,77 @@
+"""Steps of a model with a given number of sequences and tokens, all sampling greedily."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.runner import SamplingInputs, StepInputs
+
+Integers = NDArray[np.int64]
+
+
+def decode_step(batch: int, context: int, block_size: int) -> StepInputs:
+    """One new token for each sequence, at the end of its context, in scattered blocks."""
+    width = -(-context // block_size)
+    blocks = np.random.default_rng(0).permutation(batch * width)
+    tables = blocks.reshape(batch, width)
+    last = context - 1
+    return _step(
+        positions=np.full(batch, last),
+        slots=tables[:, last // block_size] * block_size + last % block_size,
+        query_lens=np.ones(batch, dtype=np.int64),
+        context_lens=np.full(batch, context),
+        tables=tables,
+        logits_indices=np.arange(batch),
+    )
+
+
+def prefill_step(start: int, num_tokens: int, block_size: int) -> StepInputs:
+    """A prompt's tokens [start, start + num_tokens), in consecutive blocks; the last samples."""
+    end = start + num_tokens
+    return _step(
+        positions=np.arange(start, end),
+        slots=np.arange(start, end),
+        query_lens=np.array([num_tokens]),
+        context_lens=np.array([end]),
+        tables=np.arange(-(-end // block_size))[None],
+        logits_indices=np.array([num_tokens - 1]),
+    )
+
+
+def prefill_steps(num_tokens: int, chunk: int, block_size: int) -> list[StepInputs]:
+    """A prompt in chunks."""
+    starts = range(0, num_tokens, chunk)
+    return [prefill_step(start, min(chunk, num_tokens - start), block_size) for start in starts]
+
+
+def _step(
+    *,
+    positions: Integers,
+    slots: Integers,
+    query_lens: Integers,
+    context_lens: Integers,
+    tables: Integers,
+    logits_indices: Integers,
+) -> StepInputs:
+    num_rows = len(logits_indices)
+    zeros = np.zeros(num_rows, dtype=np.int64)
+    floats = np.zeros(num_rows, dtype=np.float32)
+    return StepInputs(
+        input_ids=np.random.default_rng(1).integers(3, 500, len(positions)),
+        positions=positions,
+        slot_mapping=slots[None],
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=tables[None],
+        sampling=SamplingInputs(
+            logits_indices=logits_indices,
+            temperature=floats,
+            top_k=zeros,
+            top_p=floats + 1,
+            min_p=floats,
+            seed=zeros.astype(np.uint64),
+            choice_index=zeros,
+            output_position=zeros,
+        ),
+    )

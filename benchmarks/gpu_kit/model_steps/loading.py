@@ -1,0 +1,85 @@
+"""Loads a CUDA worker's runner, with the time of each stage; in a dry run with tensors on the CPU.
+
+There the stages run, up to the last warm-up, and only the weights stay unset.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.gpu_kit import roofline
+from benchmarks.gpu_kit.session import Session
+from shared.engine.runners import cuda_runner
+from shared.engine.runners.cuda_device import CudaDevice
+from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.model_runner import ModelRunner
+
+# Functions that `CudaRunner.load` calls; kernels are compiled while the weights are read.
+STAGES = ("empty_model", "load_weights", "finish_model", "allocate_kv_cache", "warm_up")
+
+Seconds = dict[str, list[float]]
+
+
+def load(session: Session, folder: Path, mode: Any) -> tuple[ModelRunner, Seconds]:
+    """Returns the runner, and the seconds of each call of a stage."""
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "mode": mode,
+        "max_batch_tokens": max(session.shapes.chunks),
+    }
+    with timed(cuda_runner, STAGES) as seconds:
+        if not session.is_dry:
+            return load_runner(folder, device="cuda", **options), seconds
+        tokens = max(session.shapes.prompt, session.shapes.context)
+        num_bytes = tokens * roofline.kv_bytes_per_token(session.shapes.config)
+        chosen = LoadOptions(dtype="bfloat16", kv_cache_bytes=num_bytes, **options)
+        with patch.object(cuda_runner, "load_weights", lambda *_: None):
+            return cuda_runner.CudaRunner.load(folder, chosen, cpu_as_cuda()), seconds
+
+
+@contextmanager
+def timed(module: Any, names: tuple[str, ...]) -> Iterator[Seconds]:
+    """Inside, calls of a module's functions are timed on the host."""
+    seconds: Seconds = {}
+    with ExitStack() as stack:
+        for name in names:
+            call = _timed(getattr(module, name), seconds.setdefault(f"{name}_s", []))
+            stack.enter_context(patch.object(module, name, call))
+        yield seconds
+
+
+def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(round(time.perf_counter() - started, 3))
+
+    return call
+
+
+class NoCuda:
+    """The part of `torch.cuda` that a runner uses, without a device."""
+
+    def set_device(self, device: int, /) -> None: ...
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
+
+    def current_device(self) -> int:
+        return 0
+
+    def mem_get_info(self, device: int, /) -> tuple[int, int]:
+        raise RuntimeError("a dry run has no memory to measure")
+
+
+def cpu_as_cuda() -> CudaDevice:
+    return CudaDevice(0, torch.device("cpu"), NoCuda(), try_kernel=lambda _: None)

@@ -1,0 +1,125 @@
+"""Runs of the GPU kit: the folder that it leaves, and the committed rows of each card and commit.
+
+benchmarks/results/gpu/<card>/<date>-<commit>/rows.jsonl     a row a line, of all calls of a commit
+
+The kit's own row of a call has its date and commit; a row `ended` of each part has its status.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("benchmarks/results/gpu")
+ROWS, SUMMARY = "rows.jsonl", "summary.json"
+KIT = "kit"  # the part of the kit's own row
+ENDED = ("status", "reason", "seconds")
+VENDOR = "nvidia "
+COMMIT = re.compile(r"[0-9a-f]{7,40}")
+Row = dict[str, Any]
+
+
+class NoMeasurement(ValueError):
+    """The folder has no rows of one card and one commit, or they are of a dry run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """`name`: <card>/<date>-<commit>."""
+
+    name: str
+    commit: str
+    rows: list[Row]
+
+    @property
+    def card(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def date(self) -> str:
+        """Of the last call, as in ISO 8601."""
+        return max(row["date"] for row in self.rows if row["part"] == KIT)
+
+
+def whole_rows(path: Path) -> list[Row]:
+    """The rows of all whole lines. A process that is killed while it writes leaves a part of one,
+    at the end or before another process's rows.
+    """
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [row for line in whole.splitlines() if (row := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> Row | None:
+    try:
+        row: Row = json.loads(line)
+    except ValueError:
+        return None
+    return row
+
+
+def measured_run(folder: Path, commit: str | None = None) -> Run:
+    """The run of a folder that the kit left. `commit` replaces an unknown one.
+
+    Raises NoMeasurement.
+    """
+    rows = whole_rows(folder / ROWS)
+    num_dry = sum("dry" in row for row in rows)
+    if num_dry:
+        raise NoMeasurement(f"{num_dry} of {len(rows)} rows in {folder} are of a dry run")
+    cards = {row["card"] for row in rows if "card" in row}
+    if len(cards) != 1:
+        raise NoMeasurement(f"the rows in {folder} are of {len(cards)} cards, not of one")
+    kit = next(row for row in rows if row["part"] == KIT)
+    kit["commit"] = commit or kit["commit"]
+    if not COMMIT.fullmatch(kit["commit"]):
+        raise NoMeasurement(f"nobody can check out the commit {kit['commit']!r}: give --commit")
+    commit, date = kit["commit"][:12], kit["date"][:10]
+    return Run(f"{slug_of(cards.pop())}/{date}-{commit}", commit, [*rows, *_endings(folder)])
+
+
+def _endings(folder: Path) -> list[Row]:
+    """How each part ended, of the kit's summary: a part that died has no row of it."""
+    parts = json.loads((folder / SUMMARY).read_text())["parts"]
+    return [
+        {"part": each["part"], "case": "ended", **{name: each[name] for name in ENDED}}
+        for each in parts
+    ]
+
+
+def slug_of(card: str) -> str:
+    """ "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix(VENDOR)).strip("-")
+
+
+def store(run: Run, results: Path) -> Run:
+    """Adds the rows to those of other calls of the same commit. Returns the run of all."""
+    path = results / run.name / ROWS
+    before = whole_rows(path) if path.exists() else []
+    rows = [*before, *(row for row in run.rows if row not in before)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
+    return Run(run.name, run.commit, rows)
+
+
+def stored_runs(results: Path) -> list[Run]:
+    """From the oldest to the newest."""
+    paths = results.glob(f"*/*/{ROWS}")
+    runs = [_stored(path) for path in sorted(paths)]
+    return sorted(runs, key=lambda run: run.date)
+
+
+def newest(runs: Iterable[Run]) -> Run | None:
+    return max(runs, key=lambda run: run.date, default=None)
+
+
+def _stored(path: Path) -> Run:
+    folder = path.parent
+    name = f"{folder.parent.name}/{folder.name}"
+    return Run(name, folder.name.rpartition("-")[2], whole_rows(path))

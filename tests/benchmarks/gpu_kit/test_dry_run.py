@@ -1,0 +1,61 @@
+"""Every part of the kit runs without a GPU, behind a hook that hides what a bare machine lacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_kit.parts import NAMES
+from benchmarks.gpu_kit.session import read_rows
+from kernels.device import IS_INTERPRETED
+from tests.benchmarks.gpu_kit.dry_parts import FILE, launches_in
+
+ROOT = Path(__file__).parents[3]
+RECORD = "record the launches: python -m tests.benchmarks.gpu_kit.dry_parts --write"
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter launches nothing")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows of all parts."""
+    found = tmp_path_factory.mktemp("dry") / "rows.jsonl"
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_kit.dry_parts", str(found)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return found
+
+
+def test_each_part_launches_what_is_recorded(rows: Path) -> None:
+    """One launch less, or one more, is another count."""
+    recorded = json.loads(FILE.read_text())
+    assert list(recorded) == list(NAMES)
+    for part, launches in launches_in(rows).items():
+        assert launches == recorded[part], f"part {part} launches something else: {RECORD}"
+        assert launches, f"part {part} launches nothing"
+
+
+def test_rows_of_a_dry_run_say_so(rows: Path) -> None:
+    found = read_rows(rows)
+    assert {row["dry"] for row in found} == {"dry"}
+    figures = {"measured_ms", "gb_s", "seconds", "of_roofline", "cost"}
+    assert [row for row in found if figures & set(row)] == [], "nothing was measured"
+
+
+def test_script_runs_a_part(tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts" / "gpu_kit"), "out", "--dry-run", "--only", "facts"]
+    done = subprocess.run(
+        [*command, "--work", "work"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [(each["part"], each["status"]) for each in summary["parts"]] == [("facts", "ok")]
+    kit, begun, *_ = read_rows(tmp_path / "out" / "rows.jsonl")
+    assert (kit["part"], kit["case"]) == ("kit", "run")
+    assert (begun["case"], begun["has_torch"]) == ("begun", False)
+    assert begun["part"] == "facts"

@@ -1,0 +1,217 @@
+"""Runs of the GPU kit, made up, become committed results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.gpu_results.__main__ import add_run, main
+from benchmarks.gpu_results.failures import FILE, Failure, read, write
+from benchmarks.gpu_results.runs import NoMeasurement, slug_of, stored_runs, whole_rows
+from benchmarks.gpu_results.table import NOTHING
+from benchmarks.readme_table import BEGIN, END, GPU
+from shared.engine.runners.mode_choice import MeasuredDevice, reason_for_fast
+from shared.numerics import KERNELS_VERSION
+
+H100 = "NVIDIA H100 80GB HBM3"
+COMMIT = "0123456789ab"
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The files of a checkout that are updated."""
+    root = tmp_path / "checkout"
+    (root / "benchmarks" / "results" / "gpu").mkdir(parents=True)
+    readme = f"before\n{BEGIN.format(GPU)}{NOTHING}{END}\nafter\n"
+    (root / "benchmarks" / "README.md").write_text(readme)
+    modes = root / "shared" / "engine" / "modes.json"
+    modes.parent.mkdir(parents=True)
+    modes.write_text("[]\n")
+    return root
+
+
+def left_by_kit(
+    folder: Path, rows: Rows, *, commit: str = COMMIT, card: str = H100, date: str = "2026-12-01T09"
+) -> Path:
+    """A folder that the kit left; rows are complete."""
+    folder.mkdir()
+    kit = {"part": "kit", "case": "run", "date": f"{date}:00:00+00:00", "commit": commit}
+    common = {"card": card, "driver": "580.1"}
+    lines = [json.dumps({"part": "tests", **common, **row}) + "\n" for row in (kit, *rows)]
+    (folder / "rows.jsonl").write_text("".join(lines))
+    ended = {"part": "tests", "status": "ok", "reason": "", "seconds": 2.0, "answers": "?"}
+    (folder / "summary.json").write_text(json.dumps({"parts": [ended]}))
+    return folder
+
+
+def outcome(test: str, outcome: str, **columns: Any) -> dict[str, Any]:
+    return {"case": test, "outcome": outcome, **columns}
+
+
+def test_rows_are_stored_by_card_date_and_commit(root: Path, tmp_path: Path) -> None:
+    folder = left_by_kit(tmp_path / "out", [outcome("a", "passed")])
+    printed = add_run(folder, root=root)
+    (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
+    assert (run.name, run.card, run.commit) == (
+        f"h100-80gb-hbm3/2026-12-01-{COMMIT}",
+        "h100-80gb-hbm3",
+        COMMIT,
+    )
+    assert [row["case"] for row in run.rows] == ["run", "a", "ended"]
+    assert run.rows[-1]["status"] == "ok"
+    assert printed == [f"3 rows are now in benchmarks/results/gpu/{run.name}"]
+
+
+def test_calls_of_one_commit_are_one_run(root: Path, tmp_path: Path) -> None:
+    first = left_by_kit(tmp_path / "a", [outcome("a", "passed")])
+    second = left_by_kit(tmp_path / "b", [outcome("b", "passed")])
+    for folder in (first, second, second):
+        add_run(folder, root=root)
+    (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
+    assert [row["case"] for row in run.rows if "outcome" in row] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dry": "dry"}, "1 of 3 rows in .* are of a dry run"),
+        ({"dry": "compile"}, "1 of 3 rows in .* are of a dry run"),
+        ({"card": "NVIDIA H200"}, "of 2 cards, not of one"),
+    ],
+)
+def test_other_rows_are_refused(
+    change: dict[str, object], reason: str, root: Path, tmp_path: Path
+) -> None:
+    """Nothing is written then."""
+    rows = [outcome("a", "passed"), outcome("b", "passed") | change]
+    with pytest.raises(NoMeasurement, match=reason):
+        add_run(left_by_kit(tmp_path / "out", rows), root=root)
+    assert list((root / "benchmarks" / "results" / "gpu").iterdir()) == []
+
+
+@pytest.mark.parametrize("commit", ["unknown", f"{COMMIT}-dirty"])
+def test_unknown_commit_must_be_given(commit: str, root: Path, tmp_path: Path) -> None:
+    folder = left_by_kit(tmp_path / "out", [outcome("a", "passed")], commit=commit)
+    with pytest.raises(NoMeasurement, match="give --commit"):
+        add_run(folder, root=root)
+    add_run(folder, COMMIT, root=root)
+    assert stored_runs(root / "benchmarks" / "results" / "gpu")[0].commit == COMMIT
+
+
+def test_command_refuses_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = left_by_kit(tmp_path / "out", [outcome("a", "passed", dry="dry")])
+    assert main([str(folder)]) == 2
+    assert "1 of 2 rows" in capsys.readouterr().err
+
+
+def test_lines_that_a_killed_process_left_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"case": 1}\n{"ca{"case": 2}\n{"case": 3}\n{"case": 4')
+    assert whole_rows(path) == [{"case": 1}, {"case": 3}]
+
+
+def test_failures_are_new_then_still_there_then_fixed(root: Path, tmp_path: Path) -> None:
+    path = root / "benchmarks" / "results" / "gpu" / FILE
+    failed = outcome("a", "failed", message="1 is not 2\nat line 3", sources="d1")
+    check = {"part": "smoke", "case": "linear", "ok": False, "max_error": 0.3}
+    raised = {"part": "smoke", "case": "sample", "raised": "OutOfResources: shared memory"}
+    printed = add_run(left_by_kit(tmp_path / "1", [failed, check, raised]), root=root)
+    assert printed[1:] == [
+        "new    a: 1 is not 2",
+        "new    smoke: linear: an error of 0.3",
+        "new    smoke: sample: OutOfResources: shared memory",
+    ]
+    first_run = f"h100-80gb-hbm3/2026-12-01-{COMMIT}"
+    assert read(path)[0] == Failure("a", first_run, COMMIT, "d1", "unknown")
+
+    later = {"commit": "ba9876543210", "date": "2026-12-02T09"}
+    rows = [failed, outcome("b", "passed")]
+    printed = add_run(left_by_kit(tmp_path / "2", rows, **later), root=root)
+    assert printed[1:] == [f"still  a: since {first_run}, unknown"]
+
+    is_fine = {"part": "smoke", "case": "sample", "ok": True}
+    rows = [outcome("a", "passed"), check | {"ok": True}, is_fine]
+    printed = add_run(left_by_kit(tmp_path / "3", rows, **later), root=root)
+    assert [line.split(":")[0] for line in printed[1:]] == ["fixed  a", *["fixed  smoke"] * 2]
+    assert read(path) == []
+
+
+def test_test_that_passed_and_whose_fixture_failed_has_failed(root: Path, tmp_path: Path) -> None:
+    rows = [outcome("a", "passed"), outcome("a", "failed"), outcome("b", "skipped")]
+    assert add_run(left_by_kit(tmp_path / "out", rows), root=root)[1:] == ["new    a: "]
+
+
+def test_failure_is_expected_on_its_card_alone(root: Path, tmp_path: Path) -> None:
+    rows = [outcome("a", "failed")]
+    add_run(left_by_kit(tmp_path / "1", rows), root=root)
+    printed = add_run(left_by_kit(tmp_path / "2", rows, card="NVIDIA H200"), root=root)
+    assert printed[1:] == ["new    a: "]
+    assert len(read(root / "benchmarks" / "results" / "gpu" / FILE)) == 2
+
+
+def test_any_text_is_read_as_it_was_written(tmp_path: Path) -> None:
+    failure = Failure('a["é\\n"]', "h200/2026-12-01-1", "1", "", 'a "tile"\n\x01\x7f wrong')
+    write(tmp_path / "f.toml", [failure])
+    assert read(tmp_path / "f.toml") == [failure]
+
+
+def test_changed_bits_are_printed(root: Path, tmp_path: Path) -> None:
+    """Beside the newest run of another commit and of another card; fast modes may differ."""
+
+    def bits(digest: str, sources: str, fast: str) -> Rows:
+        exact = {"case": "linear", "shape": [64, 4096], "digest": digest, "sources": sources}
+        return [exact, {"case": "linear", "shape": [1], "digest": fast, "mode": "fast"}]
+
+    h200 = {"card": "NVIDIA H200", "commit": "1111111"}
+    add_run(left_by_kit(tmp_path / "1", bits("x", "s", "1"), **h200), root=root)
+    for commit, date in (("2222222", "2026-11-30T09"), ("4444444", "2026-11-29T09")):
+        old = left_by_kit(tmp_path / commit, bits("z", "old", "2"), commit=commit, date=date)
+        add_run(old, root=root)
+    new = {"commit": "3333333", "date": "2026-12-02T09"}
+    printed = add_run(left_by_kit(tmp_path / "3", bits("y", "s", "3"), **new), root=root)
+    assert printed[1:] == [
+        "bits   linear [64, 4096]: not those of h100-80gb-hbm3/2026-11-30-2222222, "
+        "from other sources",
+        "bits   linear [64, 4096]: not those of h200/2026-12-01-1111111, from the same sources",
+    ]
+
+
+def test_measured_mode_decides_auto(root: Path, tmp_path: Path) -> None:
+    """A new row of a device replaces the one before."""
+    path = root / "shared" / "engine" / "modes.json"
+    row = {"part": "modes", "case": "verdict", "device": "sm90", "kernels": KERNELS_VERSION}
+    row |= {"has_passed_bit_tests": True}
+    for cost, name in ((1.9, "1"), (1.1, "2")):
+        rows = [row | {"cost": cost}, {"part": "modes", "case": "bits"}]
+        add_run(left_by_kit(tmp_path / name, rows, commit=COMMIT[:-1] + name), root=root)
+        (found,) = msgspec.json.decode(path.read_bytes(), type=tuple[MeasuredDevice, ...])
+        assert (reason_for_fast("sm90", (found,)) is None) == (cost < 1.25)
+
+
+def test_readme_has_a_table_of_each_cards_newest_run(root: Path, tmp_path: Path) -> None:
+    row = {"part": "graph_step", "case": "batch 1|exact", "predicted_ms": 4.0}
+    row |= {"measured_ms": 5.0, "of_roofline": 0.8, "ceiling": "measured"}
+    for hour, commit, share in (("09", "2222222", 0.5), ("10", "1111111", 0.8)):
+        rows = [row | {"of_roofline": share}, outcome("a", "passed")]
+        folder = left_by_kit(tmp_path / commit, rows, commit=commit, date=f"2026-12-02T{hour}")
+        add_run(folder, root=root)
+    expected = f"""before
+{BEGIN.format(GPU)}**{H100}** — driver 580.1, commit `1111111`, 2026-12-02
+
+| part | case | measured ms | of the roofline | ceiling |
+| --- | --- | --- | --- | --- |
+| graph_step | batch 1\\|exact | 5.0 | 0.8 | measured |
+{END}
+after
+"""
+    assert (root / "benchmarks" / "README.md").read_text() == expected
+
+
+def test_cards_have_short_names() -> None:
+    names = (H100, "NVIDIA H200", "NVIDIA GeForce RTX 4090")
+    assert [slug_of(name) for name in names] == ["h100-80gb-hbm3", "h200", "geforce-rtx-4090"]

@@ -1,0 +1,170 @@
+"""First cases of operations on the KV cache. Moved blocks have the bits of the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.kv import copy_blocks as copying
+from kernels.gpu.kv import gather_blocks as gathering
+from kernels.gpu.kv import rotate_and_store as storing
+from kernels.gpu.kv import rotate_and_store_latent as storing_latents
+from kernels.gpu.kv import scatter_blocks as scattering
+from kernels.reference.rotate_and_store import rotate_and_store as reference_store
+from kernels.reference.rotate_and_store_latent import (
+    rotate_and_store_latent as reference_store_latent,
+)
+from kernels.reference.store_kv import store_kv
+from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy
+from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather
+from kernels.torch_ops.payload_checksum import payload_checksum
+from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter
+from tests.kernels.gpu.first.case import Inputs, Steps, cases
+from tests.kernels.gpu.paged import assert_same_bits, empty_cache, slots_of
+from tests.kernels.support.tolerance import assert_near
+
+FP8 = torch.float8_e4m3fn
+NUM_LAYERS = 2
+FIRST_TOKEN = 5  # within a block
+EPS = 1e-6
+
+
+def rotate_and_store(inputs: Inputs, rows: str, has_norms: bool) -> Steps:
+    heads, angles, slots, norms = _new_tokens(inputs, rows)
+    norms = norms if has_norms else {}
+    cache = _cache_for(inputs, heads)
+    expected = cache.clone() if has_norms else cache.float()
+    query = storing.rotate_and_store(heads, *angles, cache, slots, **norms)
+    yield
+    heads = heads if has_norms else heads.float()  # a norm rounds to the dtype of its input
+    assert_near(query, reference_store(heads, *angles, expected, slots, **norms))
+    assert torch.equal(cache.isnan(), expected.isnan())
+    assert_near(cache.nan_to_num(), expected.nan_to_num())
+    assert_same_bits(cache[1], expected[1].to(cache.dtype))
+
+
+def rotate_and_store_fp8(inputs: Inputs, rows: str, has_norms: bool) -> Steps:
+    """What is stored equals the unscaled cache, scaled."""
+    heads, angles, slots, norms = _new_tokens(inputs, rows)
+    norms = norms if has_norms else {}
+    unscaled, cache = _cache_for(inputs, heads), _cache_for(inputs, heads, FP8)
+    num_kv_heads, block_size = cache.shape[2:4]
+    scales = inputs.random(2, num_kv_heads, dtype=torch.float32, seed=4).abs() + 0.1
+    expected_query = storing.rotate_and_store(heads, *angles, unscaled, slots, **norms)
+    query = storing.rotate_and_store(heads, *angles, cache, slots, **norms, kv_scales=scales)
+    yield
+    assert torch.equal(query, expected_query)
+    by_slot = unscaled.transpose(2, 3).flatten(1, 2)  # [2, slots, num_kv_heads, D]
+    stored = slots[slots >= 0]
+    expected = empty_cache(len(heads), num_kv_heads, block_size, heads, FP8)
+    store_kv(*by_slot[:, stored], expected, stored, kv_scales=scales)
+    assert_same_bits(cache, expected)
+
+
+def _new_tokens(
+    inputs: Inputs, rows: str
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, dict[str, Tensor | float]]:
+    """Heads, cosines and sines, slots, and norms."""
+    sizes, num_tokens = inputs.sizes, inputs.sizes.rows[rows]
+    heads = inputs.random(num_tokens, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
+    num_slots = (-(-num_tokens // sizes.block_size) + 2) * sizes.block_size
+    norms = {
+        "query_norm": inputs.random(sizes.head_dim, seed=1),
+        "key_norm": inputs.random(sizes.head_dim, seed=2),
+        "eps": EPS,
+    }
+    angles = inputs.angles(num_tokens, sizes.head_dim // 2)
+    return heads, angles, slots_of(num_tokens, num_slots, inputs.device), norms
+
+
+def _cache_for(inputs: Inputs, heads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    sizes = inputs.sizes
+    shape = len(heads), sizes.kv_heads, sizes.block_size
+    return empty_cache(*shape, heads, dtype or sizes.dtype)
+
+
+def rotate_and_store_latent(inputs: Inputs, heads: str, rows: str) -> Steps:
+    latent, num_tokens = inputs.sizes.latent, inputs.sizes.rows[rows]
+    width, rope = latent["width"], latent["rope"]
+    query = inputs.random(num_tokens, latent["heads"][heads], width + rope)[..., width:]
+    new, norm = inputs.random(num_tokens, width + rope, seed=1), inputs.random(width, seed=2)
+    num_blocks = -(-num_tokens // latent["block_size"]) + 2
+    shape = (1, num_blocks, 1, latent["block_size"], width + rope)
+    cache = torch.full(shape, torch.nan, dtype=query.dtype, device=query.device)
+    expected = cache.clone()
+    slots = slots_of(num_tokens, num_blocks * latent["block_size"], inputs.device)
+    rest, options = (new, *inputs.angles(num_tokens, rope // 2)), {"norm": norm, "eps": EPS}
+    out = storing_latents.rotate_and_store_latent(query, *rest, cache, slots, **options)
+    yield
+    assert_near(out, reference_store_latent(query, *rest, expected, slots, **options))
+    assert torch.equal(cache.isnan(), expected.isnan())
+    assert_near(cache.nan_to_num(), expected.nan_to_num())
+
+
+def gather_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Steps:
+    cache, payload, table = _moved(inputs, is_fp8=is_fp8)
+    checksum, options = _checksum(inputs, has_checksum=has_checksum)
+    run = table, FIRST_TOKEN, inputs.sizes.moved_tokens
+    gathering.gather_blocks(cache, *run, payload, **options)
+    yield
+    expected = torch.zeros_like(payload)
+    reference_gather(cache, *run, expected)
+    assert_same_bits(payload, expected)
+    if has_checksum:
+        assert torch.equal(checksum, payload_checksum(payload))
+
+
+def scatter_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Steps:
+    cache, payload, table = _moved(inputs, is_fp8=is_fp8)
+    checksum, options = _checksum(inputs, has_checksum=has_checksum)
+    expected = inputs.copy(cache)
+    run = table, FIRST_TOKEN, inputs.sizes.moved_tokens
+    scattering.scatter_blocks(cache, *run, payload, **options)
+    yield
+    reference_scatter(expected, *run, payload)
+    assert_same_bits(cache, expected)
+    if has_checksum:
+        assert torch.equal(checksum, payload_checksum(payload))
+
+
+def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache, a payload, and a sequence's blocks in falling order."""
+    sizes = inputs.sizes
+    dtype, num_tokens = FP8 if is_fp8 else sizes.dtype, sizes.moved_tokens
+    num_blocks = -(-(num_tokens + FIRST_TOKEN) // sizes.block_size)
+    planes = NUM_LAYERS, 2
+    cache = inputs.random(
+        *(*planes, num_blocks + 2, sizes.kv_heads, sizes.block_size, sizes.head_dim), dtype=dtype
+    )
+    shape = *planes, num_tokens, sizes.kv_heads, sizes.head_dim
+    table = inputs.integers(range(num_blocks, 0, -1), torch.int64)
+    return cache, inputs.random(*shape, dtype=dtype, seed=1), table
+
+
+def _checksum(inputs: Inputs, *, has_checksum: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    checksum = inputs.integers([77], torch.int64)
+    return checksum, {"checksum": checksum} if has_checksum else {}
+
+
+def copy_blocks(inputs: Inputs, num: str) -> Steps:
+    """Each block moves to the next one: all but the ends are a source and a destination."""
+    sizes, num_copies = inputs.sizes, inputs.sizes.copies[num]
+    shape = num_copies + 1, sizes.kv_heads, sizes.block_size, sizes.head_dim
+    cache = inputs.random(NUM_LAYERS, 2, *shape)
+    expected, blocks = inputs.copy(cache), inputs.integers(range(num_copies), torch.int64)
+    copying.copy_blocks(cache, blocks, blocks + 1)
+    yield
+    reference_copy(expected, blocks, blocks + 1)
+    assert_same_bits(cache, expected)
+
+
+BOTH = (True, False)
+CASES = [
+    *cases(rotate_and_store, rows=("batch", "one", "chunk"), has_norms=(False,)),
+    *cases(rotate_and_store, rows=("batch",), has_norms=(True,)),
+    *cases(rotate_and_store_fp8, op="rotate_and_store", rows=("batch",), has_norms=BOTH),
+    *cases(rotate_and_store_latent, heads=("rank", "half", "all"), rows=("batch",)),
+    *cases(gather_blocks, is_fp8=BOTH, has_checksum=BOTH),
+    *cases(scatter_blocks, is_fp8=BOTH, has_checksum=BOTH),
+    *cases(copy_blocks, num=("one", "some", "many")),
+]

@@ -1,0 +1,77 @@
+"""The C modules of Triton 3.6 that are built here are found on a machine with a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.device import IS_INTERPRETED
+
+pytest.importorskip("triton")
+if IS_INTERPRETED:
+    pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build
+
+from kernels.gpu.rows.rms_norm import rms_norm
+from tests.kernels.support.c_modules import HAS_LAUNCHERS, PLATFORM_KEYS, build_utilities
+from tests.kernels.support.fake_driver import fake_driver
+
+if not HAS_LAUNCHERS:
+    pytest.skip("this release of Triton needs no launchers", allow_module_level=True)
+
+
+def launch() -> None:
+    x = torch.zeros(2, 64)
+    rms_norm(x, x[0], 1e-5)
+
+
+def modules(cache: Path) -> set[str]:
+    return {path.parent.name for path in cache.glob("*/*.so")}
+
+
+def test_keys_depend_on_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("first", "second"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
+        with fake_driver("cubin") as fake:
+            launch()
+            build_utilities()
+        assert fake.built == {"__triton_launcher": 1, "cuda_utils": 1}
+        found.append(modules(tmp_path / name))
+    assert found[0] == found[1]
+    assert len(found[0]) == 2 * len(PLATFORM_KEYS)
+
+
+@pytest.mark.parametrize("key", PLATFORM_KEYS)
+def test_modules_are_found_with_and_without_the_program_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Triton's key of a module says whether the program could be asked about Python's format."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with fake_driver("cubin"):
+        launch()
+        build_utilities()
+    monkeypatch.setattr(build, "platform_key", lambda: key)
+    with fake_driver("cubin") as fake:
+        launch()
+        build_utilities()
+    assert not fake.built
+
+
+def test_driver_finds_its_utilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own driver, up to the load of the module."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with fake_driver("cubin") as fake:
+        build_utilities()
+        fake.built.clear()
+        with pytest.raises(AttributeError, match="PyCUtensorMap"):
+            nvidia.CudaUtils()
+    assert not fake.built
+
+
+def test_platform_is_one_of_those_built_for() -> None:
+    assert build.platform_key() in PLATFORM_KEYS
