@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5  # a part with less time is not started
 DRY_SLACK = 5  # the machine of a dry run may be busy
 PROBE = Part("probe", 25, "whether the device still computes", f"{HERE}.probe", ("torch",))
+COMPILE_S = 60  # for the kernels of one part, by all processors
 CARRIED_S = 20  # to unpack kernels and to compare the keys of both machines
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
@@ -135,8 +136,9 @@ class Kit:
     def _ending(self, part: Part, ends: float) -> Ended:
         if self.sick:
             return "not run", f"the device is sick: {self.sick}"
-        if not self.is_matching:
-            self._process(part, "compile").run(max(0.0, ends - time.monotonic()))
+        if not self.is_matching and "triton" in part.needs:
+            left_s = max(0.0, ends - time.monotonic())
+            self._process(part, "compile").run(min(COMPILE_S, left_s))
         left_s = ends - time.monotonic()
         if left_s < LEAST_S:
             return "not run", "no time left"
@@ -164,7 +166,7 @@ class Kit:
         are compiled before it, by all processors: fewer parts have time to run.
         """
         carried = Part(
-            *("carried", CARRIED_S, "kernels that were compiled elsewhere", f"{HERE}.carried"),
+            *("carried", CARRIED_S, "kernels compiled elsewhere", f"{HERE}.compiled.carried"),
             *(("triton",), (str(self.pack),)),
         )
         status, reason = self._process(carried, "dry" if self.is_dry else "device").run(CARRIED_S)

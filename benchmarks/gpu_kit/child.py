@@ -74,7 +74,7 @@ def _launches_go_to(session: Session, *, has_triton: bool) -> Iterator[None]:
         if session.is_dry:
             driver = stack.enter_context(_launches_counted(session))
             if session.mode == "compile":
-                from benchmarks.gpu_kit.compile_ahead import compiling_ahead
+                from benchmarks.gpu_kit.compiled.compile_ahead import compiling_ahead
 
                 stack.enter_context(compiling_ahead(driver))
         yield
@@ -82,7 +82,7 @@ def _launches_go_to(session: Session, *, has_triton: bool) -> Iterator[None]:
 
 @contextmanager
 def _kernels_counted(session: Session) -> Iterator[None]:
-    from benchmarks.gpu_kit.carried_cache import counting
+    from benchmarks.gpu_kit.compiled.carried_cache import counting
 
     with counting() as counts:
         try:
@@ -94,7 +94,7 @@ def _kernels_counted(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _launches_counted(session: Session) -> Iterator[FakeDriver]:
-    from benchmarks.gpu_kit.dry_device import dry_device
+    from benchmarks.gpu_kit.dry.dry_device import dry_device
 
     with dry_device("ttir" if session.mode == "dry" else "cubin") as driver:
         try:

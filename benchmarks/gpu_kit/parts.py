@@ -38,39 +38,39 @@ def _part(
     module: str, deadline_s: int, answers: str, needs: tuple[str, ...], of: str = "", name: str = ""
 ) -> Part:
     """A part named after its module or its argument."""
-    arguments = (of,) if of else ()
-    return Part(name or of or module, deadline_s, answers, f"{HERE}.{module}", needs, arguments)
+    arguments, last = (of,) if of else (), module.rpartition(".")[2]
+    return Part(name or of or last, deadline_s, answers, f"{HERE}.{module}", needs, arguments)
 
 
 PARTS = (
     # Call a: contact.
-    _part("device_facts", 20, "this machine, its tools and its ceilings", TORCH, name="facts"),
-    _part("smoke", 20, "whether each kernel computes what torch computes", TORCH),
-    _part("graph_step", 40, "the device's own time of a decode step", ENGINE),
-    _part("mma_bits", 10, "whether tile widths change the bits of a product", TORCH),
-    _part("prefill", 15, "the device's own time of a prompt", ENGINE),
-    _part("tools", 20, "the time of each kernel of a step", ENGINE, of="profile"),
+    _part("machine.device_facts", 20, "this machine, its tools, its ceilings", TORCH, name="facts"),
+    _part("kernels.smoke", 20, "whether each kernel computes what torch computes", TORCH),
+    _part("models.graph_step", 40, "the device's own time of a decode step", ENGINE),
+    _part("kernels.mma_bits", 10, "whether tile widths change the bits of a product", TORCH),
+    _part("models.prefill", 20, "the device's own time of a prompt", ENGINE),
+    _part("kernels.tools", 15, "the time of each kernel of a step", ENGINE, of="profile"),
     # Call b: the engine.
-    _part("model_8b", 40, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
-    _part("model_8b", 35, "8B shape, the library's products", ENGINE, of="fast", name="8b_fast"),
-    _part("bits", 45, "whether a row's bits depend on the other rows", ENGINE),
-    _part("modes", 5, "the mode that `auto` selects", ENGINE),
-    _part("handoff", 25, "KV from process to process", (*ENGINE, "uvloop")),
-    _part("products", 10, "products in lanes", TORCH, of="lanes"),
-    _part("products", 10, "products of mixtures of experts", TORCH, of="grouped"),
-    _part("latent", 10, "attention over latents", TORCH),
-    _part("products", 5, "products with INT4 weights", TORCH, of="int4_products"),
-    _part("products", 5, "products with FP8 weights", TORCH, of="fp8_products"),
-    _part("tools", 25, "out-of-bounds accesses", TORCH, of="memcheck"),
+    _part("models.model_8b", 40, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
+    _part("models.model_8b", 35, "8B shape, the library's GEMM", ENGINE, of="fast", name="8b_fast"),
+    _part("kernels.bits", 50, "whether a row's bits depend on the other rows", ENGINE),
+    _part("models.modes", 25, "the mode that `auto` selects", ENGINE),
+    _part("models.handoff", 25, "KV from process to process", ENGINE),
+    _part("kernels.products", 10, "products in lanes", TORCH, of="lanes"),
+    _part("kernels.products", 10, "products of mixtures of experts", TORCH, of="grouped"),
+    _part("kernels.latent", 10, "attention over latents", TORCH),
+    _part("kernels.products", 5, "products with INT4 weights", TORCH, of="int4_products"),
+    _part("kernels.products", 5, "products with FP8 weights", TORCH, of="fp8_products"),
     # Call c: what is left.
-    _part("gpu_tests", 50, "a test of each kernel", (*ENGINE, "pytest"), of="first", name="tests"),
-    _part("copies", 10, "bandwidths between host and device", TORCH),
-    _part("tools", 35, "races in shared memory", TORCH, of="racecheck"),
+    _part("kernels.gpu_tests", 50, "a test of each kernel", ENGINE, of="first", name="tests"),
+    _part("machine.copies", 10, "bandwidths between host and device", TORCH),
+    _part("kernels.tools", 35, "out-of-bounds accesses", TORCH, of="memcheck"),
     # By name alone.
-    _part("gpu_tests", 200, "all other tests", (*ENGINE, "pytest", "numba"), of="rest"),
-    _part("tools", 30, "the bottlenecks of four launches", ENGINE, of="ncu"),
-    _part("kernel_speeds", 90, "kernels compared with libraries", BENCHES, name="kernels"),
-    _part("kernel_speeds", 50, "products with 12-bit weights", BENCHES, of="split_products"),
+    _part("kernels.gpu_tests", 200, "all other tests", (*ENGINE, "numba"), of="rest"),
+    _part("kernels.tools", 60, "races in shared memory", TORCH, of="racecheck"),
+    _part("kernels.tools", 30, "the bottlenecks of four launches", ENGINE, of="ncu"),
+    _part("kernels.kernel_speeds", 90, "kernels beside libraries", BENCHES, name="kernels"),
+    _part("kernels.kernel_speeds", 50, "12-bit weights", BENCHES, of="split_products"),
 )
 NAMES = tuple(part.name for part in PARTS)
 CALLS = {

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -233,15 +234,22 @@ class Session:
 
 
 def append_line(path: Path, line: str) -> None:
-    """In one write, so that the lines of several processes do not mix."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """In one write, so that the lines of several processes do not mix; on a line of its own after
+    one that was cut off.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        end = os.fstat(descriptor).st_size
+        is_cut = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+        os.write(descriptor, b"\n" * is_cut + line.encode())
     finally:
         os.close(descriptor)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All whole lines: the last one may be cut off."""
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines if line]
+    """Of all whole lines: a process that was killed may have cut off its last one."""
+    rows = []
+    for line in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows

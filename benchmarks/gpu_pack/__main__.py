@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_kit.carried_cache import ARCHIVE, MANIFEST
+from benchmarks.gpu_kit.compiled.carried_cache import ARCHIVE, MANIFEST
 from benchmarks.gpu_kit.part_process import ROOT
 from benchmarks.gpu_kit.parts import NAMES, Part, parts_named
 from benchmarks.gpu_pack import wheels

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.gpu_kit.carried_cache import ARCHIVE, MANIFEST, Manifest, pack, software_of
+from benchmarks.gpu_kit.compiled.carried_cache import ARCHIVE, MANIFEST, Manifest, pack, software_of
 from benchmarks.gpu_kit.outputs import Outputs
 from benchmarks.gpu_kit.part_process import PartProcess
 from benchmarks.gpu_kit.parts import Part

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_kit.bit_checks.verdict import Verdict
-from benchmarks.gpu_kit.dummy_model import make_executor
+from benchmarks.gpu_kit.models.dummy_model import make_executor
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ class PushPlan:
         """Where launches go: to the device, or to a fake driver."""
         if self.mode == "device":
             return nullcontext()
-        from benchmarks.gpu_kit.dry_device import dry_device
+        from benchmarks.gpu_kit.dry.dry_device import dry_device
 
         return dry_device("ttir" if self.mode == "dry" else "cubin")
 

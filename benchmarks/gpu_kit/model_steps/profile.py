@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.gpu_kit.dummy_model import make_executor
-from benchmarks.gpu_kit.graph_step import fill_kv
+from benchmarks.gpu_kit.models.dummy_model import make_executor
+from benchmarks.gpu_kit.models.graph_step import fill_kv
 from benchmarks.gpu_kit.session import Session, Unavailable
 
 BATCHES = (1, 64)

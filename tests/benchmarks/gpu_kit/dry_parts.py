@@ -41,7 +41,7 @@ def run_part(part: Part, rows: Path) -> bool:
 def run_parts(names: tuple[str, ...], rows: Path) -> int:
     """Returns how many parts did not end well."""
     hide()
-    import benchmarks.gpu_kit.dry_device  # noqa: F401  # forks have it
+    import benchmarks.gpu_kit.dry.dry_device  # noqa: F401  # forks have it
 
     rows.touch()
     return sum(not run_part(part, rows) for part in parts_named(names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_kit.gpu_tests import run_tests
+from benchmarks.gpu_kit.kernels.gpu_tests import run_tests
 from benchmarks.gpu_kit.session import Session
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from benchmarks.gpu_kit.bit_checks import batch_ops
 from benchmarks.gpu_kit.bit_checks.sizes import FULL
 from benchmarks.gpu_kit.bit_checks.verdict import Verdict
-from benchmarks.gpu_kit.bits import Check, compare_rows, judge
 from benchmarks.gpu_kit.cases import experts
+from benchmarks.gpu_kit.kernels.bits import Check, compare_rows, judge
 from benchmarks.gpu_kit.session import Session
 from kernels.ops import TRITON_MODULES
 from kernels.reference.grouped_linear import grouped_linear

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu_kit.ceilings import CEILINGS, assumed, copy_rate
-from benchmarks.gpu_kit.device_facts import has_mps, runtime_of
+from benchmarks.gpu_kit.machine.device_facts import has_mps, runtime_of
 
 GVISOR = "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"
 LINUX = "Linux version 6.8.0-50-generic (buildd@lcy02) #51-Ubuntu SMP"

@@ -10,10 +10,12 @@ import pytest
 
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.__main__ import PROBE, Kit
+from benchmarks.gpu_kit.kernels.tools import findings, metrics
 from benchmarks.gpu_kit.outputs import LOG_BYTES, Outputs
 from benchmarks.gpu_kit.parts import CALLS, PARTS, RESERVED_S, Part, parts_named
 from benchmarks.gpu_kit.session import MAX_BYTES, Session, read_rows
-from benchmarks.gpu_kit.tools import findings, metrics
+from benchmarks.gpu_kit.shapes import CONFIG_8B
+from kernels.device import IS_INTERPRETED
 
 MODULE = "tests.benchmarks.gpu_kit.behaviours"
 
@@ -93,6 +95,14 @@ def test_sick_device_ends_the_call(tmp_path: Path) -> None:
     assert (row["is_sick"], row["reason"]) == (True, reason)
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter compiles nothing")
+def test_kernels_of_other_keys_are_compiled_before_their_part(tmp_path: Path) -> None:
+    """Without a pack, or with one of another machine; for parts that launch kernels."""
+    kit(tmp_path, part("fine", needs=("triton",)), part("last"))
+    ran = [(row["part"], row.get("dry")) for row in rows_of(tmp_path, "ran")]
+    assert ran == [("fine", "compile"), ("fine", None), ("last", None)]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_parts_of_a_call_fit_its_limit(name: str) -> None:
     call = CALLS[name]
@@ -124,6 +134,8 @@ def test_row_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"part": "a", "case": "whole"}\n{"part": "a", "ca')
     assert [row["case"] for row in read_rows(rows)] == ["whole"]
+    Session("b", rows).add(case="next")
+    assert [row["case"] for row in read_rows(rows)] == ["whole", "next"]
 
 
 def test_tool_outputs_are_parsed() -> None:
@@ -146,7 +158,7 @@ def test_tool_outputs_are_parsed() -> None:
 
 def test_roofline_of_8b() -> None:
     """15.0 GB of weights per step, 128 KiB of KV per token, 132 TFLOP for 8,192 prompt tokens."""
-    config = roofline.CONFIG
+    config = CONFIG_8B
     assert roofline.kv_bytes_per_token(config) == 128 << 10
     assert roofline.decode_bytes(config, 1, 0) == pytest.approx(15.0e9, rel=0.005)
     assert roofline.prefill_flops(config, 8192) == pytest.approx(132e12, rel=0.06)

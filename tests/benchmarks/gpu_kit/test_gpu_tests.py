@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks.gpu_kit import gpu_tests, pytest_rows
-from benchmarks.gpu_kit.pytest_rows import is_in_shard, kernels_of
+from benchmarks.gpu_kit.kernels import gpu_tests, pytest_rows
+from benchmarks.gpu_kit.kernels.pytest_rows import is_in_shard, kernels_of
 from benchmarks.gpu_kit.session import Mode, Session
 from benchmarks.gpu_kit.sources import sources_digest
 from benchmarks.gpu_results.runs import Row, whole_rows

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.gpu_kit import graph_step, handoff, model_8b, modes, prefill, roofline
+from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.kv_push.cache import PushPlan
 from benchmarks.gpu_kit.model_steps import events
+from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, prefill
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
 from shared.engine.runners.mode_choice import MeasuredDevice
@@ -177,7 +178,9 @@ def test_figures_that_lack_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(graph_step, "measure", by_batch)
     monkeypatch.setattr(prefill, "measure", by_chunk)
     monkeypatch.setattr(graph_step, "fill_kv", lambda *_: None)
-    monkeypatch.setattr("benchmarks.gpu_kit.dummy_model.make_executor", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "benchmarks.gpu_kit.models.dummy_model.make_executor", lambda *_, **__: None
+    )
     session = write_rows(tmp_path, *FIGURES[2:4], {**BITS, "state": "final", "exact": True})
     modes.run(session)
     assert session.rows[-1]["cost"] == 2.0

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_kit.cases.case import Build, Case
 from benchmarks.gpu_kit.failures import recorded, unavailable_as_row
+from benchmarks.gpu_kit.kernels.smoke import CASES, check_all
 from benchmarks.gpu_kit.session import Session
-from benchmarks.gpu_kit.smoke import CASES, check_all
 from kernels.ops import TRITON_MODULES
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
 

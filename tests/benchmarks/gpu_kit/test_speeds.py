@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kit import copies, tools
-from benchmarks.gpu_kit.memory_links import from_json, to_json
+from benchmarks.gpu_kit.kernels import tools
+from benchmarks.gpu_kit.kernels.timed import COLD_BYTES, MOST_COPIES, add_time, at_ceilings, in_turn
+from benchmarks.gpu_kit.machine import copies
+from benchmarks.gpu_kit.machine.memory_links import from_json, to_json
 from benchmarks.gpu_kit.model_steps import profile
 from benchmarks.gpu_kit.session import Session, Unavailable
-from benchmarks.gpu_kit.timed import COLD_BYTES, MOST_COPIES, add_time, at_ceilings, in_turn
 from tests.benchmarks.gpu_kit.on_cpu import session_in
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_kit.dry_tensors import lazy_memory, library_products
+from benchmarks.gpu_kit.dry.dry_tensors import lazy_memory, library_products
 from kernels import ops
 
 NUM_BYTES = 1 << 30

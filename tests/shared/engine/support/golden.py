@@ -161,7 +161,8 @@ def write() -> None:
     for environ in ({}, GENERIC, *LIMITED):
         merge(found, found_in_child(**environ))
     kept = golden.digests if golden.kernels == KERNELS_VERSION else {}
-    written = {"kernels": KERNELS_VERSION, "digests": {**kept, **found}}
+    digests = {kind: {**kept.get(kind, {}), **found.get(kind, {})} for kind in {**kept, **found}}
+    written = {"kernels": KERNELS_VERSION, "digests": digests}
     FILE.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
 
 

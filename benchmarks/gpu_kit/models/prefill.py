@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_kit import roofline
-from benchmarks.gpu_kit.graph_step import MODES, model_config
+from benchmarks.gpu_kit.models.graph_step import MODES, model_config
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ KERNELS = {"exact": ("linear", "lane_linear", *ROWS), "fast": ROWS}
 
 def run(session: Session) -> None:
     """The whole prompt as one chunk first, then the smallest chunks."""
-    from benchmarks.gpu_kit.dummy_model import make_executor
+    from benchmarks.gpu_kit.models.dummy_model import make_executor
 
     shapes = session.shapes
     num_blocks = -(-shapes.prompt // shapes.block_size)

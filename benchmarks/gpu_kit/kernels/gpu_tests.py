@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu_kit.failures import raise_for, recorded
 from benchmarks.gpu_kit.session import Session, Unavailable
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FIRST = "tests/kernels/gpu/first"
 PLACES = ("tests/kernels/gpu", "tests/shared/engine/test_on_devices.py")
 NEEDED = ("pytest", "hypothesis", "msgspec", "structlog")  # by tests/conftest.py
@@ -45,11 +45,11 @@ def run_tests(session: Session, *arguments: str) -> None:
         raise Unavailable(f"not installed: {', '.join(missing)}")
     import pytest
 
-    from benchmarks.gpu_kit.pytest_rows import RowPlugin
+    from benchmarks.gpu_kit.kernels.pytest_rows import RowPlugin
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a machine's other plugins take seconds
     rows = RowPlugin(session)
-    options = *OPTIONS, "-p", "benchmarks.gpu_kit.pytest_rows", f"--rootdir={ROOT}"
+    options = *OPTIONS, "-p", "benchmarks.gpu_kit.kernels.pytest_rows", f"--rootdir={ROOT}"
     command = [*options, "-c", str(ROOT / "pyproject.toml"), *workers(), *arguments]
     status = pytest.main(command, plugins=[rows])
     session.add(case="counts", is_late=rows.is_late, by_outcome=dict(rows.counts))

@@ -1,8 +1,8 @@
 """Bandwidths between host and device, and between two processes on one GPU.
 
 Pinned, pageable and registered memory of the host; the memory of a GPU that another process has
-opened, which `python -m benchmarks.gpu_kit.copies` reads. Without a device, a payload is gathered
-and scattered once.
+opened, which `python -m benchmarks.gpu_kit.machine.copies` reads. Without a device, a payload is
+gathered and scattered once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from benchmarks.gpu_kit.cases import kv
 from benchmarks.gpu_kit.failures import unavailable_as_row
-from benchmarks.gpu_kit.memory_links import open_shared, registered_memfd, share
+from benchmarks.gpu_kit.machine.memory_links import open_shared, registered_memfd, share
 from benchmarks.gpu_kit.session import Session
 
 MIB = 1 << 20
 SIZES = (MIB, 32 * MIB, 256 * MIB)
 MOST_BYTES = 512 * MIB  # to copy for one figure
 READER_S = 10
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(session: Session) -> None:
@@ -88,7 +88,7 @@ def measure_shared(session: Session, other: subprocess.Popen[str]) -> None:
 @contextmanager
 def reader() -> Iterator[subprocess.Popen[str]]:
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command = [sys.executable, "-m", "benchmarks.gpu_kit.copies"]
+    command = [sys.executable, "-m", "benchmarks.gpu_kit.machine.copies"]
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         try:
             yield process

@@ -18,7 +18,7 @@ from triton import AsyncCompileMode
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_kit.carried_cache import listening
+from benchmarks.gpu_kit.compiled.carried_cache import listening
 from tests.kernels.support.c_modules import build_launcher, build_utilities
 from tests.kernels.support.fake_driver import FakeDriver
 

@@ -24,8 +24,9 @@ pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from benchmarks.gpu_kit import carried, sources
-from benchmarks.gpu_kit.carried_cache import (
+from benchmarks.gpu_kit import sources
+from benchmarks.gpu_kit.compiled import carried
+from benchmarks.gpu_kit.compiled.carried_cache import (
     ARCHIVE,
     MANIFEST,
     Manifest,
@@ -37,21 +38,21 @@ from benchmarks.gpu_kit.carried_cache import (
     software_of,
     unpack,
 )
-from benchmarks.gpu_kit.compile_ahead import CannotCompile, compiling_ahead
+from benchmarks.gpu_kit.compiled.compile_ahead import CannotCompile, compiling_ahead
 from benchmarks.gpu_kit.session import Session, Unavailable
 from kernels.gpu.rows.rms_norm import rms_norm
 from kernels.gpu.rows.silu_and_mul import silu_and_mul
-from tests.benchmarks.gpu_kit.launched import launch
+from tests.benchmarks.gpu_pack.launched import launch
 from tests.kernels.support.fake_driver import FakeDriver, fake_driver
 
 ROOT = Path(__file__).parents[3]
-COPIED = ("kernels", "benchmarks/gpu_kit", "tests/benchmarks/gpu_kit", "tests/kernels/support")
+COPIED = ("kernels", "benchmarks/gpu_kit", "tests/benchmarks", "tests/kernels/support")
 NAMES = ["_gated_kernel", "_rms_norm_kernel", "_rms_norm_kernel"]
 
 
 def launched(checkout: Path, cache: Path) -> dict[str, Any]:
     """Launches in a process of its own. Returns what it prints."""
-    command = [sys.executable, "-m", "tests.benchmarks.gpu_kit.launched"]
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_pack.launched"]
     environ = {**os.environ, "PYTHONPATH": str(checkout), "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.gpu_kit.cases import experts, gemm
 from benchmarks.gpu_kit.cases.quantised import BUILDS
+from benchmarks.gpu_kit.kernels.timed import add_time, in_turn
 from benchmarks.gpu_kit.session import Session
-from benchmarks.gpu_kit.timed import add_time, in_turn
 
 BF16_BYTES = 2
 NUM_ROWS = (1, 8, 64, 256)

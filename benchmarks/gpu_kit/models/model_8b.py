@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_kit import graph_step, prefill, roofline
+from benchmarks.gpu_kit import roofline
+from benchmarks.gpu_kit.models import graph_step, prefill
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_kit import graph_step, prefill
-from benchmarks.gpu_kit.graph_step import MODES
+from benchmarks.gpu_kit.models import graph_step, prefill
+from benchmarks.gpu_kit.models.graph_step import MODES
 from benchmarks.gpu_kit.session import Row, Session
 
 Figure = tuple[str, str]  # a row's case and mode
@@ -70,7 +70,7 @@ def verdict(rows: Sequence[Row]) -> bool | None:
 
 
 def _measured(session: Session, missing: Sequence[Figure]) -> dict[Figure, float]:
-    from benchmarks.gpu_kit.dummy_model import make_executor
+    from benchmarks.gpu_kit.models.dummy_model import make_executor
 
     shapes = session.shapes
     num_tokens = max(shapes.prompt, shapes.batches[1] * shapes.context)

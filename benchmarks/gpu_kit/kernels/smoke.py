@@ -1,7 +1,9 @@
 """Each kernel once, at the shapes of Llama-3.1-8B, beside torch in FP32 on the same device.
 
 The most used kernels come first. The bits of each exact result are digested: two runs on cards of
-one kind must agree. `python -m benchmarks.gpu_kit.smoke NAME ...` launches, for NVIDIA's tools.
+one kind must agree.
+
+    python -m benchmarks.gpu_kit.kernels.smoke NAME ...   launches, for NVIDIA's tools
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.gpu_kit import parts
-from benchmarks.gpu_kit.carried_cache import ARCHIVE, MANIFEST
+from benchmarks.gpu_kit.compiled.carried_cache import ARCHIVE, MANIFEST
 from benchmarks.gpu_pack import __main__ as gpu_pack
 from benchmarks.gpu_pack.kernels import add_kernels
 from benchmarks.gpu_pack.sizes import TooLarge, check, checkout_bytes
@@ -87,7 +87,7 @@ def test_environment_has_the_versions_of_the_image() -> None:
 
 def test_hidden_packages_cannot_be_imported() -> None:
     code = "import msgspec, importlib.util; print(importlib.util.find_spec('nats'))"
-    hook = Path(__file__).parent / "as_image"
+    hook = Path(__file__).parents[1] / "gpu_kit" / "as_image"
     environ = {"PYTHONPATH": str(hook)}
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; import nats"], env=environ, capture_output=True, text=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from benchmarks.gpu_kit.carried_cache import (
+from benchmarks.gpu_kit.compiled.carried_cache import (
     ARCHIVE,
     MANIFEST,
     Manifest,

@@ -85,7 +85,7 @@ def case_name(batch: int) -> str:
 
 
 def _dense(session: Session) -> None:
-    from benchmarks.gpu_kit.dummy_model import make_executor
+    from benchmarks.gpu_kit.models.dummy_model import make_executor
 
     shapes = session.shapes
     cases = decode_cases(shapes)
@@ -167,7 +167,7 @@ def _times(session: Session, executor: ModelExecutor, batch: int, context: int) 
 
 def _experts(session: Session) -> None:
     """The row says which operation waits for the device if the step cannot be captured."""
-    from benchmarks.gpu_kit.dummy_model import make_executor
+    from benchmarks.gpu_kit.models.dummy_model import make_executor
 
     shapes = session.shapes
     batch, context = shapes.batches[1], shapes.context

@@ -145,7 +145,7 @@ def _seconds(session: Session, call: Any) -> float:
 
 def add_links(session: Session) -> None:
     """Whether the GPU can copy to shared memory of the host, and other processes to its own."""
-    from benchmarks.gpu_kit.memory_links import registered_memfd, share
+    from benchmarks.gpu_kit.machine.memory_links import registered_memfd, share
 
     with unavailable_as_row(session, "cudaHostRegister"), registered_memfd(1 << 20) as memory:
         session.add(case="cudaHostRegister", works=memory.is_pinned())

@@ -40,7 +40,7 @@ def unpack(archive: Path, cache: Path) -> None:
     """Adds an archive's kernels to a cache. Raises tarfile.TarError or OSError."""
     with tarfile.open(archive) as file:
         file.extractall(cache, filter="data")
-    for path in cache.glob(f"*/{GROUP}*"):
+    for path in sorted(cache.glob(f"*/{GROUP}*")):  # files are replaced meanwhile
         names = json.loads(path.read_text())["child_paths"]
         _write_group(path, {name: str(path.parent / name) for name in names})
 

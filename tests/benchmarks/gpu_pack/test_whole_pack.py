@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_kit.carried_cache import ARCHIVE, MANIFEST, Manifest, unpack
+from benchmarks.gpu_kit.compiled.carried_cache import ARCHIVE, MANIFEST, Manifest, unpack
 from benchmarks.gpu_kit.parts import NAMES
 from benchmarks.gpu_kit.session import read_rows
+from tests.benchmarks.gpu_kit.dry_parts import FILE, launches_in
 
 pytestmark = pytest.mark.long
 
@@ -77,3 +78,6 @@ def test_every_part_runs_dry(pack: Path, environ: Mapping[str, str], tmp_path: P
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     status = {each["part"]: each["status"] for each in summary["parts"]}
     assert status == dict.fromkeys(NAMES, "ok")
+    launches = launches_in(tmp_path / "out" / "rows.jsonl")
+    launches.pop("carried")
+    assert launches == json.loads(FILE.read_text()), "with this Triton it launches something else"

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.gpu_kit.session import Session
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MAX_MESSAGE = 600
 MAX_MESSAGES = 300  # later failures have rows without one: a part's rows are limited
 RESERVED_S = 20.0  # xdist waits 10 s for busy workers, then kills them

@@ -15,12 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu_kit import smoke
-from benchmarks.gpu_kit.device_facts import find_tool
+from benchmarks.gpu_kit.kernels import smoke
+from benchmarks.gpu_kit.machine.device_facts import find_tool
 from benchmarks.gpu_kit.model_steps import profile
 from benchmarks.gpu_kit.session import Session, Unavailable
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHECKED = (
     *("linear qkv, 64 rows, exact", "linear qkv, 1 rows, free", "lane_linear o, 64 rows"),
     *("decode_attention 1 x 2048, exact", "prefill_attention 512 tokens, exact"),
@@ -128,7 +128,7 @@ def metrics(output: str) -> list[dict[str, str]]:
 
 
 def _launches(names: tuple[str, ...]) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu_kit.smoke", *names]
+    return [sys.executable, "-m", "benchmarks.gpu_kit.kernels.smoke", *names]
 
 
 def run_tool(command: list[str], environ: dict[str, str], seconds: float) -> tuple[str, bool]:
