@@ -38,46 +38,49 @@ def run(*command: str | Path, cwd: Path, **environ: str) -> None:
     subprocess.run(command, cwd=cwd, env={**os.environ, **environ}, check=True)
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pack")
+def made_pack(folder: Path) -> Path:
     run(ROOT / "scripts" / "gpu_pack", folder, cwd=ROOT)
     return folder
 
 
-@pytest.fixture(scope="module")
-def environ(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+def environ_of(pack: Path, packages: Path) -> Mapping[str, str]:
     """The reference image's, with what the wheels hold; nothing can be compiled in C."""
-    packages = tmp_path_factory.mktemp("packages")
     install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", packages)
     run(PYTHON, *install, *(pack / "wheels").glob("*.whl"), cwd=ROOT)
     return {"PYTHONPATH": str(packages), "CC": "false"}
 
 
-def test_no_kernel_is_compiled_again(
-    pack: Path, environ: Mapping[str, str], tmp_path: Path
-) -> None:
+def test_pack_suffices_for_every_part(tmp_path: Path) -> None:
+    """One test, so that the workers of a run do not make two packs."""
+    pack = made_pack(tmp_path / "pack")
+    environ = environ_of(pack, tmp_path / "packages")
+    check_no_kernel_is_compiled_again(pack, environ, tmp_path)
+    check_every_part_runs_dry(pack, environ, tmp_path / "dry")
+
+
+def check_no_kernel_is_compiled_again(pack: Path, environ: Mapping[str, str], folder: Path) -> None:
     """In a checkout at another path."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True)
     for name in listed.stdout.decode().splitlines():
-        target = tmp_path / "checkout" / name
+        target = folder / "checkout" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    unpack(pack / ARCHIVE, tmp_path / "cache")
-    again = (PYTHON, "-c", COMPILE_AGAIN, tmp_path / "out", tmp_path / "cache")
-    run(*again, cwd=tmp_path / "checkout", **environ)
-    found = [row for row in read_rows(tmp_path / "out" / "rows.jsonl") if row["case"] == "compiled"]
+    unpack(pack / ARCHIVE, folder / "cache")
+    again = (PYTHON, "-c", COMPILE_AGAIN, folder / "again", folder / "cache")
+    run(*again, cwd=folder / "checkout", **environ)
+    rows = read_rows(folder / "again" / "rows.jsonl")
+    found = [row for row in rows if row["case"] == "compiled"]
     assert {row["part"]: row["misses"] for row in found if row["misses"]} == {}
     assert {row["part"]: row["hits"] for row in found} == Manifest.read(pack / MANIFEST).kernels
 
 
-def test_every_part_runs_dry(pack: Path, environ: Mapping[str, str], tmp_path: Path) -> None:
-    command = (PYTHON, "-m", "benchmarks.gpu_kit", tmp_path / "out", "--work", tmp_path / "work")
+def check_every_part_runs_dry(pack: Path, environ: Mapping[str, str], folder: Path) -> None:
+    command = (PYTHON, "-m", "benchmarks.gpu_kit", folder / "out", "--work", folder / "work")
     limit = ("--budget-s", "3600")
     run(*command, "--pack", pack, "--dry-run", *limit, "--only", *NAMES, cwd=ROOT, **environ)
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    summary = json.loads((folder / "out" / "summary.json").read_text())
     status = {each["part"]: each["status"] for each in summary["parts"]}
     assert status == dict.fromkeys(NAMES, "ok")
-    launches = launches_in(tmp_path / "out" / "rows.jsonl")
+    launches = launches_in(folder / "out" / "rows.jsonl")
     launches.pop("carried")
     assert launches == json.loads(FILE.read_text()), "with this Triton it launches something else"
