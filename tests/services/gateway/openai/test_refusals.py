@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from litestar.openapi.spec import OpenAPI
 
 from services.gateway.openai.chat import ChatCompletionRequest, to_generation_request
 from services.gateway.request import submission
@@ -123,6 +124,16 @@ async def test_docs_page_is_the_openapi_document(cluster: Cluster) -> None:
     page = await cluster.http.get("/docs")
     assert "json" in page.headers["content-type"]
     assert page.json() == (await cluster.http.get("/openapi.json")).json()
+
+
+async def test_openapi_document_is_encoded_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await cluster.http.get("/openapi.json")
+    monkeypatch.setattr(OpenAPI, "to_schema", None)
+    second = await cluster.http.get("/openapi.json")
+    assert (second.status_code, second.content) == (200, first.content)
+    assert second.headers["content-type"] == "application/json"
 
 
 async def test_long_head_is_accepted(cluster: Cluster) -> None:
