@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import AddressValueError, IPv4Address
 from typing import Any
 
 from litestar.connection import ASGIConnection
@@ -29,7 +30,7 @@ class HostCheck:
     """
 
     def __init__(self, http_host: str) -> None:
-        self._is_loopback = http_host in {"localhost", "::1"} or http_host.startswith("127.")
+        self._is_loopback = http_host in {"localhost", "::1"} or _is_loopback_v4(http_host)
 
     async def __call__(self, connection: Connection, _: BaseRouteHandler) -> None:
         if self._is_loopback and not _is_loopback_name(connection.headers.get("host", "")):
@@ -37,7 +38,15 @@ class HostCheck:
 
 
 def _is_loopback_name(host: str) -> bool:
+    """Whether it is localhost or an address of loopback: any name may begin like an address."""
     name, _, port = host.rpartition(":")
     if not port.isdigit():
         name = host
-    return name.lower() in LOOPBACK_NAMES or name.startswith("127.")
+    return name.lower() in LOOPBACK_NAMES or _is_loopback_v4(name)
+
+
+def _is_loopback_v4(name: str) -> bool:
+    try:
+        return IPv4Address(name).is_loopback
+    except AddressValueError:
+        return False

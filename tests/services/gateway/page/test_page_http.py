@@ -65,10 +65,20 @@ async def test_other_files_are_not_served(cluster: Cluster, name: str) -> None:
 
 async def test_foreign_host_gets_404_on_loopback(cluster: Cluster) -> None:
     for path in ("/", "/page/app.js", "/v1/cluster", "/v1/cluster/events"):
-        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        for host in (
+            *("evil.example", "evil.example:8000", "localhost.evil.example", ""),
+            *("127.evil.example", "127.0.0.1.evil.example", "127.0.0.1.evil.example:8000"),
+        ):
             response = await cluster.http.get(path, headers={"host": host})
             assert response.status_code == 404, (path, host)
-    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+    for host in (
+        "localhost",
+        "LOCALHOST:8000",
+        "127.1.2.3:8000",
+        "127.0.0.1:1",
+        "[::1]:8000",
+        "[::1]",
+    ):
         assert (await cluster.http.get("/", headers={"host": host})).status_code == 200, host
 
 
