@@ -184,7 +184,8 @@ def _limit(given: str | None) -> int:
     """Raises InvalidRequest."""
     if given is None:
         return DEFAULT_LISTED
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:4]) <= MAX_LISTED):
+    is_short = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_LISTED))
+    if not (is_short and 1 <= int(given) <= MAX_LISTED):
         raise InvalidRequest(f"limit: must be from 1 to {MAX_LISTED}", param="limit")
     return int(given)
 

@@ -108,7 +108,13 @@ async def test_input_items_in_pages(cluster: Cluster) -> None:
     assert page["has_more"] is True
     rest = await cluster.http.get(path, params={"after": page["last_id"], "order": "asc"})
     assert [each["content"][0]["text"] for each in rest.json()["data"]] == ["c"]
-    for bad in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}, {"after": "no"}):
+    for bad in (
+        {"limit": "0"},
+        {"limit": "0100999"},
+        {"limit": "x"},
+        {"order": "up"},
+        {"after": "no"},
+    ):
         refusal = await cluster.http.get(path, params=bad)
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, next(iter(bad)))
 
