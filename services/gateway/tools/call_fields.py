@@ -8,11 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.tools.value_bounds import check_values
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_CALLS = 1024  # of one message
 MAX_ID_CHARS = 256
 MAX_NAME_CHARS = 256
+INVALID = "invalid"  # the key of arguments that are no JSON object
 
 CallId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -61,18 +62,23 @@ def name_and_arguments(field: CallField, param: str) -> tuple[str, str]:
 
 
 def _json_object(arguments: str | dict[str, Any] | None, param: str) -> str:
-    """Some clients send an empty text for a call without arguments."""
+    """A text that holds no JSON object within the bounds is the value of INVALID in one: a model
+    may write such a text, and reads its own words again. Some clients send an empty text for a
+    call without arguments.
+    """
     if isinstance(arguments, dict):
         check_values([arguments], param)
         return msgspec.json.encode(arguments).decode()
     text = arguments or ""
     if not text.strip():
         return "{}"
+    return text if _is_object(text, param) else msgspec.json.encode({INVALID: text}).decode()
+
+
+def _is_object(text: str, param: str) -> bool:
     try:
         values = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"{param}: the arguments must be a JSON object", param=param)
-    check_values([values], param)
-    return text
+        check_values([values], param)
+    except (msgspec.DecodeError, RecursionError, PayloadTooLarge):
+        return False
+    return isinstance(values, dict)

@@ -4,6 +4,7 @@ templates; a large body as a small one.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -128,12 +129,21 @@ def test_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", '"text"', "{'a': 1}", "[" * 5000])
-def test_arguments_that_are_no_object_are_named(arguments: str) -> None:
+NO_OBJECTS = (
+    *('{"city": "Os', "{", "[1]", "7", "NaN", "null", '"text"', "text", "{'a': 1}", '{"a": NaN}'),
+    *('{"a": "\n"}', '{"a": "\\ud800"}', '{"a": 1} {"b": 2}', "[" * 5000),
+    '{"a": ' * 40 + "1" + "}" * 40,
+)
+
+
+@pytest.mark.parametrize("arguments", NO_OBJECTS)
+def test_arguments_that_are_no_object_are_kept_as_text(arguments: str) -> None:
+    """A model may write such arguments; its conversation goes on, so that it can mend them."""
     call = {**CALL, "function": {"name": "clock", "arguments": arguments}}
-    with pytest.raises(InvalidRequest) as caught:
-        messages_of(USER, {**CALLING, "tool_calls": [call]})
-    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    (_, calling) = messages_of(USER, {**CALLING, "tool_calls": [call]})
+    (rendered,) = calling["tool_calls"]
+    found = rendered["function"]["arguments"]
+    assert (json.loads(found) if isinstance(found, str) else found) == {"invalid": arguments}
 
 
 TEMPLATE = (
