@@ -93,7 +93,7 @@ class Admission:
         tenant = await self._api_keys.tenant_of(_authorization(scope))
         on_authenticated = scope["state"].get(ON_AUTHENTICATED)
         if on_authenticated is not None:
-            on_authenticated()
+            on_authenticated(tenant.tenant_id)
         return tenant
 
     async def _with_body(

@@ -11,7 +11,7 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
 from services.gateway.http.errors import RouteNotFound
-from services.gateway.http.server import ON_AUTHENTICATED
+from services.gateway.http.server import ON_AUTHENTICATED, OPERATOR
 from services.gateway.tenancy.api_keys import ApiKeys
 from shared.telemetry.timeline import Timeline
 
@@ -42,7 +42,7 @@ class TimelineRoutes:
             state[READER] = (await self._api_keys.tenant_of(header)).tenant_id
         on_authenticated = state.get(ON_AUTHENTICATED)
         if on_authenticated is not None:
-            on_authenticated()
+            on_authenticated(state[READER] or OPERATOR)
 
     async def timeline(self, request: Request[Any, Any, Any]) -> Response[bytes]:
         """Returns 404 for an unknown or forgotten request, and for one of another tenant or of

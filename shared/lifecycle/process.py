@@ -23,6 +23,7 @@ import uvloop
 
 from shared.background import TASK_FAILED, Background
 from shared.errors import HearthError
+from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.log import configure_logging
 from shared.metrics.process_report import ProcessReport
 
@@ -62,6 +63,7 @@ def run_service(
     printed in one line. `metrics`: host and port of its probes and metrics.
     """
     configure_logging(process_id)
+    raise_descriptor_limit()
     try:
         uvloop.run(_live(build, drain_timeout_s, metrics))
     except HearthError as error:

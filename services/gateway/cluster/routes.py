@@ -14,7 +14,7 @@ from litestar.response import Response, Stream
 from services.gateway.cluster.feed import ClusterFeed
 from services.gateway.cluster.state import ClusterSnapshot
 from services.gateway.cluster.tenants import TenantsReport, TenantUsage
-from services.gateway.http.server import ON_AUTHENTICATED
+from services.gateway.http.server import ON_AUTHENTICATED, OPERATOR
 from services.gateway.tenancy.api_keys import bearer_of
 from shared.errors import AuthenticationFailed, Overloaded
 
@@ -43,7 +43,7 @@ class ClusterRoutes:
             raise AuthenticationFailed("the operator token is not valid")
         on_authenticated = connection.scope["state"].get(ON_AUTHENTICATED)
         if on_authenticated is not None:
-            on_authenticated()
+            on_authenticated(OPERATOR)
 
     async def snapshot(self) -> Response[ClusterSnapshot]:
         return Response(self._feed.state.snapshot(), headers={"cache-control": "no-store"})

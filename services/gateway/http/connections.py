@@ -1,53 +1,177 @@
-"""Limits of open connections: of all, and of those from one address without a valid API key.
+"""Limits of open connections: of all, of each tenant, and of addresses without a valid API key.
 
-A connection counts for its address until a request on it has authenticated. Many may open at once,
-as clients behind one proxy do, but after `GRACE_S` only `MAX_WITHOUT_KEY` of an address stay.
+    opened ──authenticated──▶ held by the tenant ─┐
+      │ held by the address                       ├──lost, or evicted while idle──▶ gone
+      └──all others are busy──▶ reserved ─────────┘
+
+A connection counts for its address until a request on it has authenticated, then for the tenant of
+the last request. Beyond the limit of all, the holder with most connections loses the one that has
+been idle longest. If none is idle, the new connection is a reserved one, which serves probes alone.
 """
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
+from collections.abc import Callable
+
+from shared.errors import Overloaded
 
 MAX_CONNECTIONS = 8192
 MAX_WITHOUT_KEY = 64
 MAX_OPENING = 1024  # without a key, from one address, during GRACE_S
+MAX_RESERVED = 32
 GRACE_S = 2.0
+SPARE_DESCRIPTORS = 512  # for pipes, files, Redis and NATS, and connections that are being closed
+
+Holder = tuple[str, str]  # its kind, and an address or a tenant id
+
+
+def connections_within(num_descriptors: int) -> int:
+    """The connections of a process that may open so many descriptors, the reserved ones apart."""
+    spare = min(SPARE_DESCRIPTORS, num_descriptors // 4)
+    return max(1, min(MAX_CONNECTIONS, num_descriptors - spare - MAX_RESERVED))
 
 
 class Connections:
+    """`max_connections`: None: as many as the process's descriptors allow."""
+
     def __init__(
         self,
         *,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int | None = None,
         max_without_key: int = MAX_WITHOUT_KEY,
         max_opening: int = MAX_OPENING,
+        max_reserved: int = MAX_RESERVED,
         grace_s: float = GRACE_S,
     ) -> None:
+        if max_connections is None:
+            max_connections = connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self.grace_s = grace_s
-        self._max_connections = max_connections
+        self.max_connections = max_connections
+        self.max_of_tenant = max(1, max_connections // 4)
         self._max_without_key = max_without_key
-        self._max_opening = max_opening
-        self._num_open = 0
-        self._without_key: Counter[str] = Counter()
+        self._max_opening = min(max_opening, max(1, max_connections // 2))
+        self._max_reserved = max_reserved
+        self._num_held: Counter[Holder] = Counter()
+        self._num_open = 0  # the reserved ones apart
+        self._idle: dict[Holder, dict[OpenConnection, None]] = {}  # longest idle first
+        self._reserved: dict[OpenConnection, None] = {}  # oldest first
 
-    def opened(self, address: str) -> bool:
-        """Counts a connection. False: it must be closed, and `closed` still follows."""
+    def open(self, address: str, close: Callable[[], None]) -> OpenConnection | None:
+        """None: the connection must be closed. `close`: called if it is evicted."""
+        holder = ("address", address)
+        if self._num_held[holder] >= self._max_opening:
+            return None
+        connection = OpenConnection(self, holder, close)
+        if self._num_open >= self.max_connections and not self._evict_of_largest():
+            return self._reserve(connection)
+        self._hold(connection)
+        self._set_idle(connection)
+        return connection
+
+    def may_stay(self, connection: OpenConnection) -> bool:
+        """Whether it may stay open after `grace_s`: with a key, or among few of its address."""
+        return connection.has_key or self._num_held[connection.holder] <= self._max_without_key
+
+    # ── of a connection ──────────────────────────────────────────────────────────────────────────
+
+    def move(self, connection: OpenConnection, holder: Holder) -> None:
+        """Raises Overloaded if the tenant has as many connections as it may, none of them idle."""
+        if self._num_held[holder] >= self.max_of_tenant and not self._evict_of(holder):
+            raise Overloaded(
+                f"this tenant has {self.max_of_tenant} open connections", retry_after_s=1.0
+            )
+        self._release(connection)
+        connection.holder = holder
+        self._hold(connection)
+
+    def set_busy(self, connection: OpenConnection) -> None:
+        idle = self._idle.get(connection.holder, {})
+        idle.pop(connection, None)
+        if not idle:
+            self._idle.pop(connection.holder, None)
+
+    def _set_idle(self, connection: OpenConnection) -> None:
+        self._idle.setdefault(connection.holder, {})[connection] = None
+
+    def set_idle(self, connection: OpenConnection) -> None:
+        if not connection.is_reserved:
+            self._set_idle(connection)
+
+    def remove(self, connection: OpenConnection) -> None:
+        self.set_busy(connection)
+        if connection.is_reserved:
+            self._reserved.pop(connection, None)
+        else:
+            self._release(connection)
+
+    # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hold(self, connection: OpenConnection) -> None:
         self._num_open += 1
-        self._without_key[address] += 1
-        is_within = self._num_open <= self._max_connections
-        return is_within and self._without_key[address] <= self._max_opening
+        self._num_held[connection.holder] += 1
 
-    def may_stay(self, address: str) -> bool:
-        """Whether a connection without a key may stay open after `grace_s`."""
-        return self._without_key[address] <= self._max_without_key
-
-    def authenticated(self, address: str) -> None:
-        """One connection of this address has a valid key. Call once for a connection."""
-        self._without_key[address] -= 1
-        if not self._without_key[address]:
-            del self._without_key[address]
-
-    def closed(self, address: str, *, has_key: bool) -> None:
+    def _release(self, connection: OpenConnection) -> None:
         self._num_open -= 1
-        if not has_key:
-            self.authenticated(address)
+        self._num_held[connection.holder] -= 1
+        if not self._num_held[connection.holder]:
+            del self._num_held[connection.holder]
+
+    def _evict_of_largest(self) -> bool:
+        holder = max(self._idle, key=self._num_held.__getitem__, default=None)
+        return holder is not None and self._evict_of(holder)
+
+    def _evict_of(self, holder: Holder) -> bool:
+        """Whether a connection of this holder was idle."""
+        evicted = next(iter(self._idle.get(holder, ())), None)
+        if evicted is not None:
+            evicted.evict()
+        return evicted is not None
+
+    def _reserve(self, connection: OpenConnection) -> OpenConnection:
+        connection.is_reserved = True
+        if len(self._reserved) >= self._max_reserved:
+            next(iter(self._reserved)).evict()
+        self._reserved[connection] = None
+        return connection
+
+
+class OpenConnection:
+    """One connection's place among all. `is_reserved`: it serves probes alone."""
+
+    def __init__(self, connections: Connections, holder: Holder, close: Callable[[], None]) -> None:
+        self._connections = connections
+        self._close = close
+        self._is_gone = False
+        self.holder = holder
+        self.has_key = False
+        self.is_reserved = False
+
+    def begin(self) -> None:
+        """A request arrives."""
+        self._connections.set_busy(self)
+
+    def end(self) -> None:
+        """All its requests are answered."""
+        if not self._is_gone:
+            self._connections.set_idle(self)
+
+    def authenticate(self, tenant_id: str) -> None:
+        """A request has a valid key of this tenant. Call between `begin` and `end`. Raises
+        Overloaded, and changes nothing, if the tenant has too many connections.
+        """
+        holder = ("tenant", tenant_id)
+        if holder != self.holder and not self._is_gone and not self.is_reserved:
+            self._connections.move(self, holder)
+        self.has_key = True
+
+    def evict(self) -> None:
+        self.lose()
+        self._close()
+
+    def lose(self) -> None:
+        """Idempotent."""
+        if not self._is_gone:
+            self._is_gone = True
+            self._connections.remove(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,11 +20,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
-from services.gateway.http.connections import Connections
-from shared.errors import ConfigError
+from services.gateway.http.connections import Connections, OpenConnection
+from shared.errors import ConfigError, NoCapacity
 
-ON_AUTHENTICATED = "on_authenticated"  # in a request's state: marks its connection
-LISTEN_BACKLOG = 2048
+ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
+OPERATOR = ""  # in the place of a tenant's id
+LISTEN_BACKLOG = 2048  # at most: one turn of the loop may accept all of them
 GRACE_S = 5
 # Longer than the idle timeout of clients (httpx, and so OpenAI's SDK: 5 s): the client closes the
 # connection, and no request is sent on a connection that the server is closing.
@@ -35,6 +37,17 @@ MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
 WRITE_TIMEOUT_S = 30.0  # without a byte taken by the client
+PROBES = ("/health", "/ready", "/metrics")  # also served when all connections are in use
+_ALL_IN_USE = json.dumps(
+    {
+        "error": {
+            "message": "all connections of the gateway are in use",
+            "type": "server_error",
+            "param": None,
+            "code": NoCapacity.code,
+        }
+    }
+).encode()
 
 
 class HeadWithBody:
@@ -62,6 +75,21 @@ class HeadWithBody:
         self._transport.close()
 
 
+def probes_alone(app: Any) -> Any:
+    """An application that answers 503 to requests other than those of `PROBES`."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in PROBES:
+            await app(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+        headers.append((b"content-length", str(len(_ALL_IN_USE)).encode()))
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": _ALL_IN_USE, "more_body": False})
+
+    return answer
+
+
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, plus limits that uvicorn lacks: the size of a request's head and
     trailers, the time for head and body, the time that a client may leave its response unread, and
@@ -83,8 +111,7 @@ class _Http(HttpToolsProtocol):
     ) -> None:
         super().__init__(*args, **named)
         self._connections = connections
-        self._address = ""
-        self._has_key = False
+        self._place: OpenConnection | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
@@ -99,19 +126,23 @@ class _Http(HttpToolsProtocol):
         super().connection_made(transport)
         self._connection = ClientConnection(transport, self._write_timeout_s, self._on_slow_client)
         self._connection.start()
-        self._address = self.client[0] if self.client else ""
-        if self._connections.opened(self._address):
-            self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
-            self._wait(self._head_timeout_s)
-        else:
+        address = self.client[0] if self.client else ""
+        self._place = self._connections.open(address, transport.close)
+        if self._place is None:
             transport.close()
+            return
+        if self._place.is_reserved:
+            self.app = probes_alone(self.app)
+        self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
+        self._wait(self._head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         if self._grace is not None:
             self._grace.cancel()
         self._connection.lost()
-        self._connections.closed(self._address, has_key=self._has_key)
+        if self._place is not None:
+            self._place.lose()
         for cycle in self._unanswered:  # uvicorn marks the last one only
             cycle.disconnected = True
             cycle.message_event.set()
@@ -153,6 +184,9 @@ class _Http(HttpToolsProtocol):
         self._wait(self._body_timeout_s)
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
+        if self._place is not None:
+            self._place.begin()
+            self.cycle.keep_alive = self.cycle.keep_alive and not self._place.is_reserved
         if len(self._unanswered) > MAX_PIPELINED:
             raise ConnectionError("too many requests wait for their responses")  # ends the parsing
         self.scope["extensions"] = {EXTENSION: self._connection}  # type: ignore[dict-item]
@@ -162,6 +196,8 @@ class _Http(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._unanswered = [each for each in self._unanswered if not each.response_complete]
+        if self._place is not None and not self._unanswered:
+            self._place.end()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -183,14 +219,15 @@ class _Http(HttpToolsProtocol):
         self._is_idle = True
         super().on_message_complete()
 
-    def _authenticated(self) -> None:
-        """Called by the application for each request with a valid API key."""
-        if not self._has_key and not self.transport.is_closing():
-            self._has_key = True
-            self._connections.authenticated(self._address)
+    def _authenticated(self, tenant_id: str) -> None:
+        """Called by the application for each request with a valid API key. Raises Overloaded if the
+        tenant has too many connections.
+        """
+        if self._place is not None:
+            self._place.authenticate(tenant_id)
 
     def _end_grace(self) -> None:
-        if not self._has_key and not self._connections.may_stay(self._address):
+        if self._place is not None and not self._connections.may_stay(self._place):
             self.transport.close()
 
     def _wait(self, timeout_s: float) -> None:
@@ -267,7 +304,7 @@ class WebServer:
             log_config=None,
             server_header=False,
             proxy_headers=False,  # a client could name any address
-            backlog=LISTEN_BACKLOG,
+            backlog=min(LISTEN_BACKLOG, max(16, self.connections.max_of_tenant)),
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=GRACE_S,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shared.lifecycle.descriptors import MAX_DESCRIPTORS
+
 SCRIPT = """
-import asyncio, sys, time
+import asyncio, resource, sys, time
 from shared.background import Background
 from shared.errors import ConfigError
 from shared.lifecycle.process import run_service
@@ -19,6 +22,8 @@ class Service:
         print(word, flush=True)
     async def start(self):
         self.say("started")
+        if sys.argv[1] == "count descriptors":
+            self.say(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if sys.argv[1] == "start slowly":
             await asyncio.Event().wait()
         if sys.argv[1] == "refuse":
@@ -69,6 +74,17 @@ def wait_for_log(child: subprocess.Popen[str], word: str) -> None:
     assert child.stderr is not None
     while word not in child.stderr.readline():
         assert child.poll() is None
+
+
+def test_process_may_open_as_many_files_as_the_system_allows() -> None:
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (given[1] // 2, given[1]))
+    try:
+        with process("count descriptors") as child:
+            assert read_line(child) == "started"
+            assert int(read_line(child)) == min(given[1], MAX_DESCRIPTORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, given)
 
 
 def test_signal_drains_and_stops() -> None:
