@@ -639,6 +639,7 @@ class StoreLoad(Message, frozen=True, kw_only=True):
     is_away: bool = False  # the last call got no reply: the breaker is open, or about to try again
     num_failures: Count = 0  # calls without a reply in time
     num_reconnects: Count = 0  # first replies after a failure
+    rejects_writes: bool = False  # its disk or memory is full, or it is a replica
 
 
 class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):

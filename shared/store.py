@@ -31,6 +31,10 @@ MAX_STORE_TIMEOUT_S = 0.5
 ABANDONED_S = 2.0  # then a step of a call ends, though its caller has given up before
 NUM_ROUND_TRIPS = 4  # of a call on a new connection: TCP, HELLO, CLIENT SETINFO, the command
 BREAKER_S = 0.5
+# Redis takes reads alone: it cannot save, has no memory, is a replica, or lacks replicas. Scripts
+# return these codes within other text.
+WRITE_REJECTIONS = ("MISCONF", "OOM", "READONLY", "NOREPLICAS")
+REJECTION_SHOWN_S = 30.0  # since the last such reply: not every successful call writes
 
 # One write of a batch, in Redis's syntax: ("HSET", key, field, value, …).
 Command = Sequence[str | bytes | int | float]
@@ -115,6 +119,7 @@ class RedisStore:
         self._round_trip = RoundTrip()
         self._calls: set[asyncio.Future[object]] = set()  # also those that their callers gave up
         self._closed_until = 0.0
+        self._rejects_writes_until = 0.0
         self._is_away = False
         self._num_failures = self._num_reconnects = 0
         self._scripts: dict[str, AsyncScript] = {}
@@ -164,6 +169,7 @@ class RedisStore:
             is_away=self._is_away,
             num_failures=self._num_failures,
             num_reconnects=self._num_reconnects,
+            rejects_writes=self._clock.now() < self._rejects_writes_until,
         )
 
     @property
@@ -186,6 +192,8 @@ class RedisStore:
             reply = task.result()
         except redis.exceptions.ResponseError as error:
             self._has_answered()
+            if any(code in str(error) for code in WRITE_REJECTIONS):
+                self._rejects_writes_until = self._clock.now() + REJECTION_SHOWN_S
             raise StoreRejected(f"Redis returned an error: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S

@@ -23,7 +23,9 @@ class ReadyWorkers(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """`redis`: unless "ok", only tenants that this gateway has already served are served."""
+    """`redis`: if "unavailable" or "empty", only tenants that this gateway has already served are
+    served; if it "rejects writes", limits and usage are this gateway's own.
+    """
 
     ready: bool
     reason: str | None

@@ -467,8 +467,12 @@ class GatewayService:
         return self.catalog.readiness(
             is_connected=self._bus.is_connected,
             is_draining=self._is_leaving or self.submission.is_draining,
-            redis=self.api_keys.redis_state,
+            redis=self._redis_state(),
         )
+
+    def _redis_state(self) -> str:
+        found = self.api_keys.redis_state
+        return "rejects writes" if found == "ok" and self._store.load().rejects_writes else found
 
 
 async def build_gateway(config: GatewayConfig) -> GatewayService:

@@ -25,7 +25,7 @@ from services.host.hosted_catalogue import HostedCatalogue, HostedRevision
 from services.host.hosted_model import Action, Kill, Park, Resize, Start, Stop, Wake
 from services.host.model_states import HostStates
 from services.host.records import Records, default_state_dir
-from services.host.workers.worker_config import worker_config, worker_id_of
+from services.host.workers.worker_config import log_name_of, worker_config, worker_id_of
 from services.host.workers.worker_control import WorkerControl, is_refusal
 from services.host.workers.workers import Worker, Workers
 from shared.background import Background
@@ -75,7 +75,11 @@ class HostService:
         self._reader.on_change(self._on_catalogue)
         self._control = WorkerControl(bus)
         self._workers = Workers(
-            records.directory, os.environ, num_threads=config.num_threads, on_end=self._on_end
+            records.directory,
+            os.environ,
+            clock,
+            num_threads=config.num_threads,
+            on_end=self._on_end,
         )
         admin = CatalogueAdmin(store, time.time)
         self._admission = Admission(self.states, admin, records, clock)
@@ -279,7 +283,7 @@ class HostService:
         self._by_worker[worker_id] = hosted
         try:
             check(config)
-            worker = await self._workers.launch(config)
+            worker = await self._workers.launch(config, log_name=log_name_of(hosted.key))
         except HearthError as error:
             self._by_worker.pop(worker_id, None)
             hosted.worker_id = None

@@ -22,6 +22,7 @@ from services.processes.child_processes import (
     start_child,
     stop_children,
 )
+from services.processes.log_files import bound_logs_while_running
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError
 
@@ -43,7 +44,7 @@ class Supervisor:
         self._clock = clock
         self._directory = directory
         self._logs = logs
-        self._report = report
+        self._display = report
         self._is_serving = False
         self._children: dict[str, Child] = {}
         self._supervisions: list[asyncio.Task[None]] = []
@@ -63,6 +64,8 @@ class Supervisor:
     def serve(self) -> None:
         """From now on a process that ends is restarted."""
         self._is_serving = True
+        bounding = bound_logs_while_running(self._logs, self._clock)
+        self._supervisions.append(asyncio.create_task(bounding))
 
     async def stop(self, *, grace_s: float) -> None:
         """Sends SIGTERM in reverse order, and SIGKILL to the rest of a group after `grace_s`."""
@@ -115,6 +118,10 @@ class Supervisor:
             with contextlib.suppress(HearthError):  # the next iteration reports its end
                 await self._start(spec)
                 await self._wait_until_up(spec)
+
+    def _report(self, process_id: str, event: Event, details: str) -> None:
+        with contextlib.suppress(Exception):  # a display that fails must not end a supervision
+            self._display(process_id, event, details)
 
     def _fail(self, message: str) -> None:
         if not self.failure.done():

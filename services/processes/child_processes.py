@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.processes.log_files import last_line, open_log
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import send_signal
 
@@ -46,20 +47,22 @@ async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
     stops its children in order. Raises ConfigError if the child cannot be started.
     """
     log_path = logs / f"{spec.process_id}.log"
-    with log_path.open("ab") as log_file:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                env=dict(spec.environ),
-                cwd=directory,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot start {spec.argv[0]}: {error.strerror}") from None
+    log = open_log(log_path)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *spec.argv,
+            env=dict(spec.environ),
+            cwd=directory,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot start {spec.argv[0]}: {error.strerror}") from None
+    finally:
+        os.close(log)
     return Child(spec, process, log_path)
 
 
@@ -90,13 +93,6 @@ def ending(returncode: int) -> str:
         return signal.Signals(-returncode).name
     except ValueError:
         return f"signal {-returncode}"
-
-
-def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - max_bytes))
-        lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def die_with_parent(parent_pid: int) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from shared.errors import ConfigError, HearthError, NoResponders, RequestTimeout
 from shared.log import configure_logging
 from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
+from shared.telemetry.line_writer import replace_standard_streams
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
@@ -29,6 +30,7 @@ def run_rank(config: RankConfig) -> int:
     """Joins the worker as soon as it waits for ranks, and returns when their group has ended: 3,
     or 2 after a HearthError.
     """
+    replace_standard_streams()
     configure_logging(config.process_id)
     try:
         check(config)

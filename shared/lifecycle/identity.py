@@ -7,6 +7,7 @@ gone.
 
 from __future__ import annotations
 
+from shared.clock import MonotonicClock
 from shared.config import ProcessConfig
 from shared.errors import NameInUse, NoResponders, RequestTimeout
 from shared.messages import Alive, ReportAlive, Role
@@ -34,8 +35,8 @@ async def check_name(bus: Bus, role: Role) -> None:
 
 
 async def connect(config: ProcessConfig, role: Role) -> NatsBus:
-    """Connects as the process of `config`. Raises NameInUse if it is not alone, and the errors of
-    `NatsBus.connect`.
+    """Connects as the process of `config`, which ends once the connection is lost for good. Raises
+    NameInUse if it is not alone, and the errors of `NatsBus.connect`.
     """
     bus = await NatsBus.connect(
         config.nats_url,
@@ -48,6 +49,7 @@ async def connect(config: ProcessConfig, role: Role) -> NatsBus:
     except BaseException:
         await bus.close()
         raise
+    bus.end_process_when_lost(MonotonicClock())
     return bus
 
 

@@ -26,6 +26,7 @@ from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.log import configure_logging
 from shared.metrics.process_report import ProcessReport
+from shared.telemetry.line_writer import replace_standard_streams
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,7 @@ def run_service(
     """Runs a service until it stops. Returns the exit status: 0, or 2 after a HearthError, which is
     printed in one line. `metrics`: host and port of its probes and metrics.
     """
+    replace_standard_streams()
     configure_logging(process_id)
     raise_descriptor_limit()
     try:

@@ -7,6 +7,7 @@ so a subscriber only enqueues, and a request handler that has to wait runs as a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,6 +19,8 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
+from shared.background import Background
+from shared.clock import Clock
 from shared.errors import (
     ERROR_BY_CODE,
     DependencyUnavailable,
@@ -33,6 +36,7 @@ from shared.messages import Failure, Message
 from shared.nats_urls import nats_servers, without_password
 from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.tls import TlsFiles
+from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient
 from shared.transport.sender_check import SenderCheck
 from shared.transport.untyped_messages import UntypedMessages
@@ -207,7 +211,10 @@ def trace_header(traceparent: bytes) -> str:
 
 
 class _ConnectionEvents:
-    """nats-py's callbacks. Stores errors until the connection is established, then logs them."""
+    """nats-py's callbacks. Stores errors until the connection is established, then logs them.
+
+    nats-py calls them in its read and reconnect loops, which an exception would end: none raises.
+    """
 
     def __init__(self, client: Client) -> None:
         self.last_error: Exception | None = None
@@ -216,6 +223,10 @@ class _ConnectionEvents:
         self._num_rejections = 0
 
     async def on_error(self, error: Exception) -> None:
+        with contextlib.suppress(Exception):  # of the error's own text
+            self._take_error(error)
+
+    def _take_error(self, error: Exception) -> None:
         if self._client.is_connected:
             log.warning("nats_error", error=str(error))
             return
@@ -244,6 +255,7 @@ class NatsBus:
         self._client = client
         self._sender_check = SenderCheck()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watch = Background()
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
     @classmethod
@@ -299,6 +311,20 @@ class NatsBus:
         (ended,) = await asyncio.gather(connecting, return_exceptions=True)
         reason = events.last_error or (ended if isinstance(ended, Exception) else "no answer")
         raise DependencyUnavailable(f"cannot reach NATS at {without_password(url)}: {reason}")
+
+    def end_process_when_lost(self, clock: Clock) -> None:
+        """For a service process: see `lost_connection`."""
+        self._watch.start(self._fail_when_lost(clock))
+
+    async def _fail_when_lost(self, clock: Clock) -> None:
+        connection = LostConnection()
+        while True:
+            await clock.sleep(POLL_S)
+            reason = connection.reason(
+                is_connected=self._client.is_connected, is_running=self._client.is_running
+            )
+            if reason is not None:
+                raise DependencyUnavailable(reason)
 
     @property
     def untyped(self) -> UntypedMessages:
@@ -425,6 +451,7 @@ class NatsBus:
         await self._client.flush_all()
 
     async def close(self) -> None:
+        await self._watch.stop()
         if self._client.is_connected:
             try:
                 await self.flush()

@@ -36,7 +36,10 @@ INTERNALS = {
     "_send_unsubscribe": ("self", "sid", "limit"),
 }
 # Attributes of a Client and of a Subscription that are read or written here.
-CLIENT_ATTRIBUTES = ("_subs", "_pongs", "_error_cb", "_transport")
+CLIENT_ATTRIBUTES = (
+    *("_subs", "_pongs", "_error_cb", "_transport"),
+    *("_reading_task", "_reconnection_task"),
+)
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
 
@@ -54,6 +57,14 @@ class DirectClient(Client):
         self._num_requests = 0
         self._reply_prefix = ""
         self._replies_id: int | None = None  # the subscription to replies
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it reads or reconnects. After an error that nats-py does not expect it does
+        neither, and stays connected.
+        """
+        tasks = (self._reading_task, self._reconnection_task)
+        return any(task is not None and not task.done() for task in tasks)
 
     async def listen(self, subject: str, take: Take, *, queue: str = "") -> Subscription:
         """Subscribes. `take` is called in the order of arrival and delays all later messages, so it

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.messages import StoreLoad
-from shared.store import BREAKER_S, RedisStore, StoreRejected, StoreUnavailable
+from shared.store import BREAKER_S, REJECTION_SHOWN_S, RedisStore, StoreRejected, StoreUnavailable
 from tests.servers import RedisServer, free_port
 from tests.simulation.world.store import MemoryStore
 
@@ -101,6 +101,26 @@ async def test_missing_redis_opens_the_breaker() -> None:
         await store.get("key")
     assert store.load().num_failures == 2  # the breaker's own answers are no failures
     await store.close()
+
+
+async def test_redis_that_rejects_writes_is_shown_until_it_takes_them() -> None:
+    server, clock = RedisServer(), ManualClock()
+    store = RedisStore(server.url, clock, timeout_s=2.0)
+    try:
+        assert not store.load().rejects_writes
+        await store._redis.config_set("maxmemory", "1")
+        for write in (
+            lambda: store.write([("SET", "a", "b")]),
+            lambda: store.evaluate("redis.call('SET', 'a', 'b')", [], []),
+        ):
+            with pytest.raises(StoreRejected, match="OOM"):
+                await write()
+            assert store.load() == StoreLoad(rejects_writes=True)
+            clock.at += REJECTION_SHOWN_S
+            assert not store.load().rejects_writes
+    finally:
+        await store.close()
+        server.stop()
 
 
 async def test_call_to_hanging_redis_ends_at_timeout() -> None:

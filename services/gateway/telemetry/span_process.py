@@ -24,6 +24,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from services.gateway.telemetry.spans import SpanBatch
 from services.gateway.telemetry.traced_request import SETTLED, SIZE, TracedRequest
 from shared.log import configure_logging
+from shared.telemetry.line_writer import replace_standard_error
 
 MAX_READ_BYTES = 1 << 20  # what one message to the collector is made of
 DRAIN_S = 1.5  # for what is left when the gateway closes its end
@@ -58,6 +59,7 @@ class Collector:
 
 
 def main(process_id: str) -> None:
+    replace_standard_error()
     configure_logging(process_id)
     logging.disable()  # of the SDK, one line a batch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway closes its end

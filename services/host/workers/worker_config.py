@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from services.host.budget import ModelMemory
+from services.host.budget import ModelKey, ModelMemory
 from services.host.hosted_catalogue import HostedRevision
 from services.host.sources import BLOCK_SIZE
 from shared.config import HostConfig, WorkerConfig
@@ -20,6 +20,11 @@ def worker_id_of(worker_nats_url: str, model: str, suffix: str) -> str:
     """The workers' credential, and an instance that names the model."""
     name = _NOT_IN_NAMES.sub("-", model)[:MAX_NAME]
     return f"{user_of(worker_nats_url) or 'worker'}.{name}-{suffix}"
+
+
+def log_name_of(key: ModelKey) -> str:
+    """One for all starts of a model."""
+    return "-".join(_NOT_IN_NAMES.sub("-", each)[:MAX_NAME] for each in (key.name, key.revision))
 
 
 def worker_config(

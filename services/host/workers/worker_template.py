@@ -19,11 +19,13 @@ import select
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import msgspec
 
 from services.host.workers.worker_process import decode_spec, run_worker, set_thread_environ
 from services.processes.child_processes import die_with_parent
+from services.processes.log_files import open_log
 
 STDIN, STDOUT = 0, 1
 MODULES = (
@@ -104,7 +106,7 @@ def _become_worker(line: bytes, parent: int) -> int:
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     spec = decode_spec(line)
-    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_log(Path(spec.log_path))
     os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
     os.dup2(log, STDOUT)
     os.dup2(log, 2)

@@ -1,7 +1,7 @@
 """The worker processes of a host: forked from a template where one is ready, else started plainly.
 
-Each has a log file, and is killed by the kernel when the host ends. A template that fails is tried
-MAX_TEMPLATES times; then all workers are started plainly, which only takes longer.
+Each model has a log file. Each worker is killed by the kernel when the host ends. A template that
+fails is tried MAX_TEMPLATES times; then all workers are started plainly, which only takes longer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import structlog
 
 from services.host.workers.worker_process import WorkerSpec, encode_spec
 from services.host.workers.worker_template import TemplateReport
-from services.processes.child_processes import die_with_parent, ending, last_line
+from services.processes.child_processes import die_with_parent, ending
 from services.processes.environ import python_path
+from services.processes.log_files import bound_logs_while_running, last_line, open_log
 from shared.background import Background
+from shared.clock import Clock
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
 from shared.transport.wire_errors import UNREADABLE
@@ -63,12 +65,19 @@ class _Template:
 
 class Workers:
     def __init__(
-        self, directory: Path, environ: Mapping[str, str], *, num_threads: int, on_end: OnEnd
+        self,
+        directory: Path,
+        environ: Mapping[str, str],
+        clock: Clock,
+        *,
+        num_threads: int,
+        on_end: OnEnd,
     ) -> None:
         self._logs = directory / "logs"
         self._directory = directory
         self._environ = {name: each for name, each in environ.items() if not _is_secret(name)}
         self._environ["PYTHONPATH"] = python_path(environ)
+        self._clock = clock
         self._num_threads = num_threads
         self._on_end = on_end
         self._running: dict[str, Worker] = {}
@@ -78,12 +87,16 @@ class Workers:
     async def start(self, *, has_template: bool) -> None:
         """Call on the main thread: the kernel kills children when the calling thread ends."""
         self._logs.mkdir(parents=True, exist_ok=True)
+        bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
+        self._background.start(bounding)
         if has_template:
             self._background.start(self._run_templates())
 
-    async def launch(self, config: WorkerConfig) -> Worker:
-        """Raises ConfigError if the process cannot be started."""
-        log_path = self._logs / f"{config.process_id}.log"
+    async def launch(self, config: WorkerConfig, *, log_name: str) -> Worker:
+        """Raises ConfigError if the process cannot be started. `log_name`: of the file to which all
+        workers of its model append.
+        """
+        log_path = self._logs / f"{log_name}.log"
         spec = WorkerSpec(config=config, log_path=str(log_path))
         if config.device == "cpu" and self._template is not None:
             with contextlib.suppress(_TemplateEnded, TimeoutError):
@@ -105,6 +118,9 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 self._template.process.kill()
             await self._template.process.wait()
+
+    def _logs_in_use(self) -> set[Path]:
+        return {self._logs / TEMPLATE_LOG, *(each.log_path for each in self._running.values())}
 
     # ── plain processes ──────────────────────────────────────────────────────────────────────────
 
@@ -132,7 +148,7 @@ class Workers:
         self, module: str, *arguments: str, log_path: Path, stdout: int | None = None
     ) -> Process:
         """`stdout`: None: the log, too."""
-        log_file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log_file = open_log(log_path)
         try:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module, *arguments),

@@ -69,6 +69,11 @@ REDIS_VALUES = (
         "1: the last call to Redis got no reply; calls fail at once, but for one every 0.5 s.",
         lambda load: load.is_away,
     ),
+    Value(
+        "rejects_writes",
+        "1: Redis has rejected a write in the last 30 s: its disk or memory is full.",
+        lambda load: load.rejects_writes,
+    ),
     Value("failures", "Calls that got no reply in time.", lambda load: load.num_failures, True),
     Value("reconnects", "First replies after a failure.", lambda load: load.num_reconnects, True),
 )

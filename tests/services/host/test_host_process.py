@@ -18,6 +18,7 @@ from tests.services.host.live_host import (
     live_host,
     operator,
 )
+from tests.services.unwritable_logs import full_disk, stopped_reader
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +147,39 @@ async def test_workers_of_a_frozen_host_go_on(op: Operator, host: LiveHost) -> N
         os.kill(host.process.pid, signal.SIGCONT)
     await op.until(lambda: op.newest["host-1"].sequence_number > seen + 8)
     assert (await op.state("demo-a", "hot")).worker_id == worker_id
+
+
+async def test_host_and_workers_whose_logs_cannot_be_written_go_on(
+    op: Operator, host: LiveHost
+) -> None:
+    host.stop()
+    log = host.folder / "host.log"
+    log.unlink()
+    reader = stopped_reader(log)
+    for each in (host.folder / "state" / "logs").iterdir():
+        full_disk(each)
+    op.newest.clear()
+    host.start()
+    pid = host.process.pid
+    for closes in (False, True):
+        if closes:
+            os.close(reader)
+        await op.state("demo-a", "standby", "hot")
+        await op.wake("demo-a")
+        before = await op.state("demo-a", "hot")
+        for each in host.worker_pids():
+            os.kill(each, signal.SIGKILL)
+        await op.until(
+            lambda before=before: (
+                (found := op.model("demo-a")) is not None
+                and found.state == "hot"
+                and found.worker_id != before.worker_id
+            )
+        )
+    assert host.process.poll() is None and host.process.pid == pid
+
+
+def test_each_model_has_one_log(host: LiveHost) -> None:
+    logs = {each.name for each in (host.folder / "state" / "logs").iterdir()}
+    assert {"demo-a-r1.log", "demo-b-r1.log", "template.log"} <= logs
+    assert all(each.rpartition("-")[2] in ("r1.log", "template.log") for each in logs), logs

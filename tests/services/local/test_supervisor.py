@@ -11,7 +11,8 @@ import pytest
 
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
-from services.processes.child_processes import ProcessSpec, ending, last_line
+from services.processes.child_processes import ProcessSpec, ending
+from services.processes.log_files import last_line
 from shared.clock import MonotonicClock
 
 WAIT_S = 10.0

@@ -37,6 +37,7 @@ from shared.engine.parallel.processes.rank_messages import (
 )
 from shared.engine.parallel.processes.records import Record
 from shared.engine.parallel.processes.ring import RingReader, RingWriter
+from shared.telemetry.line_writer import replace_standard_streams
 
 if TYPE_CHECKING:
     from shared.engine.parallel.mesh import Mesh
@@ -150,6 +151,7 @@ def run_steps(start: Start, work: RankWork) -> None:
 
 
 def main(control_fd: int) -> None:
+    replace_standard_streams()
     for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes: the leader drains first
         signal.signal(each, signal.SIG_IGN)
     control = _Control(socket.socket(fileno=control_fd))

@@ -1,0 +1,71 @@
+"""Log files of child processes: each child appends to one, and its parent keeps them bounded.
+
+A disk that is full costs lines, not processes: a log that cannot be opened is /dev/null.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from shared.clock import Clock
+
+MAX_LOG_BYTES = 8 << 20  # of a log; its last MAX_LOG_BYTES or more before that are in `.log.1`
+MAX_LOGS = 64  # in a folder; the oldest leave first
+CHECK_S = 5.0
+
+
+def open_log(path: Path) -> int:
+    """Returns a descriptor that appends, also after `bound_logs` has emptied the file."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
+    """Returns "" if the log is empty or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - max_bytes))
+            lines = file.read(max_bytes).decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+async def bound_logs_while_running(
+    folder: Path, clock: Clock, in_use: Callable[[], Collection[Path]] = lambda: ()
+) -> None:
+    """Until it is cancelled. `in_use`: logs of running processes, which are not removed."""
+    while True:
+        await asyncio.to_thread(bound_logs, folder, in_use())
+        await clock.sleep(CHECK_S)
+
+
+def bound_logs(folder: Path, in_use: Collection[Path] = ()) -> None:
+    with contextlib.suppress(OSError):
+        ages = {path: path.stat().st_mtime for path in folder.glob("*.log")}
+        for path in ages:
+            _rotate(path)
+        removable = sorted(ages.keys() - {*in_use}, key=ages.__getitem__)
+        for path in removable[: max(0, len(ages) - MAX_LOGS)]:
+            path.unlink()
+            _previous(path).unlink(missing_ok=True)
+
+
+def _rotate(path: Path) -> None:
+    """The file stays: its process has it open."""
+    if path.stat().st_size <= MAX_LOG_BYTES:
+        return
+    with contextlib.suppress(OSError):  # a full disk has room again afterwards
+        shutil.copyfile(path, _previous(path))
+    os.truncate(path, 0)
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")

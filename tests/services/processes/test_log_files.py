@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.processes import log_files
+from services.processes.log_files import bound_logs, last_line, open_log
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(log_files, "MAX_LOGS", 3)
+
+
+def test_log_is_bounded_while_its_process_appends(tmp_path: Path) -> None:
+    path = tmp_path / "worker.log"
+    fd = open_log(path)
+    for number in range(50):
+        os.write(fd, b"line %d\n" % number * 4)
+        bound_logs(tmp_path)
+    os.close(fd)
+    assert path.stat().st_size <= 100
+    assert (tmp_path / "worker.log.1").stat().st_size <= 200
+    assert last_line(path) == "line 49"
+
+
+def test_oldest_logs_leave_unless_they_are_in_use(tmp_path: Path) -> None:
+    for age in range(6):
+        log = tmp_path / f"{age}.log"
+        log.write_text("x\n")
+        (tmp_path / f"{age}.log.1").write_text("x\n")
+        os.utime(log, (1000 - age, 1000 - age))
+    bound_logs(tmp_path, {tmp_path / "5.log"})
+    assert sorted(each.name for each in tmp_path.glob("*.log")) == ["0.log", "1.log", "5.log"]
+    assert sorted(each.name for each in tmp_path.glob("*.1")) == ["0.log.1", "1.log.1", "5.log.1"]
+
+
+def test_log_that_cannot_be_opened_or_read_costs_its_lines(tmp_path: Path) -> None:
+    fd = open_log(tmp_path / "missing" / "worker.log")
+    assert os.write(fd, b"lost") == 4
+    os.close(fd)
+    assert last_line(tmp_path / "missing" / "worker.log") == ""
+    bound_logs(tmp_path / "missing")
