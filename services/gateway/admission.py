@@ -35,9 +35,10 @@ IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes no
 
 
 class Admission:
-    """Sets `request_id`, `tenant`, `reservation` and `prompts` in the state of a request.
+    """Sets `request_id`, `tenant`, `reservation`, `prompts` and `hold` in the state of a request.
 
-    `prompts`: the tokenized prompts of a large body, else None.
+    `prompts`: the tokenized prompts of a large body, else None. `hold`: counts bytes that the
+    request reads from the store as body bytes, before it reads them; raises Overloaded.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class Admission:
                 await app(scope, receive, send)
                 return
             reservation = await self._submission.reserve(tenant, record)
-            state["reservation"], state["prompts"] = reservation, None
             body = self._budget.body(tenant.tenant_id)
+            state["reservation"], state["prompts"], state["hold"] = reservation, None, body.add
             try:
                 if BODY_KIND in options:
                     receive = await self._with_body(scope, receive, body, reservation, options)
@@ -109,7 +110,7 @@ class Admission:
         if kind == RAW:
             return _replayed(data, receive, body)
         model_of = partial(options[MODEL_OF], scope) if MODEL_OF in options else None
-        read = await self._opener.read(reservation, kind, data, model_of)
+        read = await self._opener.read(reservation, kind, data, hold=body.add, model_of=model_of)
         scope["state"]["prompts"] = read.prompts
         return _replayed(read.data, receive, body)
 

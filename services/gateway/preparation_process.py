@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import msgspec
+
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.process_jobs import BodyJob, PreparedBody, ProcessSetup
 from services.gateway.text.template_process import MAX_MEMORY_BYTES, BodyHandler, main
@@ -27,6 +29,7 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     from services.gateway.endpoints import ENDPOINTS
     from services.gateway.prefixes.large_bodies import PREFIX_KINDS, check_prefix_body
     from services.gateway.request.prepared_bodies import prepare_body
+    from services.gateway.responses.storage import references
     from services.gateway.text.model_files import ModelFiles
     from services.gateway.tokenization.large_bodies import TOKENIZATION_KINDS, answer
 
@@ -38,6 +41,11 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
         resource.setrlimit(resource.RLIMIT_AS, (_num_mapped_bytes() + MAX_MEMORY_BYTES, most))
 
     def prepare(job: BodyJob) -> PreparedBody:
+        if job.kind == references.KIND:
+            return PreparedBody(references.encoded_references(job.body), [])
+        if job.stored:
+            body = references.merged(job.body, job.stored)
+            job = msgspec.structs.replace(job, body=body, stored=b"")
         if job.kind in PREFIX_KINDS:
             return check_prefix_body(job, files.tokenizer.longest_token_chars)
         if job.kind in TOKENIZATION_KINDS:

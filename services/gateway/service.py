@@ -114,18 +114,21 @@ class GatewayService:
         pool: PreparationPool | None = None,
         check_pool: PreparationPool | None = None,
         prefix_redis: Store | None = None,
+        bulk_redis: Store | None = None,
         redis_replica: Store | None = None,
         messages: UntypedMessages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`files`: of its own model; None: it has none. `prefix_redis`: a Redis connection outside
-        the request path (default: `store`); `redis_replica`: a near one, for API keys; `messages`:
+        the request path (default: `store`); `bulk_redis`: one for replies of megabytes (default:
+        `prefix_redis`); `redis_replica`: a near one, for API keys; `messages`:
         those of the API over NATS (default: there is none).
         """
         self._config = config
         self._bus = bus
         self._store = store
         self._prefix_redis = store if prefix_redis is None else prefix_redis
+        self._bulk_redis = self._prefix_redis if bulk_redis is None else bulk_redis
         self._redis_replica = redis_replica
         self.files = files
         self._clock = clock
@@ -185,6 +188,7 @@ class GatewayService:
             now=wall_clock,
             count=self.metrics.count_stored_response,
             ttl_s=config.response_ttl_s,
+            bulk=self._bulk_redis,
         )
         self._background = Background()
         self._is_leaving = False
@@ -408,6 +412,7 @@ class GatewayService:
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
+        await self._bulk_redis.close()
         if self._redis_replica is not None:
             await self._redis_replica.close()
 
@@ -489,9 +494,11 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     tls = redis_tls_of(config)
     store = RedisStore(config.redis_url, clock, tls=tls)
     replica = RedisStore(config.redis_read_url, clock, tls=tls) if config.redis_read_url else None
-    # prefixes may be long; their slow replies must not trip the breaker of the API key lookups
-    prefix_redis = RedisStore(
-        config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S, tls=redis_tls_of(config)
+    # Prefixes may be long, and stored responses longer: their slow replies must not trip the
+    # breaker of the API key lookups, or that of each other.
+    prefix_redis, bulk_redis = (
+        RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S, tls=tls)
+        for _ in range(2)
     )
     return GatewayService(
         config,
@@ -503,6 +510,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         pool=pool,
         check_pool=check_pool,
         prefix_redis=prefix_redis,
+        bulk_redis=bulk_redis,
         redis_replica=replica,
         messages=bus.untyped,
     )

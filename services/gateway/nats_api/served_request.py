@@ -188,7 +188,7 @@ class ServedRequest:
         held: BodyBytes,
     ) -> None:
         parts = self._parts
-        read = await parts.opener.read(reservation, endpoint.name, self.message.data)
+        read = await parts.opener.read(reservation, endpoint.name, self.message.data, hold=held.add)
         body = endpoint.fields.decode(read.data)
         if endpoint.is_streamed(body):
             self._check_listener()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import Framing
@@ -36,14 +36,33 @@ class ResponseContext:
     state: Any = None
 
 
+class Referred(Protocol):
+    """Stored state that a body refers to. `num_bytes`: of all of it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    async def read(self, hold: Callable[[int], None]) -> bytes:
+        """The state, encoded. `hold`: called with the bytes before any is read. Raises what it
+        raises, and the HearthError that rejects the request.
+        """
+        ...
+
+
+# the name of a job → its reply from a preparation process, or None for a body that needs none
+Scan = Callable[[str], Awaitable[bytes | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointState:
     """What an endpoint keeps between requests. `of_tenant`: what the encoders of a tenant get.
-    `complete`: adds to a body what it refers to; raises the HearthError that rejects it.
+    `referred`: the state that a body refers to; raises the HearthError that rejects it. `merge`:
+    the body with that state.
     """
 
     of_tenant: Callable[[TenantRecord], Any]
-    complete: Callable[[TenantRecord, bytes], Awaitable[bytes]] | None = None
+    referred: Callable[[TenantRecord, bytes, Scan], Awaitable[Referred | None]] | None = None
+    merge: Callable[[bytes, bytes], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ read (a large body: in a preparation process) ──▶ decode ──▶ open �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +22,17 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
-from services.gateway.text.process_jobs import TokenizedPrompt
+from services.gateway.text.process_jobs import PreparedBody, TokenizedPrompt
 from shared.errors import HearthError
 
 # Larger bodies are decoded, rendered and tokenized in another process. A thread would not do: the
 # decoder holds the interpreter's lock.
 MAX_INLINE_BYTES = 256 * 1024
 MAX_KEY_CHARS = 256  # of an affinity key
+
+
+def _is_small(data: bytes, num_stored_bytes: int = 0) -> bool:
+    return len(data) + num_stored_bytes <= MAX_INLINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,11 @@ class OpenResponse:
     is_streamed: bool
     headers: dict[str, str]
     cancel: Callable[[HearthError | None], None]
+
+
+def _merge_of(state: EndpointState | None) -> Callable[[bytes, bytes], bytes]:
+    assert state is not None and state.merge is not None, "it has found state"
+    return state.merge
 
 
 class Opener:
@@ -74,20 +83,34 @@ class Opener:
         reservation: Reservation,
         kind: str,
         data: bytes,
+        hold: Callable[[int], None],
         model_of: Callable[[], str] | None = None,
     ) -> ReadBody:
-        """`kind`: the name of an endpoint. `model_of`: reads the model where bodies name none.
+        """`kind`: the name of an endpoint. `hold`: called with the bytes of stored state before it
+        is read; what it raises is raised. `model_of`: reads the model where bodies name none.
         Raises the HearthError that rejects a large body, or what a body refers to.
         """
-        state = self._states.get(kind)
-        if state is not None and state.complete is not None:
-            data = await state.complete(reservation.tenant, data)
-        if len(data) <= MAX_INLINE_BYTES:
+
+        async def prepared(job: str, read: Callable[[], Awaitable[bytes]] | None) -> PreparedBody:
+            named = named_model(data, kind) if model_of is None else model_of()
+            chosen = await self._chosen(reservation, named or self._default_model)
+            return await self._submission.prepare_body(reservation.tenant, chosen, job, data, read)
+
+        async def scan(job: str) -> bytes | None:
+            return None if _is_small(data) else (await prepared(job, None)).body
+
+        state, referred = self._states.get(kind), None
+        if state is not None and state.referred is not None:
+            referred = await state.referred(reservation.tenant, data, scan)
+        read = None if referred is None else partial(referred.read, hold)
+        if referred is not None and read is not None and _is_small(data, referred.num_bytes):
+            given, data = data, _merge_of(state)(data, await read())
+            hold(max(0, len(data) - len(given) - referred.num_bytes))  # an item put in twice
+            read = None
+        if read is None and _is_small(data):
             return ReadBody(data)
-        named = named_model(data, kind) if model_of is None else model_of()
-        chosen = await self._chosen(reservation, self._default_model if named is None else named)
-        prepared = await self._submission.prepare_body(reservation.tenant, chosen, kind, data)
-        return ReadBody(prepared.body, prepared.prompts or None)
+        body = await prepared(kind, read)
+        return ReadBody(body.body, body.prompts or None)
 
     async def open(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -215,15 +215,25 @@ class Submission:
             return prepare()
 
     async def prepare_body(
-        self, tenant: TenantRecord, model: ServedModel, kind: str, body: bytes
+        self,
+        tenant: TenantRecord,
+        model: ServedModel,
+        kind: str,
+        body: bytes,
+        read: Callable[[], Awaitable[bytes]] | None = None,
     ) -> PreparedBody:
-        """Decodes, renders and tokenizes a large body in a preparation process."""
+        """Decodes, renders and tokenizes a large body in a preparation process. `read`: reads the
+        stored state that the body refers to, once the tenant has a slot.
+        """
         self._check_admission()
         card = model.card
-        job = BodyJob(
-            kind, body, card.max_context_tokens, tenant.input_tokens_per_min, card.vocab_size
-        )
         async with self._preparing(tenant.tenant_id):
+            stored = b"" if read is None else await read()
+            job = BodyJob(
+                *(kind, body, card.max_context_tokens, tenant.input_tokens_per_min),
+                *(card.vocab_size, stored),
+            )
+            del stored
             return await model.text.renderer.prepare_body(job, tenant_id=tenant.tenant_id)
 
     async def charge(self, reservation: Reservation, prepared: Sequence[PreparedRequest]) -> None:

@@ -18,7 +18,7 @@ from services.gateway.request.submission import Submission
 from services.gateway.responses.endpoint import RESPONSES
 from services.gateway.responses.fields import ResponsesRequest
 from services.gateway.responses.request import to_generation_request
-from services.gateway.responses.storage.record import input_items_of
+from services.gateway.responses.storage.record import NamedItem, ResponseRecord, input_items_of
 from services.gateway.responses.storage.store import ResponseStore
 from shared.clock import Clock
 from shared.errors import InvalidRequest
@@ -46,7 +46,7 @@ class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
+    data: list[Any]  # of items, encoded
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -118,7 +118,7 @@ class ResponsesRoutes:
         """
         if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
             raise InvalidRequest("stream: only a response in the background has it", param="stream")
-        record = await self._store.get(request.state.tenant, _id_of(request))
+        record = await self._read(request)
         return Response(record.response, media_type="application/json", headers=_headers(request))
 
     async def delete(self, request: Request[Any, Any, Any]) -> Response[DeletedResponse]:
@@ -130,7 +130,7 @@ class ResponsesRoutes:
         """Returns 400 for a known response: only one in the background can be cancelled. The others
         end when their connection does.
         """
-        await self._store.get(request.state.tenant, _id_of(request))
+        await self._store.sizes(request.state.tenant, {_id_of(request): "response_id"})
         raise InvalidRequest(
             "only a response in the background can be cancelled: close the connection of others",
             param="response_id",
@@ -139,8 +139,7 @@ class ResponsesRoutes:
     async def input_items(self, request: Request[Any, Any, Any]) -> Response[ItemList]:
         """Lists the items of the response's own input: `limit`, `order` (desc, asc), `after`."""
         query = request.query_params
-        record = await self._store.get(request.state.tenant, _id_of(request))
-        items = input_items_of(record)
+        items = input_items_of(await self._read(request))
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order: use asc or desc", param="order")
@@ -152,9 +151,9 @@ class ResponsesRoutes:
         return self._response(
             request,
             ItemList(
-                data=data,
-                first_id=data[0]["id"] if data else None,
-                last_id=data[-1]["id"] if data else None,
+                data=[item for _, item in data],
+                first_id=data[0][0] if data else None,
+                last_id=data[-1][0] if data else None,
                 has_more=len(items) > limit,
             ),
         )
@@ -167,6 +166,10 @@ class ResponsesRoutes:
             "conversation: conversations are not kept: send previous_response_id",
             param="conversation",
         )
+
+    async def _read(self, request: Request[Any, Any, Any]) -> ResponseRecord:
+        state = request.state
+        return await self._store.get(state.tenant, _id_of(request), state.hold)
 
     def _response(self, request: Request[Any, Any, Any], body: Any) -> Response[Any]:
         return Response(body, headers=_headers(request))
@@ -190,11 +193,11 @@ def _limit(given: str | None) -> int:
     return int(given)
 
 
-def _after(items: list[dict[str, Any]], item_id: str | None) -> list[dict[str, Any]]:
+def _after(items: list[NamedItem], item_id: str | None) -> list[NamedItem]:
     """The items after the one with this id. Raises InvalidRequest."""
     if item_id is None:
         return items
-    for index, item in enumerate(items):
-        if item["id"] == item_id:
+    for index, (name, _) in enumerate(items):
+        if name == item_id:
             return items[index + 1 :]
     raise InvalidRequest("after: no item of this response has this id", param="after")

@@ -68,7 +68,8 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request body to decode, render and tokenize.
 
     `kind`: the name of the body's type. `max_context_tokens`, `max_input_tokens`: prompts that
-    cannot fit are rejected before they are rendered; None: no limit is known.
+    cannot fit are rejected before they are rendered; None: no limit is known. `stored`: the encoded
+    state that the body refers to, if any.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_context_tokens: int | None = None
     max_input_tokens: int | None = None
     vocab_size: int | None = None
+    stored: bytes = b""
 
 
 class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -159,7 +161,7 @@ def limit_s(job: Job | Rejected) -> float:
     """CPU seconds after which the process is killed."""
     match job:
         case BodyJob():
-            return LIMIT_S + len(job.body) / MIB * LIMIT_S_PER_MIB
+            return LIMIT_S + (len(job.body) + len(job.stored)) / MIB * LIMIT_S_PER_MIB
         case CheckJob():
             return CHECK_LIMIT_S
         case _:

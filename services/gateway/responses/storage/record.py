@@ -10,6 +10,12 @@ import msgspec
 
 from services.gateway.responses.fields import Content, InputItem
 from services.gateway.responses.ids import item_id
+from services.gateway.responses.storage.errors import UnknownResponse
+
+PREVIOUS = "previous_response_id"
+UNKNOWN = "there is no response with this id"
+
+NamedItem = tuple[str, msgspec.Raw]  # its id, and the item as JSON
 
 _encode = msgspec.json.Encoder().encode
 _PREFIXES = {
@@ -51,13 +57,30 @@ class _Output(msgspec.Struct, frozen=True):
     output: list[msgspec.Raw]
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """What tells the id of an item. The rest is skipped."""
+
+    id: str | None = None
+    type: str = ""
+
+
 _output_decoder = msgspec.json.Decoder(_Output)
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_dict_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+_named_decoder = msgspec.json.Decoder(_Named)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_record_decoder = msgspec.msgpack.Decoder(ResponseRecord)
 
 
 def stored_items(items: Sequence[InputItem]) -> bytes:
     return _encode([_stored(item) for item in items])
+
+
+def decoded_record(data: bytes, param: str) -> ResponseRecord:
+    """Raises UnknownResponse for an unreadable record."""
+    try:
+        return _record_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnknownResponse(UNKNOWN, param=param) from error
 
 
 def items_of(record: ResponseRecord) -> list[msgspec.Raw]:
@@ -66,21 +89,29 @@ def items_of(record: ResponseRecord) -> list[msgspec.Raw]:
     return [*_list_decoder.decode(record.input), *output]
 
 
-def input_items_of(record: ResponseRecord) -> list[dict[str, Any]]:
-    """The items of the input, each with an id."""
+def named_items_of(record: ResponseRecord) -> dict[str, msgspec.Raw]:
+    """The same by their ids. An id of both is the output's."""
+    output = _output_decoder.decode(record.response).output
+    named = {_named_decoder.decode(item).id or "": item for item in output}
+    return {**dict(input_items_of(record)), **named}
+
+
+def input_items_of(record: ResponseRecord) -> list[NamedItem]:
+    """The ids of the input's items, and the items with them, encoded."""
     return [
-        {**item, "id": item.get("id") or _new_id(record.id, index, item)}
-        for index, item in enumerate(_dict_decoder.decode(record.input))
+        _with_id(record.id, index, item)
+        for index, item in enumerate(_list_decoder.decode(record.input))
     ]
 
 
-def output_items_of(record: ResponseRecord) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(item) for item in _output_decoder.decode(record.response).output]
-
-
-def _new_id(response_id: str, index: int, item: dict[str, Any]) -> str:
-    prefix = _PREFIXES.get(item.get("type", ""), "item")
-    return item_id(prefix, response_id, index, is_input=True)
+def _with_id(response_id: str, index: int, item: msgspec.Raw) -> NamedItem:
+    named = _named_decoder.decode(item)
+    if named.id:
+        return named.id, item
+    prefix = _PREFIXES.get(named.type, "item")
+    new_id = item_id(prefix, response_id, index, is_input=True)
+    fields = {**_fields_decoder.decode(item), "id": msgspec.Raw(_encode(new_id))}
+    return new_id, msgspec.Raw(_encode(fields))
 
 
 def _stored(item: InputItem) -> dict[str, Any]:

@@ -53,28 +53,40 @@ return removed
 """
 )
 
-# ARGV: id, now, how many may be read, how many bytes. Returns the data of the response and of those
-# before it, newest first, or which bound they exceed.
+# ARGV: ids. Returns the bytes of each response, in their order; false for an unknown one.
+SIZES = """
+local found = {}
+for place, id in ipairs(ARGV) do
+  local is_known = redis.call('EXISTS', KEYS[1] .. id) == 1
+  found[place] = is_known and tonumber(redis.call('HGET', KEYS[4], id) or '') or false
+end
+return found
+"""
+
+# ARGV: id, how many may be read. Returns the ids of the response and of those before it, newest
+# first, each followed by its bytes; or which is wrong with them.
 CHAIN = """
-local found, size, id = {}, 0, ARGV[1]
-for _ = 1, tonumber(ARGV[3]) do
-  local record = redis.call('HMGET', KEYS[1] .. id, 'data', 'previous')
-  if not record[1] then return 'unknown' end
-  size = size + #record[1]
-  if size > tonumber(ARGV[4]) then return 'too_large' end
-  redis.call('ZADD', KEYS[2], 'XX', ARGV[2], id)
-  found[#found + 1] = record[1]
-  id = record[2]
+local found, id = {}, ARGV[1]
+for _ = 1, tonumber(ARGV[2]) do
+  local previous = redis.call('HGET', KEYS[1] .. id, 'previous')
+  local size = previous and redis.call('HGET', KEYS[4], id)
+  if not size then return 'unknown' end
+  found[#found + 1] = id
+  found[#found + 1] = tonumber(size)
+  id = previous
   if id == '' then return found end
 end
 return 'too_long'
 """
 
-# ARGV: id, now. Returns the data of one response.
+# ARGV: now, ids. Returns the data of the responses, in their order; false for an unknown one.
 READ = """
-local data = redis.call('HGET', KEYS[1] .. ARGV[1], 'data')
-if data then redis.call('ZADD', KEYS[2], 'XX', ARGV[2], ARGV[1]) end
-return data
+local found = {}
+for place = 2, #ARGV do
+  found[place - 1] = redis.call('HGET', KEYS[1] .. ARGV[place], 'data')
+  redis.call('ZADD', KEYS[2], 'XX', ARGV[1], ARGV[place])
+end
+return found
 """
 
 # ARGV: id. Returns 1 if there was such a response.

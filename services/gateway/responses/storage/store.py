@@ -2,13 +2,14 @@
 
 A record is written behind its response, which does not wait for it. Reads wait for the writes of
 this gateway, and read once more before they answer that a response is unknown: another gateway may
-be writing it.
+be writing it. Sizes are read first, so that a caller counts the bytes before it reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +18,12 @@ import structlog
 from services.gateway.responses.ids import is_response_id
 from services.gateway.responses.storage import scripts
 from services.gateway.responses.storage.errors import UnknownResponse
-from services.gateway.responses.storage.record import ResponseRecord
+from services.gateway.responses.storage.record import (
+    PREVIOUS,
+    UNKNOWN,
+    ResponseRecord,
+    decoded_record,
+)
 from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionRejected
 from shared.background import Background
 from shared.clock import Clock
@@ -25,7 +31,6 @@ from shared.errors import PayloadTooLarge
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.pinned_prefix import key_part
 from shared.tenancy.tenant import TenantRecord
-from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
@@ -34,15 +39,22 @@ MAX_BYTES_PER_TENANT = 64 << 20
 MAX_RECORD_BYTES = 4 << 20
 MAX_PENDING_BYTES = 64 << 20  # of records that are being written
 MAX_CHAIN = 1000
-MAX_CHAIN_BYTES = 16 << 20
+MAX_PART_BYTES = 256 << 10  # of one read, unless a single record is larger
 READ_AGAIN_S = 0.1
-PREVIOUS = "previous_response_id"
-UNKNOWN = "there is no response with this id"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """A stored response that is not read yet."""
+
+    id: str
+    num_bytes: int
 
 
 class ResponseStore:
-    """`region`: of this gateway. `now`: unix seconds. `count`: called with what became of a record:
-    stored, evicted, too_large, failed.
+    """`bulk`: a connection for more than MAX_PART_BYTES, whose slow replies must not make Redis
+    look away to others (default: `store`). `region`: of this gateway. `now`: unix seconds. `count`:
+    called with what became of a record: stored, evicted, too_large, failed.
     """
 
     def __init__(
@@ -55,8 +67,10 @@ class ResponseStore:
         count: Callable[[str], None],
         ttl_s: float = TTL_S,
         max_bytes: int = MAX_BYTES_PER_TENANT,
+        bulk: Store | None = None,
     ) -> None:
         self._store = store
+        self._bulk = store if bulk is None else bulk
         self._clock = clock
         self._region = region
         self._now = now
@@ -100,37 +114,60 @@ class ResponseStore:
         self._pending[key] = self._background.start(self._save(key, record))
 
     async def get(
-        self, tenant: TenantRecord, response_id: str, param: str = "response_id"
+        self, tenant: TenantRecord, response_id: str, hold: Callable[[int], None]
     ) -> ResponseRecord:
-        """Raises UnknownResponse, StoreUnavailable."""
-        now = self._now()
-        data = await self._read(tenant, scripts.READ, response_id, now)
-        record = None if data is None else _decoded(data)
-        if record is None:
-            raise UnknownResponse(UNKNOWN, param=param)
-        return record
-
-    async def chain(self, tenant: TenantRecord, response_id: str) -> list[ResponseRecord]:
-        """The response and those before it, oldest first. Raises UnknownResponse, PayloadTooLarge,
-        StoreUnavailable.
+        """`hold`: called with the bytes before they are read; what it raises is raised. Raises
+        UnknownResponse, StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
         """
-        bounds = (MAX_CHAIN, MAX_CHAIN_BYTES)
-        found = await self._read(tenant, scripts.CHAIN, response_id, self._now(), *bounds)
-        if found in (b"too_long", b"too_large"):
+        param = "response_id"
+        found = await self.sizes(tenant, {response_id: param})
+        hold(found[0].num_bytes)
+        (data,) = await self.read(tenant, found, param)
+        return decoded_record(data, param)
+
+    async def sizes(self, tenant: TenantRecord, params: Mapping[str, str]) -> list[StoredSize]:
+        """`params`: of each response's id, the place that names it. Raises UnknownResponse,
+        StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
+        """
+        for param in params.values():
+            self.check_may_store(tenant, param)
+        found = await self._read(tenant, scripts.SIZES, list(params))
+        sized = zip(params.items(), found, strict=True)
+        return [_known(response_id, size, param) for (response_id, param), size in sized]
+
+    async def chain(self, tenant: TenantRecord, response_id: str) -> list[StoredSize]:
+        """The response and those before it, oldest first. Raises UnknownResponse, PayloadTooLarge,
+        StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
+        """
+        self.check_may_store(tenant, PREVIOUS)
+        found = await self._read(tenant, scripts.CHAIN, [response_id], MAX_CHAIN)
+        if found == b"too_long":
             raise PayloadTooLarge(
-                f"{PREVIOUS}: the responses before it are more than {MAX_CHAIN}, or than "
-                f"{MAX_CHAIN_BYTES >> 20} MiB",
-                param=PREVIOUS,
+                f"{PREVIOUS}: the responses before it are more than {MAX_CHAIN}", param=PREVIOUS
             )
-        records = [] if found is None else [_decoded(data) for data in reversed(found)]
-        known = [each for each in records if each is not None]
-        if not known or len(known) < len(records):
+        if found == b"unknown":
             raise UnknownResponse(UNKNOWN, param=PREVIOUS)
+        sized = zip(found[::2], found[1::2], strict=True)
+        return [StoredSize(each.decode(), size) for each, size in sized][::-1]
+
+    async def read(
+        self, tenant: TenantRecord, responses: Sequence[StoredSize], param: str
+    ) -> list[bytes]:
+        """The records, encoded. Raises UnknownResponse, StoreUnavailable."""
+        is_large = sum(each.num_bytes for each in responses) > MAX_PART_BYTES
+        store, keys = self._bulk if is_large else self._store, _keys(tenant.tenant_id)
+        found: list[bytes | None] = []
+        for part in _parts(responses):
+            ids = [each.id for each in part]
+            found += await store.evaluate(scripts.READ, keys, [self._now(), *ids])
+        known = [data for data in found if data is not None]
+        if len(known) < len(found):  # removed since its size was read
+            raise UnknownResponse(UNKNOWN, param=param)
         return known
 
     async def delete(self, tenant: TenantRecord, response_id: str) -> None:
         """Raises UnknownResponse, StoreUnavailable."""
-        if not await self._read(tenant, scripts.DELETE, response_id):
+        if not await self._read(tenant, scripts.DELETE, [response_id]):
             raise UnknownResponse(UNKNOWN, param="response_id")
 
     async def stop(self) -> None:
@@ -139,27 +176,27 @@ class ResponseStore:
         await self._background.stop()
 
     async def _read(
-        self, tenant: TenantRecord, script: str, response_id: str, *arguments: float
+        self, tenant: TenantRecord, script: str, response_ids: Sequence[str], *arguments: float
     ) -> Any:
-        """None for an unknown response."""
-        if not is_response_id(response_id):
-            response_id = ""  # the same reads and the same time as of an unknown one
+        """What the script returns of responses, also if it knows none of them."""
+        # the same reads and the same time for what is no id as for an unknown one
+        ids = [each if is_response_id(each) else "" for each in response_ids]
         for is_last in (False, True):
-            pending = self._pending.get((tenant.tenant_id, response_id))
-            if pending is not None:
-                await asyncio.wait({pending})
-            keys = _keys(tenant.tenant_id)
-            found = await self._store.evaluate(script, keys, [response_id, *arguments])
-            if found not in (None, 0, b"unknown"):
-                return found
-            if not is_last:
-                await self._clock.sleep(READ_AGAIN_S)
-        return None
+            keys = {(tenant.tenant_id, each) for each in ids} & self._pending.keys()
+            if keys:
+                await asyncio.wait({self._pending[key] for key in keys})
+            found = await self._store.evaluate(script, _keys(tenant.tenant_id), [*ids, *arguments])
+            is_known = found not in (None, 0, b"unknown")
+            if is_last or (is_known and not (isinstance(found, list) and None in found)):
+                break
+            await self._clock.sleep(READ_AGAIN_S)
+        return found
 
     async def _save(self, key: tuple[str, str], record: ResponseRecord) -> None:
         tenant_id, response_id = key
+        store = self._bulk if record.num_bytes > MAX_PART_BYTES else self._store
         try:
-            num_evicted = await self._store.evaluate(
+            num_evicted = await store.evaluate(
                 scripts.SAVE,
                 _keys(tenant_id),
                 [
@@ -184,9 +221,21 @@ def _keys(tenant_id: str) -> Sequence[str]:
     return (f"{start}:", *(f"{start}s:{name}" for name in ("uses", "ends", "sizes")))
 
 
-def _decoded(data: bytes) -> ResponseRecord | None:
-    """None for an unreadable record."""
-    try:
-        return msgspec.msgpack.decode(data, type=ResponseRecord)
-    except UNREADABLE:
-        return None
+def _known(response_id: str, size: int | None, param: str) -> StoredSize:
+    if size is None:
+        raise UnknownResponse(UNKNOWN, param=param)
+    return StoredSize(response_id, size)
+
+
+def _parts(responses: Sequence[StoredSize]) -> Iterator[list[StoredSize]]:
+    """Parts of at most MAX_PART_BYTES, or of one record."""
+    part: list[StoredSize] = []
+    num_bytes = 0
+    for each in responses:
+        if part and num_bytes + each.num_bytes > MAX_PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(each)
+        num_bytes += each.num_bytes
+    if part:
+        yield part

@@ -54,6 +54,12 @@ def encoder_of(state: TenantState | None = None, **fields: Any) -> ResponsesEnco
     return ResponsesEncoder(body, dataclasses.replace(context(), now=lambda: 5.5, state=state))
 
 
+def listed_items(record: ResponseRecord) -> list[dict[str, Any]]:
+    items = [(item_id, json.loads(bytes(item))) for item_id, item in input_items_of(record)]
+    assert [item_id for item_id, _ in items] == [item["id"] for _, item in items]
+    return [item for _, item in items]
+
+
 def stream_of(
     encoder: ResponsesEncoder, batches: Sequence[Sequence[Event]]
 ) -> list[dict[str, Any]]:
@@ -167,7 +173,7 @@ def test_complete_response_is_stored_once() -> None:
     assert events[0]["response"]["store"] is True
     assert json.loads(record.response) == events[-1]["response"]
     assert record.previous == "resp_1"
-    (item,) = input_items_of(record)
+    (item,) = listed_items(record)
     assert item["content"] == [{"type": "input_text", "text": "hi"}]
     assert item["id"].startswith("msg_")
     events = stream_of(encoder_of(state, store=False), RECORDED)
@@ -188,7 +194,7 @@ def test_input_items_are_those_of_the_vendor() -> None:
     ]
     saved: list[ResponseRecord] = []
     body_of(encoder_of(TenantState(save=saved.append), input=given), RECORDED)
-    listed = input_items_of(saved[0])
+    listed = listed_items(saved[0])
     for each in listed:
         TypeAdapter(ResponseItem).validate_json(json.dumps(each))
     assert [each["type"] for each in listed] == [each.get("type", "message") for each in given]
@@ -204,7 +210,7 @@ def test_large_body_is_stored_without_its_prompt() -> None:
     saved: list[ResponseRecord] = []
     made = dataclasses.replace(context(), state=TenantState(save=saved.append))
     stream_of(ResponsesEncoder(short, made), RECORDED)
-    assert input_items_of(saved[0])[0]["content"] == [{"type": "input_text", "text": "hi"}]
+    assert listed_items(saved[0])[0]["content"] == [{"type": "input_text", "text": "hi"}]
 
 
 def test_hosted_tools_are_named_in_warnings() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from openai import NotFoundError
 
+from services.gateway.request import opener
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.responses.events import STRICT_RESPONSE, events_of, joined_deltas
@@ -64,7 +65,12 @@ async def test_logprobs(cluster: Cluster) -> None:
     assert len(body["output"][0]["content"][0]["logprobs"]) == len(logprobs)
 
 
-async def test_next_response_has_the_items_of_those_before(cluster: Cluster) -> None:
+@pytest.mark.parametrize("max_inline_bytes", [opener.MAX_INLINE_BYTES, 0])
+async def test_next_response_has_the_items_of_those_before(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, max_inline_bytes: int
+) -> None:
+    """A large body, and what it refers to, are put together in a preparation process."""
+    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", max_inline_bytes)
     first = await created(cluster, instructions="not inherited", max_output_tokens=3)
     await prompt_of(cluster)
     text = first["output"][0]["content"][0]["text"]
@@ -80,6 +86,9 @@ async def test_next_response_has_the_items_of_those_before(cluster: Cluster) -> 
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     await created(cluster, input=[conversation[0], reference, conversation[2]])
     assert await prompt_of(cluster) == shown
+    reference["id"] = reference["id"][:-4] + "ffff"
+    response = await cluster.http.post(PATH, json={"input": [reference]})
+    assert response.status_code == 404 and response.json()["error"]["param"] == "input[0].id"
 
 
 async def test_stored_response(cluster: Cluster) -> None:

@@ -12,16 +12,17 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.responses.ids import item_id, response_id
-from services.gateway.responses.storage import referenced_items
+from services.gateway.responses.storage import references, scripts
 from services.gateway.responses.storage import store as stores
 from services.gateway.responses.storage.completion import Completion
 from services.gateway.responses.storage.errors import UnknownResponse
-from services.gateway.responses.storage.record import ResponseRecord
+from services.gateway.responses.storage.record import PREVIOUS, ResponseRecord, decoded_record
+from services.gateway.responses.storage.references import merged
 from services.gateway.responses.storage.seal import Seal
 from services.gateway.responses.storage.store import ResponseStore
 from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionRejected
 from shared.clock import MonotonicClock
-from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 from shared.randomness import SystemRandomness
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.tenant import TenantRecord
@@ -42,6 +43,7 @@ class Stored:
     def __init__(self, redis: RedisServer, *, region: str = "", max_bytes: int = 1 << 20) -> None:
         self.now = 1000.0
         self.counts: Counter[str] = Counter()
+        self.redis_url = redis.url
         self.redis = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
         self.store = ResponseStore(
             self.redis,
@@ -60,9 +62,12 @@ class Stored:
 
     async def is_known(self, tenant: TenantRecord, record: ResponseRecord) -> bool:
         try:
-            return await self.store.get(tenant, record.id) == record
+            return await self.read(tenant, record) == record
         except UnknownResponse:
             return False
+
+    async def read(self, tenant: TenantRecord, record: ResponseRecord) -> ResponseRecord:
+        return await self.store.get(tenant, record.id, lambda _: None)
 
     async def close(self) -> None:
         await self.store.stop()
@@ -80,6 +85,18 @@ async def stored(
     await made.close()
 
 
+async def completed(
+    completion: Completion, tenant: TenantRecord, data: bytes, hold: Any = lambda _: None
+) -> bytes:
+    """A small body with what it refers to."""
+
+    async def scan(_: str) -> bytes | None:
+        return None
+
+    referred = await completion.referred(tenant, data, scan)
+    return data if referred is None else merged(data, await referred.read(hold))
+
+
 def record_of(name: str, previous: str = "", *, size: int = 500) -> ResponseRecord:
     body = {"id": response_id(name), "output": [{"id": name, "text": "x" * size}]}
     return ResponseRecord(
@@ -93,9 +110,9 @@ async def test_record_belongs_to_its_tenant(stored: Stored) -> None:
     assert await stored.is_known(TENANT, record)
     assert not await stored.is_known(OTHER, record)
     with pytest.raises(UnknownResponse) as foreign:
-        await stored.store.get(OTHER, record.id)
+        await stored.read(OTHER, record)
     with pytest.raises(UnknownResponse) as unknown:
-        await stored.store.get(OTHER, response_id("none"))
+        await stored.read(OTHER, record_of("none"))
     assert foreign.value.message == unknown.value.message
     with pytest.raises(UnknownResponse):
         await stored.store.delete(OTHER, record.id)
@@ -138,24 +155,71 @@ async def test_large_record_is_counted(stored: Stored, monkeypatch: pytest.Monke
 async def test_chain_is_bounded(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = record_of("a"), record_of("b", response_id("a"))
     await stored.save(TENANT, first, second)
-    assert await stored.store.chain(TENANT, second.id) == [first, second]
+    chain = await stored.store.chain(TENANT, second.id)
+    found = await stored.store.read(TENANT, chain, PREVIOUS)
+    assert [decoded_record(each, PREVIOUS) for each in found] == [first, second]
     monkeypatch.setattr(stores, "MAX_CHAIN", 1)
-    with pytest.raises(PayloadTooLarge):
-        await stored.store.chain(TENANT, second.id)
-    monkeypatch.setattr(stores, "MAX_CHAIN", 9)
-    monkeypatch.setattr(stores, "MAX_CHAIN_BYTES", 700)
     with pytest.raises(PayloadTooLarge):
         await stored.store.chain(TENANT, second.id)
     monkeypatch.undo()
     await stored.store.delete(TENANT, first.id)
     with pytest.raises(UnknownResponse):
+        await stored.store.read(TENANT, chain, PREVIOUS)
+    with pytest.raises(UnknownResponse):
         await stored.store.chain(TENANT, second.id)
+
+
+async def test_state_is_counted_before_it_is_read(stored: Stored) -> None:
+    await stored.save(TENANT, record_of("a"), record_of("b", response_id("a")))
+    reads: list[str] = []
+    evaluate = stored.redis.evaluate
+
+    async def count(script: str, *arguments: Any) -> Any:
+        reads.append(script)
+        return await evaluate(script, *arguments)
+
+    stored.redis.evaluate = count  # type: ignore[method-assign]
+
+    def hold(num_bytes: int) -> None:
+        assert num_bytes > 1000 and scripts.READ not in reads
+        raise Overloaded("this tenant's requests hold too many body bytes")
+
+    body = msgspec.json.encode({"input": "x", "previous_response_id": response_id("b")})
+    with pytest.raises(Overloaded):
+        await completed(Completion(stored.store, None), TENANT, body, hold)
+    with pytest.raises(PayloadTooLarge, match="larger than 1000 bytes"):
+        await completed(Completion(stored.store, None, 1000), TENANT, body, hold)
+    with pytest.raises(Overloaded):
+        await stored.store.get(TENANT, response_id("b"), lambda _: hold(1001))
+    assert scripts.READ not in reads
+
+
+async def test_records_are_read_in_parts(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large reply would keep Redis, and one that is late opens the breaker of its connection."""
+    names = "abcd"
+    for previous, name in zip(["", *names], names, strict=False):
+        await stored.save(TENANT, record_of(name, previous and response_id(previous)))
+    chain = await stored.store.chain(TENANT, response_id("d"))
+    monkeypatch.setattr(stores, "MAX_PART_BYTES", 2 * chain[0].num_bytes + 100)
+    bulk = RedisStore(stored.redis_url, MonotonicClock(), timeout_s=2.0)
+    stored.store._bulk = bulk
+    sizes: list[int] = []
+    evaluate = bulk.evaluate
+
+    async def count(script: str, keys: Any, arguments: Any) -> Any:
+        sizes.append(len(arguments) - 1)
+        return await evaluate(script, keys, arguments)
+
+    bulk.evaluate = count  # type: ignore[method-assign]
+    assert len(await stored.store.read(TENANT, chain, PREVIOUS)) == 4
+    assert sizes == [2, 2]
+    await bulk.close()
 
 
 async def test_read_waits_for_the_write_of_its_gateway(stored: Stored) -> None:
     record = record_of("a")
     stored.store.save(TENANT, record)
-    assert await stored.store.get(TENANT, record.id) == record
+    assert await stored.read(TENANT, record) == record
 
 
 async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
@@ -165,8 +229,8 @@ async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
         assert completion.of_tenant(tenant).save is None
         for body in (b'{"store":true}', b'{"previous_response_id":"resp_1"}'):
             with pytest.raises(error):
-                await completion.complete(tenant, body)
-        assert await completion.complete(tenant, b'{"input":"x"}') == b'{"input":"x"}'
+                await completed(completion, tenant, body)
+        assert await completed(completion, tenant, b'{"input":"x"}') == b'{"input":"x"}'
     await stored.close()
     stored = Stored(redis_server, region="eu")
     assert Completion(stored.store, None).of_tenant(EUROPEAN).save is not None
@@ -180,23 +244,23 @@ async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
     item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
     body = msgspec.json.encode({"input": [item, {"role": "user", "content": "x"}]})
     for tenant, content in ((TENANT, [{"type": "reasoning_text", "text": "hm"}]), (OTHER, None)):
-        completed = msgspec.json.decode(await completion.complete(tenant, body))
-        assert completed["input"][0].get("content") == content
+        found = msgspec.json.decode(await completed(completion, tenant, body))
+        assert found["input"][0].get("content") == content
     assert seal.open("t1", sealed[:-3] + "AAA") is None
 
 
 async def test_text_that_looks_like_a_reference_keeps_its_history(stored: Stored) -> None:
     await stored.save(TENANT, record_of("a"))
     body = {"input": "an item_reference", "previous_response_id": response_id("a")}
-    completed = await Completion(stored.store, None).complete(TENANT, msgspec.json.encode(body))
-    assert msgspec.json.decode(completed)["hearth_history"][0]["id"] == "a"
+    found = await completed(Completion(stored.store, None), TENANT, msgspec.json.encode(body))
+    assert msgspec.json.decode(found)["hearth_history"][0]["id"] == "a"
 
 
 async def completed_size(stored: Stored, num_references: int, max_bytes: int) -> int:
     reference = {"type": "item_reference", "id": item_id("msg", response_id("a"), 0)}
     body = {"input": [reference] * num_references}
     completion = Completion(stored.store, None, max_bytes)
-    return len(await completion.complete(TENANT, msgspec.json.encode(body)))
+    return len(await completed(completion, TENANT, msgspec.json.encode(body)))
 
 
 async def test_references_pull_in_no_more_than_a_body(
@@ -207,17 +271,29 @@ async def test_references_pull_in_no_more_than_a_body(
     response = msgspec.json.encode({"id": response_id("a"), "output": output})
     await stored.save(TENANT, ResponseRecord(id=response_id("a"), response=response))
     decoded: list[object] = []
-    items_of = referenced_items.input_items_of
+    items_of = references.named_items_of
 
     def count(record: ResponseRecord) -> object:
         decoded.append(record)
         return items_of(record)
 
-    monkeypatch.setattr(referenced_items, "input_items_of", count)
+    monkeypatch.setattr(references, "named_items_of", count)
     assert 0 < await completed_size(stored, 50, max_bytes=1 << 20) < 1 << 20
     assert len(decoded) == 1
-    with pytest.raises(PayloadTooLarge, match="more than 1000 bytes"):
-        await completed_size(stored, 50, max_bytes=1000)
+    with pytest.raises(PayloadTooLarge, match="more than 10000 bytes"):
+        await completed_size(stored, 50, max_bytes=10_000)
+
+
+def test_values_beside_a_reference_are_not_decoded() -> None:
+    """A text that looks like a reference would else cost a hundred times the time of its bytes."""
+    item = {"type": "item_reference", "id": "msg_1", "text": "hearth1."}
+    deep = b'"deep":' + b"[" * 200 + b"]" * 200
+    body = b'{"input":[' + msgspec.json.encode(item)[:-1] + b"," + deep + b"}]}"
+    assert references.references_of(body).items == {0: "msg_1"}
+    found = references.references_of(
+        msgspec.json.encode({"input": [{"role": "user", "content": "an item_reference hearth1."}]})
+    )
+    assert found == references.References()
 
 
 async def test_references_are_counted_before_any_is_read(stored: Stored) -> None:
@@ -232,8 +308,8 @@ async def test_away_redis(redis_server: RedisServer) -> None:
     server.stop()
     for body in (b'{"store":true}', b'{"previous_response_id":"resp_1"}'):
         with pytest.raises(StoreUnavailable):
-            await completion.complete(TENANT, body)
-    assert await completion.complete(TENANT, b'{"input":"x"}') == b'{"input":"x"}'
+            await completed(completion, TENANT, body)
+    assert await completed(completion, TENANT, b'{"input":"x"}') == b'{"input":"x"}'
     await stored.save(TENANT, record_of("a"))
     assert stored.counts == {"failed": 1}
     await stored.store.stop()
@@ -275,4 +351,4 @@ async def test_another_tenant_gets_the_same_404(cluster: Cluster) -> None:
 async def test_name_that_is_no_text_is_refused(stored: Stored) -> None:
     body = b'{"input":[{"type":"item_reference","id":"msg_1"}],"\xf0a":1}'
     with pytest.raises(InvalidRequest):
-        await Completion(stored.store, None).complete(TENANT, body)
+        await completed(Completion(stored.store, None), TENANT, body)
