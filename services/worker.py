@@ -55,6 +55,7 @@ class LoadedModel(Protocol):
     max_context_tokens: int  # of the model
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    has_head: bool  # False: it gives embeddings only
     revision: str
 
 
@@ -252,4 +253,6 @@ def _served(
         numerics=model.numerics,
         features=features,
     )
-    return ServedModel(card=card, eos_token_ids=frozenset(model.eos_token_ids))
+    return ServedModel(
+        card=card, eos_token_ids=frozenset(model.eos_token_ids), has_head=model.has_head
+    )

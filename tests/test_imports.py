@@ -160,7 +160,7 @@ LAYERS = {
     ),
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
-        " | engine | batching | runners quantise | step_plan checkpoint_plan | models | weights"
+        " | engine | batching | runners quantise | step_plan | models | checkpoint_plan | weights"
         " | layers | sampling | parallel kv_copies codec | kv_cache quantisation"
     ),
 }

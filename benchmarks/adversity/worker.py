@@ -56,6 +56,7 @@ class FaultyRunner(TimingRunner):
 
     revision = "timing"
     eos_token_ids: tuple[int, ...] = (4,)
+    has_head = True
 
     def __init__(self, config: WorkerConfig, step_s: float, faults: StepFaults) -> None:
         tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))

@@ -34,6 +34,7 @@ ROLES: dict[str, tuple[Role, ...]] = {
 class IdleRunner(TimingRunner):
     revision = "idle"
     eos_token_ids = (4,)
+    has_head = True
 
     def __init__(self, config: WorkerConfig, cost: StepCost) -> None:
         tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))

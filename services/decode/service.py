@@ -25,7 +25,7 @@ from shared.engine.engine import StepProgress
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.kv_transfer.ports import ReceivePort
 from shared.engine.worker import EngineWorker
-from shared.errors import WorkerBusy
+from shared.errors import InvalidRequest, WorkerBusy
 from shared.lifecycle.health import Loss
 from shared.messages import (
     AbortRequest,
@@ -124,6 +124,12 @@ class DecodeService:
         self._worker.check_model(request.model, request.revision)
         self._worker.check_block_size(request.block_size)
         self._worker.check_needs(request.needs)
+        if request.pooling is None and not self._worker.served.has_head:
+            raise InvalidRequest(
+                f"model {request.model!r} has no output head (lm_head.weight): "
+                "it gives embeddings only",
+                param="model",
+            )
         prompt, choices = sequences_of(
             placement_id,
             request,

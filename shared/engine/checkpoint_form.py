@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+# Buffers that old exporters saved, although the config determines them, and the copy of a tied
+# model's embedding.
+HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# What quantisation puts beside or in place of a layer's weight.
+_QUANTISED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
@@ -60,6 +65,10 @@ TEXT_PART = CheckpointForm(
 )
 
 
+# A base model has the tensors of the decoder by their names in it, whatever its family.
+_BASE_MODEL = re.compile(r"^(?:language_model\.)?(?=(?:embed_tokens|layers\.\d+|norm)\.)")
+
+
 def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, str]]:
     """The checkpoint's name and the model's name of each tensor that is not dropped."""
     dropped = [re.compile(pattern) for pattern in form.dropped]
@@ -71,8 +80,15 @@ def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, s
         name = given
         for pattern, new in renames:
             name = pattern.sub(new, name)
+        name = _BASE_MODEL.sub("model.", name)
         found.append((given, name))
     return found
+
+
+def is_quantised_part(name: str, expected: Container[str]) -> bool:
+    """Whether a tensor that the model does not have belongs to a dense layer of it."""
+    layer, _, kind = name.rpartition(".")
+    return kind.startswith(_QUANTISED_KINDS) and f"{layer}.weight" in expected
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`max_position_embeddings` is the longest context served, in tokens.
+    """`max_position_embeddings` is the longest context served, in tokens. Without `has_head` the
+    checkpoint has no output head: it gives embeddings, and its logits mean nothing.
 
     The revision of weights depends on the encoded config: a new field needs a default.
     """
@@ -114,6 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    has_head: bool = True
     latent: LatentConfig | None = None  # then head_dim is of queries, and num_kv_heads 1
 
     @property

@@ -54,10 +54,11 @@ BLOCKS_PER_PAGE = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model that the engine serves."""
+    """The model that the engine serves. Without `has_head` it gives embeddings only."""
 
     card: ModelCard
     eos_token_ids: frozenset[int]
+    has_head: bool = True
 
 
 class EngineWorker:

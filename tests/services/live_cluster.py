@@ -52,6 +52,7 @@ PROCESSES: tuple[Role, ...] = ("gateway", "scheduler", "kv_index", "prefill", "d
 class LiveRunner(TimingRunner):
     revision = "r1"
     eos_token_ids = ()
+    has_head = True
 
 
 @dataclass

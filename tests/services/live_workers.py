@@ -45,6 +45,7 @@ MODEL, REVISION = "timing", "r1"
 class LiveRunner(TimingRunner):
     revision = REVISION
     eos_token_ids = ()
+    has_head = True
 
 
 @dataclass

@@ -32,6 +32,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 class NamedRunner(TimingRunner):
     eos_token_ids = ()
+    has_head = True
 
     def __init__(self, revision: str) -> None:
         super().__init__(MonotonicClock(), num_blocks=64, vocab_size=400)

@@ -97,7 +97,7 @@ class ModelFiles:
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         source = _template_source(model_dir, config)
         self.tokenizer = PromptTokenizer(_tokenizer_file(model_dir), source or "")
-        self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
+        self.defaults = _defaults(model_dir / "generation_config.json")
         self.limits = _read(model_dir / "config.json", ModelConfig)
         self.token_texts = _token_texts(config)
         self.response_template = config.response_template
@@ -164,6 +164,19 @@ def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:
         named = {each.get("name"): each.get("template") for each in config.chat_template}
         return named.get("default")
     return config.chat_template
+
+
+def _defaults(path: Path) -> GenerationDefaults:
+    """Some exporters write whole numbers as `50.0`."""
+    fields = _read(path, dict[str, Any])
+    whole = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in fields.items()
+    }
+    try:
+        return msgspec.convert(whole, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def _read(path: Path, kind: type[T]) -> T:

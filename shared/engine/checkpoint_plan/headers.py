@@ -35,10 +35,13 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StoredTensor(NamedTuple):
+    """`start`: the position of its first byte in the file."""
+
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
     @property
     def num_bytes(self) -> int:
@@ -65,23 +68,26 @@ def stored_files(model_dir: Path) -> Iterator[list[StoredTensor]]:
     seen: dict[str, str] = {}
     for file_name in file_names(model_dir, index):
         path = model_dir / file_name
-        entries = _read_header(path)
-        for name in entries.keys() & seen.keys():
+        tensors = file_tensors(path)
+        names = {tensor.name for tensor in tensors}
+        for name in names & seen.keys():
             raise CheckpointError(f"{path}: tensor {name} is also in {seen[name]}")
-        seen |= dict.fromkeys(entries, file_name)
-        yield [StoredTensor(path, name, each.dtype, each.shape) for name, each in entries.items()]
+        seen |= dict.fromkeys(names, file_name)
+        yield tensors
     for name, file_name in (index or {}).items():
         if seen.get(name) != file_name:
             path = model_dir / file_name
             raise CheckpointError(f"{path}: tensor {name} of {INDEX_FILE} is missing")
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def file_tensors(path: Path) -> list[StoredTensor]:
+    """Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             encoded = _header_text(file, path)
         entries = msgspec.json.decode(encoded, type=dict[str, _Entry])
-        data_bytes = path.stat().st_size - _LENGTH.size - len(encoded)
+        data_start = _LENGTH.size + len(encoded)
+        data_bytes = path.stat().st_size - data_start
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except UNREADABLE as error:
@@ -89,7 +95,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         _check_span(path, name, entry, data_bytes)
-    return entries
+    return [
+        StoredTensor(path, name, each.dtype, each.shape, data_start + each.data_offsets[0])
+        for name, each in entries.items()
+    ]
 
 
 def _header_text(file: BinaryIO, path: Path) -> bytes:

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.engine.checkpoint_form import StackedPart, model_names, stacked_parts
+from shared.engine.checkpoint_form import (
+    StackedPart,
+    is_quantised_part,
+    model_names,
+    stacked_parts,
+)
 from shared.engine.checkpoint_plan.expected_tensors import Expected, expected_tensors
 from shared.engine.checkpoint_plan.headers import StoredTensor, stored_files
 from shared.engine.model_config import ModelConfig
 from shared.errors import CheckpointError
-
-HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 @dataclass
@@ -36,7 +39,7 @@ class StoredWeights:
                 parts = stacked_parts(name, config.checkpoint.experts)
                 for part, place in parts.items():
                     yield _part_of(by_name[given], place), part
-                if not parts and not name.endswith(HARMLESS_SUFFIXES):
+                if not parts:
                     yield by_name[given], name
 
 
@@ -49,8 +52,8 @@ def _part_of(tensor: StoredTensor, place: StackedPart) -> StoredTensor:
 
 
 def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
-    """Raises CheckpointError for a tensor that is missing, not part of the model, or of another
-    shape or dtype than the model's.
+    """Raises CheckpointError for a tensor that is missing, or of another shape or dtype than the
+    model's, and for a quantised layer of a dense model. Other tensors are not used.
     """
     expected, found = expected_tensors(config), StoredWeights()
     missing = {name for name, each in expected.items() if not each.is_optional}
@@ -58,7 +61,11 @@ def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
     for tensor, name in found.used(stored_files(model_dir), config):
         each = expected.get(name)
         if each is None:
-            raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is not part of the model")
+            if is_quantised_part(name, expected):
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} is not part of the model"
+                )
+            continue
         other = sources.setdefault(name, tensor.name)
         if other != tensor.name:
             raise CheckpointError(

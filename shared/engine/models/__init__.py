@@ -1,4 +1,4 @@
-"""The model families, by the name in a checkpoint's `architectures`.
+"""The model families, by the name in a checkpoint's `architectures`, or by its `model_type`.
 
 A family's file converts `config.json` to a `ModelConfig`; `decoder` computes. The family files and
 this package do not import torch.
@@ -6,6 +6,7 @@ this package do not import torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,10 +45,39 @@ FAMILIES: dict[str, Configure] = {
 }
 
 
-def family(architecture: str) -> Configure:
-    """Raises CheckpointError for an architecture that is not supported."""
-    if architecture not in FAMILIES:
-        raise CheckpointError(
-            f"architecture {architecture!r} is not supported, only {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[architecture]
+# By `model_type`, which decides in transformers; the architecture names a class of that type.
+BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "phi3": "Phi3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+# Of a class of one of the families: `Qwen3Model`, `LlamaForSequenceClassification`.
+_STEM = re.compile(r"(\w+?)(Text)?(Model|PreTrainedModel|For[A-Z]\w*)")
+
+
+def supported_architecture(architecture: str, model_type: str) -> str:
+    """The architecture of `FAMILIES` as which a checkpoint loads. Raises CheckpointError."""
+    if architecture in FAMILIES:
+        return architecture
+    if model_type in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[model_type]
+    stem = _STEM.fullmatch(architecture)
+    if stem is not None and not model_type and f"{stem[1]}ForCausalLM" in FAMILIES:
+        return f"{stem[1]}ForCausalLM"
+    raise CheckpointError(
+        f"architecture {architecture!r} (model_type {model_type!r}) is not supported, "
+        f"only {', '.join(FAMILIES)}"
+    )

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shared.engine.checkpoint_plan.stored_head import with_stored_head
 from shared.engine.model_config import ModelConfig
-from shared.engine.models import family
+from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
 from shared.engine.quantisation.quantization_config import quantisation_of
 from shared.errors import CheckpointError
@@ -27,16 +28,21 @@ class _Generation(msgspec.Struct):
 
 class _Head(_Generation):
     architectures: list[str] | None = None
+    model_type: str | None = None
     text_config: _Generation | None = None
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Raises CheckpointError with one line for a missing, unreadable or unsupported config."""
+    """The model of a checkpoint folder, with or without weights in it.
+
+    Raises CheckpointError with one line for a missing, unreadable or unsupported config.
+    """
     path = model_dir / "config.json"
     head, given = _read(path, _Head), _read(path, dict[str, Any])
-    architecture = head.architectures[0] if head.architectures else ""
+    written = head.architectures[0] if head.architectures else ""
     try:
-        config = with_formats(family(architecture)(given), quantisation_of(given))
+        architecture = supported_architecture(written, head.model_type or "")
+        config = with_formats(FAMILIES[architecture](given), quantisation_of(given))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
@@ -50,7 +56,7 @@ def read_config(model_dir: Path) -> ModelConfig:
             if not 0 <= token_id < config.vocab_size:
                 raise CheckpointError(f"{path}: eos_token_id {token_id} is not in the vocabulary")
         config = msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
-    return msgspec.structs.replace(config, architecture=architecture)
+    return with_stored_head(msgspec.structs.replace(config, architecture=architecture), model_dir)
 
 
 def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> ModelConfig:

@@ -22,7 +22,16 @@ Width = Annotated[int, msgspec.Meta(gt=0, le=2**20)]
 NumLayers = Annotated[int, msgspec.Meta(gt=0, le=4096)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 FULL, SLIDING = "full_attention", "sliding_attention"
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    # the same function, written otherwise
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
 DEFAULT_THETA = 10_000.0
 
 
@@ -159,10 +168,9 @@ def _activation(fields: ConfigFields) -> str:
     name = "hidden_act" if fields.hidden_activation is None else "hidden_activation"
     activation: str = getattr(fields, name)
     if activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{name} {activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
-        )
-    return activation
+        known = ", ".join(dict.fromkeys(ACTIVATIONS.values()))
+        raise CheckpointError(f"{name} {activation!r} is not supported, only {known}")
+    return ACTIVATIONS[activation]
 
 
 def _layer_types(

@@ -59,13 +59,16 @@ class LayerFormats(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def is_named(name: str, pattern: str) -> bool:
-    """Whether a pattern is a layer's name: the model's, or a language model's beside an encoder."""
+    """Whether a pattern is a layer's name: the model's, a base model's without `model.`, or a
+    language model's beside an encoder.
+    """
     if not pattern.startswith(_PATTERN):
         return pattern in _names(name)
     compiled = re.compile(pattern.removeprefix(_PATTERN))
     return any(compiled.match(each) for each in _names(name))
 
 
-def _names(name: str) -> tuple[str, str, str]:
+def _names(name: str) -> tuple[str, ...]:
     inside = name.removeprefix("model.")
-    return name, f"language_model.{name}", f"model.language_model.{inside}"
+    full = f"model.{inside}" if inside.startswith("layers.") else name
+    return full, inside, f"language_model.{full}", f"model.language_model.{inside}"

@@ -80,7 +80,7 @@ def _written(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Of the model or its language model: either may have it, and both if they agree."""
     text = given.get("text_config")
     inner = text.get(FIELD) if isinstance(text, dict) else None
-    found = [each for each in (given.get(FIELD), inner) if each is not None]
+    found = [each for each in (given.get(FIELD), inner) if each is not None and each != {}]
     for each in found:
         if not isinstance(each, dict):
             raise CheckpointError(f"{FIELD} {each!r} is not an object")

@@ -35,7 +35,7 @@ from shared.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
 # Linear layers of a decoder layer: attention, MLP and experts.
-_LINEAR = re.compile(r".*\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$")
+_LINEAR = re.compile(r"(.*\.)?layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$")
 # Besides layers that the user names: the head, and linear layers that choose experts.
 DENSE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$")
 

@@ -68,6 +68,7 @@ class GroupExecutor:
         max_context_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        has_head: bool,
         revision: str,
         clock: Clock,
     ) -> None:
@@ -80,6 +81,7 @@ class GroupExecutor:
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self.has_head = has_head
         self.revision = revision
         self._steps = steps
         # only the answering rank has the tokens that it draws

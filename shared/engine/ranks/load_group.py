@@ -122,6 +122,7 @@ def load_group(
         max_context_tokens=max_context_tokens,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
+        has_head=config.has_head,
         revision=revision,
         clock=options.clock,
     )

@@ -208,6 +208,7 @@ class ModelRunner:
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
+        self.has_head = config.has_head
         self._budget = StepBudget()
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared.engine.codec.manifest import bundle_path
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE, one_line
 
@@ -18,14 +19,25 @@ class _Index(msgspec.Struct):
 
 
 def read_index(model_dir: Path) -> dict[str, str] | None:
-    """Tensor -> file; None without an index. Raises CheckpointError."""
+    """Tensor -> file; None without an index, or beside a file with all tensors, which has priority
+    as in transformers. Raises CheckpointError.
+    """
     path = model_dir / INDEX_FILE
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        found = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
     except (OSError, *UNREADABLE) as error:
+        if has_single_file(model_dir):
+            return None
         raise CheckpointError(f"{path}: {one_line(error)}") from None
+    is_older = has_single_file(model_dir) and SINGLE_FILE not in found.values()
+    return None if is_older else found
+
+
+def has_single_file(model_dir: Path) -> bool:
+    """Also in a bundle."""
+    return any((model_dir / name).exists() for name in (SINGLE_FILE, bundle_path(SINGLE_FILE)))
 
 
 def file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:

@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
+import structlog
 import torch
 import xxhash
 from torch import Tensor
 
+from shared.engine.checkpoint_form import HARMLESS_SUFFIXES, is_quantised_part
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.checkpoint_files import TensorFile, checkpoint_folder
 from shared.engine.weights.checkpoint_index import (
@@ -28,8 +30,7 @@ from shared.errors import CheckpointError
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # of quantised weights
-# Buffers that old exporters saved, although the config determines them.
-HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
+log = structlog.get_logger(__name__)
 
 
 class CheckpointTensors:
@@ -77,6 +78,8 @@ def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
         files: dict[Path, TensorFile] = {}
         path_of: dict[str, Path] = {}
         index = read_index(model_dir)
+        if index is None and (model_dir / INDEX_FILE).exists():
+            log.warning("index_not_used", path=str(model_dir / INDEX_FILE), beside=SINGLE_FILE)
         for file_name in file_names(model_dir, index):
             path = folder.path(file_name)
             files[path] = folder.open(file_name, stack)
@@ -99,8 +102,8 @@ def load_weights(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> N
 
 
 def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors to copy. Raises CheckpointError if one is missing, is not part of
-    the model or contradicts the config.
+    """The names of the tensors to copy; the others are named in one warning. Raises CheckpointError
+    if one is missing, contradicts the config, or shows that a dense layer is quantised.
 
     No tensor is read, because an untrusted bundle may expand a few bytes to fill all memory.
     """
@@ -110,12 +113,19 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
         others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{_where(tensors, names)}: tensor {missing[0]} is missing{others}")
     for name in names:
-        is_harmless = name.endswith(HARMLESS_SUFFIXES)
         if name in destinations:
             _check_info(tensors, name, destinations[name])
-        elif not is_harmless and not _is_tied_copy(tensors, name, destinations):
+        elif is_quantised_part(name, destinations):
             raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
+    report_unused(name for name in names if name not in destinations)
     return [name for name in names if name in destinations]
+
+
+def report_unused(names: Iterable[str]) -> None:
+    """As transformers, loads without them and says so."""
+    unused = sorted(name for name in names if not name.endswith(HARMLESS_SUFFIXES))
+    if unused:
+        log.warning("tensors_not_used", count=len(unused), first=unused[:3])
 
 
 def _check_info(tensors: WeightSource, name: str, destination: Tensor) -> None:
@@ -143,14 +153,6 @@ def weights_digest(tensors: WeightSource, config: bytes) -> str:
     for name in tensors.names():
         digest.update(msgspec.json.encode([name, tensors.content(name)]))
     return digest.hexdigest()
-
-
-def _is_tied_copy(tensors: WeightSource, name: str, destinations: Mapping[str, Tensor]) -> bool:
-    """Whether it is the output head of a tied model, which some exporters write redundantly."""
-    embedding = "model.embed_tokens.weight"
-    if name != "lm_head.weight" or embedding not in destinations:
-        return False
-    return tensors.content(name) == tensors.content(embedding)
 
 
 def _where(tensors: WeightSource, names: list[str]) -> Path:

@@ -26,6 +26,7 @@ class ModelledTimingRunner(TimingRunner):
 
     revision = "timing"
     eos_token_ids = (4,)
+    has_head = True
     has_device = True
 
     async def run(self, inputs: StepInputs) -> StepOutput:

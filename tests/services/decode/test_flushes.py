@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -83,6 +85,18 @@ def test_embedding_is_computed_locally_and_sent_with_finish(pooling):
             assert vectors[0].shape == (STATE_BYTES,)
             assert vectors[0].any() and vectors[0].tolist() == vectors[1].tolist()
             await it.settled()
+
+    run(main())
+
+
+def test_model_without_a_head_gives_embeddings_only():
+    async def main():
+        async with cluster() as it:
+            it.decode.worker.served = replace(it.decode.worker.served, has_head=False)
+            with pytest.raises(InvalidRequest, match="embeddings only") as raised:
+                await it.peer.place("decode-1", request_of(PROMPT))
+            assert raised.value.param == "model"
+            assert (await it.run(embedding_request("last"))).finish.reason == "stop"
 
     run(main())
 

@@ -271,7 +271,7 @@ def test_model_files_are_read_or_rejected(tmp_path: Path) -> None:
         template("{% for %}")
     model_dir = write_model_dir(tmp_path / "m")
     (model_dir / "chat_template.jinja").write_text("from the file")
-    (model_dir / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 20}')
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 20.0}')
     files = ModelFiles(model_dir)
     assert files.chat_template is not None
     assert files.chat_template.render([]) == ["from the file"]

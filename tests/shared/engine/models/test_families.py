@@ -128,6 +128,20 @@ def test_plan_knows_the_model_without_loading_it(checkpoint: Checkpoint, family:
     assert read_stored(folder, config).num_tensors > 20
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_base_model_is_the_same_decoder_without_a_head(
+    checkpoint: Checkpoint, family: str, tmp_path: Path
+) -> None:
+    folder, model = checkpoint(family, "float32")
+    config = read_config(folder)
+    inner = getattr(model.base_model, "model", model.base_model)
+    inner.save_pretrained(tmp_path)
+    base = read_config(tmp_path)
+    assert read_stored(tmp_path, base).num_tensors
+    assert base.layers == config.layers
+    assert base.has_head == config.has_tied_embeddings
+
+
 def test_table_of_families_is_current(checkpoint: Checkpoint) -> None:
     configs = [read_config(checkpoint(family, "float32")[0]) for family in FAMILIES]
     command = "run: python -m tests.shared.engine.support.family_table --write"

@@ -196,7 +196,11 @@ def test_older_llama4_config_has_numbers_for_flags_and_tokens_of_its_text(tmp_pa
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "moe": ("LlamaForCausalLM", {"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalL"),
     "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV2ForCausalLM"]}, "'DeepseekV2ForCaus"),
-    "none": ("LlamaForCausalLM", {"architectures": None}, "architecture '' is not supported"),
+    "none": (
+        "LlamaForCausalLM",
+        {"architectures": None},
+        "architecture '' .model_type ''. is not supp",
+    ),
     "quantised": (
         "Gemma3ForConditionalGeneration",
         {"quantization_config": {"bits": 4}},

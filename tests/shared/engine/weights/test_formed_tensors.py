@@ -24,11 +24,12 @@ from shared.errors import CheckpointError
 
 HEAD = PairedRows(head=7, first=2, dim=4)
 ROTARY = CheckpointForm(
-    renames=((r"^text\.", ""), (r"\.w1\.", ".gate_proj.")),
+    renames=((r"^text\.", "model."), (r"\.w1\.", ".gate_proj.")),
     dropped=(r"image\.",),
-    paired=((r"layers\.\d+\.q\.(weight|bias)", HEAD),),
+    paired=((r"model\.layers\.\d+\.q\.(weight|bias)", HEAD),),
 )
-Q, GATE = "layers.1.q.weight", "layers.0.gate_proj.weight"
+Q, GATE = "model.layers.1.q.weight", "model.layers.0.gate_proj.weight"
+Q_GIVEN = "text.layers.1.q.weight"
 
 
 def source(**shapes: tuple[int, ...]) -> DummyTensors:
@@ -41,7 +42,7 @@ def in_halves(weight: Tensor) -> Tensor:
     return torch.cat([head[[0, 1, 2, 4, 3, 5, 6]] for head in weight.split(7)])
 
 
-TENSORS = {f"text.{Q}": (21, 3), "text.layers.0.w1.weight": (4, 3), "image.q": (2,)}
+TENSORS = {Q_GIVEN: (21, 3), "text.layers.0.w1.weight": (4, 3), "image.q": (2,)}
 
 
 def test_tensors_have_the_names_of_the_model() -> None:
@@ -49,14 +50,14 @@ def test_tensors_have_the_names_of_the_model() -> None:
     formed = FormedTensors(given, ROTARY)
     assert formed.names() == [GATE, Q]
     assert torch.equal(read_tensor(formed, GATE), read_tensor(given, "text.layers.0.w1.weight"))
-    assert formed.content(Q) == given.content(f"text.{Q}")
+    assert formed.content(Q) == given.content(Q_GIVEN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_pairs_become_halves_in_every_part(dtype: torch.dtype) -> None:
     given = source(**TENSORS)
     formed = FormedTensors(given, ROTARY)
-    whole = in_halves(read_tensor(given, f"text.{Q}"))
+    whole = in_halves(read_tensor(given, Q_GIVEN))
     for cut, expected in (
         (WHOLE, whole),
         (Cut(rows=((7, 21),)), whole[7:]),
@@ -71,10 +72,10 @@ def test_rotary_pairs_become_halves_in_every_part(dtype: torch.dtype) -> None:
 
 
 def test_a_bias_is_ordered_like_its_weight() -> None:
-    given = source(**{"layers.0.q.bias": (14,)})
+    given = source(**{"model.layers.0.q.bias": (14,)})
     out = torch.empty(14)
-    FormedTensors(given, ROTARY).read_into("layers.0.q.bias", WHOLE, out)
-    assert torch.equal(out, in_halves(read_tensor(given, "layers.0.q.bias")))
+    FormedTensors(given, ROTARY).read_into("model.layers.0.q.bias", WHOLE, out)
+    assert torch.equal(out, in_halves(read_tensor(given, "model.layers.0.q.bias")))
 
 
 def test_a_cut_through_a_head_is_an_error() -> None:
@@ -92,7 +93,7 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
         FormedTensors(given, TEXT_PART)
 
 
-DOWN = "layers.0.experts.down_proj"
+DOWN = "model.layers.0.experts.down_proj"
 STACKED = CheckpointForm(
     renames=((r"\.feed_forward\.", "."),), experts=StackedExperts(num_experts=3, inner=4)
 )
@@ -100,7 +101,7 @@ STACKED = CheckpointForm(
 
 def test_stacked_experts_are_tensors_of_each_in_every_part(tmp_path: Path) -> None:
     gate_up, down = torch.randn(3, 5, 8), torch.randn(3, 4, 5)
-    stored = {"layers.0.feed_forward.experts.gate_up_proj": gate_up, DOWN: down}
+    stored = {"model.layers.0.feed_forward.experts.gate_up_proj": gate_up, DOWN: down}
     save_file(stored, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as given:
         formed = FormedTensors(given, STACKED)
@@ -115,7 +116,7 @@ def _check_experts(formed: FormedTensors, gate_up: Tensor, down: Tensor) -> None
             ("up_proj", gate_up[index, :, 4:].T),
             ("down_proj", down[index].T),
         ):
-            full = f"layers.0.experts.{index}.{name}.weight"
+            full = f"model.layers.0.experts.{index}.{name}.weight"
             assert formed.info(full).shape == whole.shape
             for cut, expected in (
                 (WHOLE, whole),
@@ -130,4 +131,4 @@ def _check_experts(formed: FormedTensors, gate_up: Tensor, down: Tensor) -> None
 
 def test_too_few_stacked_experts_show_in_the_shape() -> None:
     formed = FormedTensors(source(**{DOWN: (2, 4, 5)}), STACKED)
-    assert formed.info("layers.0.experts.2.down_proj.weight").shape == (2, 4, 5)
+    assert formed.info("model.layers.0.experts.2.down_proj.weight").shape == (2, 4, 5)

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from shared.engine.checkpoint_plan.stored_weights import read_stored
+from shared.engine.codec.compress import compress_folder
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.quantise.quantise_folder import quantise_folder
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError
+from tests.shared.engine.codec.folders import Silent
 from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
 from tests.shared.engine.support.steps import Blocks, prefill
 
@@ -93,6 +100,113 @@ def test_saved_rotary_buffer_and_tied_head_copy_are_ignored(tmp_path: Path) -> N
     assert torch.equal(_logits(_load(tmp_path)), expected)
 
 
+def _without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+def _as_base_model(tensors: dict[str, torch.Tensor]) -> None:
+    _without_prefix(tensors)
+    tensors.pop("lm_head.weight", None)
+
+
+def _add_unused(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["score.weight"] = torch.ones(2, 48)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(48)
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(3)
+
+
+ALTERED: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any] | None]] = {
+    "base model": ({"tie_word_embeddings": True}, _as_base_model),
+    "base model with a head": ({}, _without_prefix),
+    "other tensors": ({}, _add_unused),
+    "tied, another head": ({"tie_word_embeddings": True}, None),
+    "tied, only the head": (
+        {"tie_word_embeddings": True},
+        lambda tensors: tensors.pop("model.embed_tokens.weight"),
+    ),
+    "swish": ({"hidden_act": "swish"}, None),
+    **{
+        f"architectures {names}": ({"architectures": names}, None)
+        for names in ([], None, ["LlamaModel"], ["LlamaForSequenceClassification"], ["OwnModel"])
+    },
+    **{act: ({"hidden_act": act}, None) for act in ("gelu_new", "gelu_fast", "gelu_python_tanh")},
+}
+
+
+def _alter_config(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("kind", ALTERED)
+def test_altered_folder_loads_as_in_transformers(tmp_path: Path, kind: str) -> None:
+    write_llama(tmp_path)
+    changes, edit = ALTERED[kind]
+    _alter_config(tmp_path, changes)
+    if edit is not None:
+        _edit_tensors(tmp_path, edit)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(_logits(_load(tmp_path)), expected, atol=2e-4, rtol=1e-4)
+    assert read_stored(tmp_path, read_config(tmp_path)).num_tensors
+
+
+def test_what_is_left_out_is_one_warning(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    _edit_tensors(tmp_path, _add_unused)
+    with structlog.testing.capture_logs() as logged:
+        _load(tmp_path)
+    (warning,) = [line for line in logged if line["log_level"] == "warning"]
+    assert (warning["event"], warning["count"]) == ("tensors_not_used", 3)
+    assert "score.weight" in warning["first"]
+
+
+def test_older_index_beside_all_tensors_and_an_empty_quantisation_change_nothing(
+    tmp_path: Path,
+) -> None:
+    write_llama(tmp_path)
+    expected = _logits(_load(tmp_path))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}))
+    _alter_config(tmp_path, {"quantization_config": {}})
+    with structlog.testing.capture_logs() as logged:
+        assert torch.equal(_logits(_load(tmp_path)), expected)
+    assert [line["event"] for line in logged if line["log_level"] == "warning"] == [
+        "index_not_used"
+    ]
+    compress_folder(tmp_path, tmp_path.with_name("bundle"), Silent())
+    assert torch.equal(_logits(_load(tmp_path.with_name("bundle"))), expected)
+    index.write_text("{")
+    assert torch.equal(_logits(_load(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_base_model_is_quantised_and_compressed(tmp_path: Path, is_tied: bool) -> None:
+    """An untied base model has no head: it gives embeddings."""
+    write_llama(tmp_path / "full", tie_word_embeddings=True, hidden_size=64, head_dim=16)
+    write_llama(tmp_path / "base", tie_word_embeddings=True, hidden_size=64, head_dim=16)
+    _edit_tensors(tmp_path / "base", _as_base_model)
+    _alter_config(tmp_path / "base", {"tie_word_embeddings": is_tied})
+    logits = {}
+    for name in ("full", "base"):
+        quantise_folder(tmp_path / name, tmp_path / f"{name} int4", "int4", Silent())
+        compress_folder(tmp_path / name, tmp_path / f"{name} bundle", Silent())
+        for made in ("int4", "bundle"):
+            logits[name, made] = _logits(_load(tmp_path / f"{name} {made}"))
+    assert torch.equal(logits["full", "int4"], logits["base", "int4"])
+    assert torch.equal(logits["full", "bundle"], logits["base", "bundle"])
+    assert _load(tmp_path / "base bundle").has_head == is_tied
+
+
+def test_other_head_of_a_bundle_is_found(tmp_path: Path) -> None:
+    write_llama(tmp_path / "full")
+    _alter_config(tmp_path / "full", {"tie_word_embeddings": True})
+    compress_folder(tmp_path / "full", tmp_path / "bundle", Silent())
+    assert not read_config(tmp_path / "bundle").has_tied_embeddings
+
+
 def _edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
@@ -102,7 +216,10 @@ def _edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object
 
 BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "missing": (lambda t: t.pop(NORM), f"tensor {NORM} is missing"),
-    "extra": (lambda t: t.update(extra=torch.ones(3)), "tensor extra is not part of the model"),
+    "quantised": (
+        lambda t: t.update({NORM.replace("weight", "weight_scale"): torch.ones(3)}),
+        f"tensor {NORM}_scale is not part of the model",
+    ),
     "shape": (lambda t: t.update({NORM: torch.ones(7)}), f"tensor {NORM} has shape \\[7\\]"),
     "dtype": (
         lambda t: t.update({NORM: torch.ones(48, dtype=torch.int8)}),
@@ -154,7 +271,10 @@ def test_index_that_contradicts_its_shards_is_rejected(tmp_path: Path) -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supp"),
+    "architecture": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        "'MambaForCausalLM' \\(model_type 'mamba'\\) is not supp",
+    ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "rope": ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
     "type": ({"hidden_size": "48"}, "Expected `int`, got `str` - at `\\$.hidden_size`"),
@@ -163,7 +283,6 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "odd head": ({"head_dim": 11}, "head_dim 11 is odd"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "shape": ({"vocab_size": 200}, "tensor lm_head.weight has shape \\[199, 48\\]"),
-    "untied": ({"tie_word_embeddings": True}, "tensor lm_head.weight is not part of the model"),
 }
 
 
