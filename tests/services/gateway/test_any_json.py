@@ -1,0 +1,71 @@
+"""Any JSON through every route and every subject: no process ends, and no answer is a 5xx.
+
+The long run, with real workers, is `tests/end_to_end/test_any_json.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from typing import Any
+
+import structlog.testing
+
+from tests.servers import NatsServer
+from tests.services.gateway.any_json import (
+    AnyRequest,
+    http_requests,
+    nats_requests,
+    nats_status,
+    statuses_of,
+)
+from tests.services.gateway.conftest import Cluster, until
+from tests.services.gateway.nats_api.conftest import connected, has_joined
+
+COUNT, SEED = 16, 1
+ENDLESS = "/v1/cluster/events"
+
+
+async def test_any_json_ends_no_process_and_fails_no_server(
+    cluster: Cluster, nats_server: NatsServer
+) -> None:
+    document = (await cluster.http.get("/openapi.json")).json()
+    found: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, each: found.append(each))
+    pool = cluster.gateway._pool
+    seen: dict[str, Counter[int]] = defaultdict(Counter)
+    failed: list[tuple[AnyRequest, int]] = []
+    with structlog.testing.capture_logs() as logs:
+        requests = http_requests(
+            document, _routes(cluster), model="tiny", tenant="tenant-1", count=COUNT, seed=SEED
+        )
+        async with connected(nats_server, "client-1") as (_, raw):
+            await until(lambda: has_joined(cluster.gateway))
+            for each in (*requests, *nats_requests("tiny", count=COUNT, seed=SEED)):
+                if each.method == "nats":
+                    status = await nats_status(raw, "client-1", each)
+                else:
+                    headers = {"content-type": "application/json"}
+                    response = await cluster.http.request(
+                        each.method, each.path, content=each.body, headers=headers
+                    )
+                    status = response.status_code
+                seen[each.place][status] += 1
+                if status >= 500:
+                    failed.append((each, status))
+    print(statuses_of(seen))
+    assert not failed, failed
+    assert not found, found
+    assert not [each for each in logs if each["log_level"] in ("error", "critical")]
+    assert pool.num_lost == 0
+
+
+def _routes(cluster: Cluster) -> list[tuple[str, str]]:
+    """All of the application, with paths as the OpenAPI document has them."""
+    app: Any = cluster.gateway._web_server._server.config.app
+    return sorted(
+        (method.lower(), route.path_format)
+        for route in app.routes
+        for method in route.methods
+        if method.lower() in ("get", "post", "put", "delete") and route.path != ENDLESS
+    )
