@@ -59,7 +59,7 @@ class ResponsesEncoder:
         )
         self._items = OutputItems(
             self._object.id,
-            namespaces=namespaces_of(body.tools),
+            namespaces=namespaces_of(body.placed_tools),
             score=self._score,
             seal=state.seal if body.has_sealed_reasoning else None,
         )
@@ -207,7 +207,7 @@ class ResponsesEncoder:
 
     def _hearth(self) -> HearthInfo:
         info = hearth_info_of(self._context)
-        more = left_out(self._body.tools)
+        more = left_out(self._body.placed_tools)
         if self._body.truncation == "auto":
             more = (*more, TRUNCATION)
         if not more:

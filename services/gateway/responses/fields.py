@@ -21,6 +21,8 @@ from services.gateway.tools.tool_fields import ToolBody, ToolFields
 MAX_ID_CHARS = 256
 MAX_CACHE_KEY_CHARS = 256
 MAX_INCLUDES = 32
+PREVIOUS = "previous_response_id"  # the place of items that are not in the body
+TOOL_ITEMS = ("additional_tools", "tool_search_output")
 
 # Fields that would change the response and that are not supported, with the values that change
 # nothing. Any other unknown field is ignored, since clients send many.
@@ -54,9 +56,19 @@ class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 Content = str | list[InputPart]
 
 
+class ResponseTool(ToolBody, frozen=True, kw_only=True):
+    """`function`, `custom`: the nested forms of chat completions. `tools`: of a namespace."""
+
+    type: str = "function"
+    function: ToolBody | None = None
+    custom: ToolBody | None = None
+    tools: ToolFields | None = None
+
+
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`call_id`, `name`, `namespace`: of calls. `arguments`: of a function call, `input`: of a
-    custom one. `output`: of either. `text`: of kinds that have no `content`.
+    custom one. `output`: of either. `text`: of kinds that have no `content`. `tools`: of kinds that
+    bring tools. An object as `output`: of kinds that are left out.
     """
 
     type: str = "message"
@@ -67,20 +79,15 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     call_id: CallId | None = None
     name: Name | None = None
     namespace: Name | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
-    output: Content | None = None
+    output: Content | dict[str, Any] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class ResponseTool(ToolBody, frozen=True, kw_only=True):
-    """`function`, `custom`: the nested forms of chat completions. `tools`: of a namespace."""
-
-    type: str = "function"
-    function: ToolBody | None = None
-    custom: ToolBody | None = None
-    tools: ToolFields | None = None
+PlacedTool = tuple[str, ResponseTool]  # and its place in the request
 
 
 class NamedChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +176,24 @@ class CompleteRequest(ResponsesRequest, frozen=True, kw_only=True):
     @property
     def history(self) -> list[InputItem]:
         return [] if self.hearth_history is msgspec.UNSET else self.hearth_history
+
+    @property
+    def placed_tools(self) -> list[PlacedTool]:
+        """The tools with their places in the request."""
+        own = enumerate(self.tools or ())
+        return [*((f"tools[{index}]", each) for index, each in own), *self.item_tools]
+
+    @property
+    def item_tools(self) -> list[PlacedTool]:
+        """The tools that items bring."""
+        places = [(PREVIOUS, each) for each in self.history]
+        places += [(f"input[{index}]", each) for index, each in enumerate(self.items)]
+        return [
+            (f"{place}.tools[{index}]", tool)
+            for place, item in places
+            if item.type in TOOL_ITEMS
+            for index, tool in enumerate(item.tools or ())
+        ]
 
 
 RESPONSES_FIELDS = SupportedFields(CompleteRequest, NEUTRAL_VALUES)

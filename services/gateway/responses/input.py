@@ -21,7 +21,7 @@ from services.gateway.request.conversation import (
     Turn,
 )
 from services.gateway.request.supported_fields import check_count
-from services.gateway.responses.fields import Content, InputItem, InputPart
+from services.gateway.responses.fields import PREVIOUS, Content, InputItem, InputPart
 from services.gateway.responses.tool_names import flat_name
 from services.gateway.tools.call_fields import CallField, name_and_arguments
 from shared.errors import InvalidRequest
@@ -34,7 +34,6 @@ ROLES: dict[str, Role] = {
     "developer": "system",
     "assistant": "assistant",
 }
-HISTORY = "previous_response_id"  # the place of items that are not in the body
 
 
 def turns_of(
@@ -46,7 +45,7 @@ def turns_of(
     if instructions:
         turns.add_message("system", (TextPart(instructions),))
     for item in history:
-        turns.add(HISTORY, item)
+        turns.add(PREVIOUS, item)
     for index, item in enumerate(items):
         turns.add(f"input[{index}]", item)
     return turns.finished()
@@ -57,6 +56,7 @@ class _Turns:
         self._turns: list[Turn] = []
         self._answer: list[Part] = []  # of the assistant's turn that is open
         self._call_ids: set[str] = set()
+        self._left_out: set[str] = set()  # the ids of calls that the model is not given
 
     def finished(self) -> tuple[Turn, ...]:
         self._end_answer()
@@ -78,8 +78,7 @@ class _Turns:
             case "function_call" | "custom_tool_call":
                 self._answer.append(self._call(place, item))
             case "function_call_output" | "custom_tool_call_output":
-                self._end_answer()
-                self._turns.append(Turn("tool", (self._result(place, item),)))
+                self._add_result(place, item)
             case "reasoning":
                 self._add_reasoning(place, item)
             case "item_reference":
@@ -98,22 +97,20 @@ class _Turns:
         self._answer.append(Reasoning(text))
 
     def _add_other(self, place: str, item: InputItem) -> None:
-        """An item of an unknown kind is the text that it has."""
-        content = item.text if item.content is None else item.content
-        if content is None:
-            kind = item.type[:64]
-            raise InvalidRequest(
-                f"{place}.type: items of the type {kind!r} are not supported", param=f"{place}.type"
-            )
+        """An item of an unknown kind is the text that it has. One without a text says nothing to
+        the model, such as the search of another server, and is left out with its result.
+        """
+        texts = _known_texts(item)
+        if not texts:
+            self._left_out.update(filter(None, (item.call_id, item.id)))
+            return
         role = "assistant" if item.role is None and item.type.startswith("agent") else item.role
         known = _role(place, msgspec.structs.replace(item, role=role or "user"))
-        self.add_message(known, _texts(f"{place}.content", content))
+        self.add_message(known, texts)
 
     def _call(self, place: str, item: InputItem) -> ToolCall:
+        """Clients may use an id again in a later round."""
         call_id = _call_id(place, item)
-        if call_id in self._call_ids:
-            param = f"{place}.call_id"
-            raise InvalidRequest(f"{param}: two calls have the id {call_id[:64]!r}", param=param)
         if item.name is None:
             raise InvalidRequest(f"{place}.name: a call needs a name", param=f"{place}.name")
         self._call_ids.add(call_id)
@@ -124,14 +121,20 @@ class _Turns:
             _, arguments = name_and_arguments(field, place)
         return ToolCall(call_id, flat_name(item.namespace, item.name), arguments)
 
-    def _result(self, place: str, item: InputItem) -> ToolResult:
+    def _add_result(self, place: str, item: InputItem) -> None:
         call_id = _call_id(place, item)
         if call_id not in self._call_ids:
+            if call_id in self._left_out:
+                return
             param = f"{place}.call_id"
             reason = f"no call before this item has the id {call_id[:64]!r}"
             raise InvalidRequest(f"{param}: {reason}", param=param)
-        texts = _texts(f"{place}.output", "" if item.output is None else item.output)
-        return ToolResult(call_id, "\n".join(each.text for each in texts))
+        param = f"{place}.output"
+        if isinstance(item.output, dict):
+            raise InvalidRequest(f"{param}: a text or a list of texts is needed", param=param)
+        text = "\n".join(each.text for each in _texts(param, item.output or ""))
+        self._end_answer()
+        self._turns.append(Turn("tool", (ToolResult(call_id, text),)))
 
     def _end_answer(self) -> None:
         if self._answer:
@@ -162,6 +165,15 @@ def _message_texts(place: str, item: InputItem) -> tuple[TextPart, ...]:
         param = f"{place}.content"
         raise InvalidRequest(f"{param}: a message needs a content", param=param)
     return _texts(f"{place}.content", item.content or "")
+
+
+def _known_texts(item: InputItem) -> tuple[TextPart, ...]:
+    """Of an item of an unknown kind, without the parts that are no texts."""
+    content = item.text if item.content is None else item.content
+    if content is None or isinstance(content, str):
+        return _texts("", content or "")
+    texts = (part.refusal if part.text is None else part.text for part in content[:MAX_PARTS])
+    return tuple(TextPart(each) for each in texts if each is not None)
 
 
 def _texts(place: str, content: Content) -> tuple[TextPart, ...]:

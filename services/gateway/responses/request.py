@@ -9,7 +9,7 @@ from services.gateway.grammars.spellings import ResponseFormat, constraint_of
 from services.gateway.request.conversation import Conversation, ReasoningOptions, chat_prompt
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import SamplingFields
-from services.gateway.responses.fields import CompleteRequest, TextFormat
+from services.gateway.responses.fields import TOOL_ITEMS, CompleteRequest, InputItem, TextFormat
 from services.gateway.responses.input import turns_of
 from services.gateway.responses.tools import options_of
 from shared.errors import InvalidRequest
@@ -25,7 +25,7 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
     effort = None if body.reasoning is None else body.reasoning.effort
     conversation = Conversation(
         turns=turns_of(body.instructions, body.history, body.items),
-        tools=options_of(body.tools, body.tool_choice, body.parallel_tool_calls),
+        tools=options_of(body.placed_tools, body.tool_choice, body.parallel_tool_calls),
         reasoning=ReasoningOptions(effort=effort),
         variables=body.chat_template_kwargs or {},
         output=_output_of(body),
@@ -48,9 +48,15 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
 
 
 def without_prompt(body: CompleteRequest, stored_input: bytes) -> CompleteRequest:
-    """The body without its conversation. `stored_input`: the items as they are stored, in JSON."""
+    """The body without its conversation, but for the tools in it. `stored_input`: the items as they
+    are stored, in JSON.
+    """
+    tools = [tool for _, tool in body.item_tools]
     return msgspec.structs.replace(
-        body, input="", hearth_history=msgspec.UNSET, hearth_input=msgspec.Raw(stored_input)
+        body,
+        input=[InputItem(type=TOOL_ITEMS[0], tools=tools)] if tools else "",
+        hearth_history=msgspec.UNSET,
+        hearth_input=msgspec.Raw(stored_input),
     )
 
 

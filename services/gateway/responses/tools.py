@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.gateway.responses.fields import NamedChoice, ResponseTool, ToolChoice
+from services.gateway.responses.fields import NamedChoice, PlacedTool, ResponseTool, ToolChoice
 from services.gateway.responses.tool_names import flat_name
 from services.gateway.tools.choice_fields import (
     ChoiceField,
@@ -30,19 +30,15 @@ _INDEX = re.compile(r"tools\[(\d+)\]")
 
 
 def options_of(
-    tools: Sequence[ResponseTool] | None,
+    tools: Sequence[PlacedTool],
     choice: str | ToolChoice | None,
     is_parallel: bool | None,
 ) -> ToolOptions | None:
-    """None without tools. Raises InvalidRequest for an invalid tool, and for a choice of a tool
-    that is not there; PayloadTooLarge.
+    """`tools`: with their places. None without tools. Raises InvalidRequest for an invalid tool,
+    and for a choice of a tool that is not there; PayloadTooLarge.
     """
-    places: list[str] = []
-    fields: list[ToolField] = []
-    for index, tool in enumerate(tools or ()):
-        for place, field in _fields(f"tools[{index}]", tool):
-            places.append(place)
-            fields.append(field)
+    placed = _without_repeated([each for place, tool in tools for each in _fields(place, tool)])
+    places, fields = [place for place, _ in placed], [field for _, field in placed]
     if len(fields) > MAX_TOOLS:
         raise PayloadTooLarge(f"tools: more than {MAX_TOOLS}", param="tools")
     try:
@@ -52,20 +48,20 @@ def options_of(
     return None if options is None else _placed(options, places)
 
 
-def left_out(tools: Sequence[ResponseTool] | None) -> tuple[str, ...]:
+def left_out(tools: Sequence[PlacedTool]) -> tuple[str, ...]:
     """A warning for each tool that the model is not offered."""
     return tuple(
-        f"tools[{index}]: {each.type} is not hosted here and is left out"
-        for index, each in enumerate(tools or ())
+        f"{place}: {each.type} is not hosted here and is left out"
+        for place, each in tools
         if HOSTED.fullmatch(each.type)
     )
 
 
-def namespaces_of(tools: Sequence[ResponseTool] | None) -> Mapping[str, tuple[str, str]]:
+def namespaces_of(tools: Sequence[PlacedTool]) -> Mapping[str, tuple[str, str]]:
     """Namespace and name of the tools in namespaces, by the name that the model sees."""
     return {
         flat_name(each.name, name): (each.name, name)
-        for each in tools or ()
+        for _, each in tools
         if each.type == "namespace" and each.name
         for name in filter(None, map(_name, each.tools or ()))
     }
@@ -87,6 +83,12 @@ def _fields(place: str, tool: ResponseTool) -> list[tuple[str, ToolField]]:
         param = f"{place}.type"
         raise InvalidRequest(f"{param}: {tool.type[:64]!r} is not supported", param=param)
     return []
+
+
+def _without_repeated(placed: list[tuple[str, ToolField]]) -> list[tuple[str, ToolField]]:
+    """Of tools that items bring, the last of each name: clients send them with each turn."""
+    last = {_name(field): place for place, field in placed if not place.startswith("tools[")}
+    return [(place, field) for place, field in placed if last.get(_name(field), place) == place]
 
 
 def _in_namespace(namespace: str, field: ToolField) -> ToolField:

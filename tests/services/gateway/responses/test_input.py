@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.responses.fields import RESPONSES_FIELDS
-from services.gateway.responses.request import to_generation_request
+from services.gateway.responses.request import to_generation_request, without_prompt
 from services.gateway.tools.tool import NamedTool
 from shared.errors import HearthError
 
@@ -79,6 +80,61 @@ def test_foreign_sealed_reasoning_is_ignored() -> None:
     ]
 
 
+LEFT_OUT: tuple[dict[str, Any], ...] = (
+    {"type": "tool_search_call", "call_id": "s1", "arguments": {"query": "clock"}},
+    {"type": "tool_search_output", "call_id": "s1", "status": "completed", "tools": []},
+    {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "x"}},
+    {"type": "local_shell_call", "call_id": "l1", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "function_call_output", "call_id": "l1", "output": "README.md"},
+    {"type": "shell_call_output", "call_id": "l2", "output": [{"stdout": "a", "outcome": {}}]},
+    {"type": "computer_call_output", "call_id": "l3", "output": {"type": "computer_screenshot"}},
+    {"type": "mcp_call", "name": "f", "server_label": "s", "arguments": "{}", "output": "1"},
+    {"type": "mcp_list_tools", "server_label": "s", "tools": [{"name": "a", "input_schema": {}}]},
+    {"type": "compaction", "encrypted_content": "gAAA"},
+    {"type": "ghost_snapshot", "ghost_commit": {"id": "abc"}},
+    {"type": "image_generation_call", "id": "i1", "result": "aGk="},
+    {"type": "kind_of_tomorrow", "content": [{"type": "input_image", "image_url": "data:"}]},
+)
+
+
+@pytest.mark.parametrize("item", LEFT_OUT, ids=lambda each: each["type"])
+def test_items_that_say_nothing_to_the_model_are_left_out(item: dict[str, Any]) -> None:
+    call = [{"type": "local_shell_call", "call_id": "l1"}]
+    before, after = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    assert messages_of(input=[before, *call, item, after]) == [before, after]
+
+
+def test_a_later_round_may_use_the_id_of_a_call_again() -> None:
+    later = {**CALL, "arguments": {"a": 2}}
+    messages = messages_of(input=[CALL, OUTPUT, later, {**OUTPUT, "output": "12:35"}])
+    calls = [each["tool_calls"][0]["function"]["arguments"] for each in messages[::2]]
+    assert calls == ['{"a":1}', '{"a":2}']
+    assert [each["content"] for each in messages[1::2]] == ["12:34", "12:35"]
+
+
+def test_tools_of_items_join_those_of_the_request() -> None:
+    found = {"type": "tool_search_output", "call_id": "s1", "tools": [NAMESPACE]}
+    added = {"type": "additional_tools", "role": "developer", "tools": [CLOCK, {"type": "mcp"}]}
+    items = [added, {"role": "user", "content": "a"}, found, {**added, "tools": [CLOCK]}]
+    made = generation_of(tools=[{**CLOCK, "name": "own"}], input=items)
+    assert made.tools is not None
+    assert [(each.name, each.param) for each in made.tools.tools] == [
+        ("own", "tools[0]"),
+        ("fs__read", "input[2].tools[0].tools[0]"),
+        ("clock", "input[3].tools[0]"),
+    ]
+    assert messages_of(tools=[CLOCK], input=items) == [{"role": "user", "content": "a"}]
+
+
+def test_a_body_without_its_prompt_has_the_same_tools() -> None:
+    """As a large body comes back from the process that tokenizes it."""
+    items = [{"type": "additional_tools", "tools": [CLOCK]}, {"role": "user", "content": "a"}] * 2
+    body = RESPONSES_FIELDS.decode(json.dumps({"input": items, "tools": [CLOCK]}).encode())
+    short = msgspec.json.encode(without_prompt(body, b"[]"))
+    options = to_generation_request(RESPONSES_FIELDS.decode(short), "m").tools
+    assert options is not None and [each.name for each in options.tools] == ["clock"]
+
+
 def test_tools_of_a_namespace_have_both_names() -> None:
     tools = [{"type": "web_search"}, NAMESPACE, CLOCK]
     options = generation_of(tools=tools).tools
@@ -128,9 +184,13 @@ PARTS = [{"type": "input_image", "image_url": "data:"}]
         ({"input": [{"role": "user", "content": PARTS}]}, "input[0].content[0].type", 400),
         ({"input": [{"role": "user"}]}, "input[0].content", 400),
         ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role", 400),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", 400),
         ({"input": [OUTPUT]}, "input[0].call_id", 400),
-        ({"input": [CALL, CALL]}, "input[1].call_id", 400),
+        ({"input": [CALL, {**OUTPUT, "output": {"a": 1}}]}, "input[1].output", 400),
+        (
+            {"input": [{"type": "additional_tools", "tools": [PATCH, {}]}]},
+            "input[0].tools[1].function",
+            400,
+        ),
         ({"input": [{**CALL, "name": None}]}, "input[0].name", 400),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", 400),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", 413),
