@@ -1,6 +1,6 @@
 """Any JSON through every route and every subject: no process ends, and no answer is a 5xx.
 
-The long run, with real workers, is `tests/end_to_end/test_any_json.py`.
+The long run, with real workers, is `tests/fuzz/test_any_json_live.py`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _stored(item: InputItem) -> dict[str, Any]:
             return {**shown, "status": "completed", "content": parts}
         case "function_call_output" | "custom_tool_call_output":
             given = item.output or ""
-            output = given if isinstance(given, str) else _parts("input_text", given)
+            output = _parts("input_text", given) if isinstance(given, list) else given
             return {**shown, "status": "completed", "output": output}
         case "function_call" | "custom_tool_call":
             return {**shown, "status": "completed"}

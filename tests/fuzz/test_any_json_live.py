@@ -15,7 +15,7 @@ import httpx
 import nats
 import pytest
 
-from tests.end_to_end.cluster import Cluster
+from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.services.gateway.any_json import (
     AnyRequest,
     http_requests,
@@ -37,7 +37,12 @@ def commands_below(pid: int) -> dict[int, str]:
 
 
 @pytest.mark.long
-def test_any_json_ends_no_process_and_fails_no_server(cluster: Cluster) -> None:
+def test_any_json_ends_no_process_and_fails_no_server(tmp_path: Path) -> None:
+    with run_cluster(tmp_path) as cluster:
+        check_cluster(cluster)
+
+
+def check_cluster(cluster: Cluster) -> None:
     before = commands_below(cluster.process.pid)
     seen, failed = asyncio.run(send_all(cluster))
     print(statuses_of(seen), sum(each.total() for each in seen.values()))
