@@ -8,13 +8,18 @@ from typing import Any
 import msgspec
 
 from benchmarks.stop_strings import COSTLY
+from services.gateway.responses.ids import item_id, response_id
+from services.gateway.responses.storage.record import ResponseRecord
 
 MIB = 1 << 20
 MAX_BODY_BYTES = 4 * MIB  # the gateway's default
 INLINE_BYTES = 250_000  # below the size from which a preparation process decodes a body
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 PREFIX = "/v1/prefixes/"
 NUM_PREFIXES = 120
+NUM_STREAMS = 1000
+NUM_STORED, STORED_BYTES = 4, 900_000
 NUM_CHOICES = 128
 MAX_RENDERED_CHARS = 60_000  # of a prompt that fits the context, and of one that nearly does
 STEERED_TOKEN = "70"  # "a" in the demo model's vocabulary
@@ -98,6 +103,47 @@ def rejected() -> list[Attack]:
     return [*chats()[:3], *nested()[::6], *padded_prefixes()[:1], _put("short", {})]
 
 
+def streams() -> list[Attack]:
+    """As many short streams as one tenant may have at once, and more than a gateway prepares."""
+    bodies = (
+        {"messages": [{"role": "user", "content": f"Is {number} a prime?"}], "stream": True}
+        for number in range(NUM_STREAMS)
+    )
+    return [_post(CHAT, {**each, "max_tokens": 4, "ignore_eos": True}) for each in bodies]
+
+
+def continued() -> list[Attack]:
+    """Small bodies that refer to stored responses of megabytes: those of `stored_records`."""
+    last = response_id(f"stored-{NUM_STORED - 1}")
+    item = item_id("rs", response_id("stored-0"), 0)
+    reference = {"type": "item_reference", "id": item}
+    return [
+        _post(RESPONSES, {"input": "go on", "previous_response_id": last, "max_output_tokens": 4}),
+        _post(RESPONSES, {"input": [reference] * 4000, "max_output_tokens": 4}),
+        _post(RESPONSES, {"input": [reference] * 4, "max_output_tokens": 4}),
+        Attack("GET", f"{RESPONSES}/{last}/input_items", b""),
+    ]
+
+
+def stored_records() -> list[ResponseRecord]:
+    """A chain of responses, nearly as large as a body may be, and of few tokens."""
+    records, previous = [], ""
+    for number in range(NUM_STORED):
+        own = response_id(f"stored-{number}")
+        item = {"type": "reasoning", "id": item_id("rs", own, 0), "summary": []}
+        output = [{**item, "encrypted_content": "x" * STORED_BYTES}]
+        response = msgspec.json.encode({"id": own, "output": output})
+        records.append(ResponseRecord(id=own, previous=previous, response=response))
+        previous = own
+    return records
+
+
+def messages() -> list[Attack]:
+    """Many messages in a body that is small enough to be decoded by the gateway itself."""
+    turns = [{"role": "user", "content": "word word word word word word word"}] * 2300
+    return [_post(CHAT, {"messages": turns, "max_tokens": 1})]
+
+
 KINDS: dict[str, Callable[[], list[Attack]]] = {
     "chats": chats,
     "nested": nested,
@@ -105,6 +151,9 @@ KINDS: dict[str, Callable[[], list[Attack]]] = {
     "stops": stops,
     "prefixes": lambda: prefixes() + padded_prefixes(),
     "rejected": rejected,
+    "streams": streams,
+    "continued": continued,
+    "messages": messages,
 }
 
 

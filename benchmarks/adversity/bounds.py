@@ -1,0 +1,242 @@
+"""C1–C5: what one tenant, or a caller without a key, may take of a gateway.
+
+| row | attack | bar |
+| --- | --- | --- |
+| C1 | one key opens all connections, at 1,024 descriptors | new ones and probes are served |
+| C2 | 1,000 streams of one tenant at once | none refused; the victim's TTFT |
+| C3 | small bodies that refer to megabytes of stored responses | memory and gaps of the loop |
+| C4 | calls without a key | CPU time of each |
+| C5 | bodies of many messages, whose clients leave | gaps of the loop |
+
+CPU times are those of the gateway's main process, which other processes do not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.adversity.attacks import NUM_STREAMS, messages, stored_records
+from benchmarks.adversity.cores import pinned
+from benchmarks.adversity.tenants import cpu_s
+from benchmarks.adversity.turns import Victim, attacker, p99
+from benchmarks.report import Bar, at_least, at_most
+from benchmarks.serving.closed_loop import Target
+from benchmarks.serving.hearth import SPLIT, hearth
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.gateway.responses.storage.store import ResponseStore
+from shared.clock import MonotonicClock
+from shared.store import RedisStore
+from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
+from tests.servers import RedisServer
+
+STEP_S = 0.01
+NUM_DESCRIPTORS = 1024
+NUM_HELD = 1200  # connections that the holder tries to keep
+NUM_NEW = 8
+TURN_S = 5.0
+NUM_LEAVERS = 4
+LEFT_AFTER_S = 0.03
+MAX_RATIO = 1.5
+MAX_GAP_MS = 50.0
+MAX_RSS_MIB = 64
+MAX_CALL_MS = 1.0
+NUM_CALLS = 100
+MIB = 1 << 20
+ANONYMOUS = (
+    *("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/", "/none"),
+    *("/v1/models", "/v1/cluster", "/server_info", "/page/app.js"),
+)
+_LIMITED = (
+    "import resource, runpy, sys; "
+    f"resource.setrlimit(resource.RLIMIT_NOFILE, ({NUM_DESCRIPTORS}, {NUM_DESCRIPTORS})); "
+    "runpy.run_module('services', run_name='__main__', alter_sys=True)"
+)
+_GATEWAY = ["gateway", "--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
+
+
+class Run:
+    """A cluster, and keys of new tenants."""
+
+    def __init__(self, target: Target, redis_url: str, gateway: psutil.Process) -> None:
+        self.target, self.gateway = target, gateway
+        self.store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+
+    async def new_key(self, tenant_id: str) -> str:
+        api_key = new_api_key()
+        await TenantAdmin(self.store, time.time).add(tenant_id, {}, api_key)
+        return api_key
+
+
+async def measure(rows: Sequence[str]) -> list[Bar]:
+    measured = {"C2": streams, "C3": stored_state, "C4": anonymous_calls, "C5": leavers}
+    bars: list[Bar] = []
+    if "C1" in rows:
+        async with AsyncExitStack() as stack:
+            commands = {"gateway": ["-c", _LIMITED, *_GATEWAY]}
+            bars += await connections(await _started(stack, commands))
+    if set(rows) - {"C1"}:
+        async with AsyncExitStack() as stack:
+            run = await _started(stack)
+            for row in (each for each in measured if each in rows):
+                bars += await measured[row](run)
+    return bars
+
+
+async def _started(stack: AsyncExitStack, commands: dict[str, list[str]] | None = None) -> Run:
+    redis = RedisServer()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    cluster = hearth(SPLIT, folder, step_s=STEP_S, redis=redis, commands=commands)
+    target, processes = await stack.enter_async_context(cluster)
+    await stack.enter_async_context(pinned(processes))
+    run = Run(target, redis.url, processes["gateway"])
+    stack.push_async_callback(run.store.close)
+    victim = Victim(target)
+    await victim.turn(2.0)
+    victim.close()
+    return run
+
+
+async def connections(run: Run) -> list[Bar]:
+    """The holder's connections have each had a free request."""
+    holder = await run.new_key("C1")
+    parts = urlsplit(run.target.url)
+    head = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {holder}\r\n\r\n"
+    held = []
+    for _ in range(NUM_HELD):
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(head.encode())
+        await reader.readuntil(b"\r\n\r\n")
+        held.append(writer)
+    answered = Counter[str]()
+    for _ in range(NUM_NEW):
+        victim = Victim(run.target)
+        ttft_s, _ = await victim.turn(0.001)
+        answered["victim"] += bool(ttft_s)
+        victim.close()
+        for path in ("/health", "/ready"):
+            async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
+                answered["probes"] += (await http.get(run.target.url + path)).status_code == 200
+    for writer in held:
+        writer.close()
+    return [
+        at_least("C1: victim's new connections served", answered["victim"], NUM_NEW, ""),
+        at_least("C1: probes answered", answered["probes"], 2 * NUM_NEW, ""),
+    ]
+
+
+async def streams(run: Run) -> list[Bar]:
+    api_key = await run.new_key("C2")
+    victim = Victim(run.target)
+    alone_s, _ = await victim.turn(TURN_S)
+    beside_s: list[float] = []
+    errors: list[str] = []
+    many = {"num_connections": NUM_STREAMS}
+    async with attacker("streams", run.target.url, api_key, **many) as attack:
+        attacking = asyncio.create_task(attack.turn(0))
+        while not attacking.done():
+            more_s, failed = await victim.turn(0.001)
+            beside_s += more_s
+            errors += failed
+        await attacking
+    victim.close()
+    print(f"C2: {dict(attack.statuses)}, {len(beside_s)} of the victim", flush=True)
+    return [
+        at_least("C2: streams of one tenant served at once", attack.statuses["200"], 1000, ""),
+        at_most("C2: victim's p99 TTFT, to alone", p99(beside_s) / p99(alone_s), MAX_RATIO, "x"),
+        at_most("C2: victim's requests rejected", len(errors), 0, "requests"),
+    ]
+
+
+async def stored_state(run: Run) -> list[Bar]:
+    api_key = await run.new_key("C3")
+    store = ResponseStore(
+        run.store, MonotonicClock(), region="", now=time.time, count=lambda _: None
+    )
+    for record in stored_records():
+        store.save(TenantRecord(tenant_id="C3"), record)
+    await store.stop()
+    idle = run.gateway.memory_info().rss
+    async with attacker("continued", run.target.url, api_key, num_connections=24) as attack:
+        gap_ms, rss = await _watched(run, lambda: attack.turn(TURN_S))
+    print(f"C3: {dict(attack.statuses)}", flush=True)
+    return [
+        at_most("C3: gateway's RSS above idle", (rss - idle) / MIB, MAX_RSS_MIB, "MiB"),
+        at_most("C3: longest gap of the event loop, CPU", gap_ms, MAX_GAP_MS, "ms"),
+    ]
+
+
+async def anonymous_calls(run: Run) -> list[Bar]:
+    """The dearest of the routes; of `/metrics`, which has a thread, the CPU time of both."""
+    costs_ms = {path: await _cost_ms(run, path) for path in ANONYMOUS}
+    print(f"C4: { ({path: round(cost, 2) for path, cost in costs_ms.items()}) } ms", flush=True)
+    return [at_most("C4: CPU of a call without a key", max(costs_ms.values()), MAX_CALL_MS, "ms")]
+
+
+async def _cost_ms(run: Run, path: str) -> float:
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        for _ in range(2):
+            await http.get(run.target.url + path)
+        before = cpu_s(run.gateway.pid)
+        for _ in range(NUM_CALLS):
+            await http.get(run.target.url + path)
+        return (cpu_s(run.gateway.pid) - before) / NUM_CALLS * 1e3
+
+
+async def leavers(run: Run) -> list[Bar]:
+    api_key = await run.new_key("C5")
+    parts = urlsplit(run.target.url)
+    message = messages()[0].message(parts.netloc, api_key)
+    until = time.monotonic() + TURN_S
+
+    async def leave() -> None:
+        while time.monotonic() < until:
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(message)
+            await asyncio.sleep(LEFT_AFTER_S)
+            writer.transport.abort()
+
+    async def attack() -> None:
+        await asyncio.gather(*(leave() for _ in range(NUM_LEAVERS)))
+
+    victim = Victim(run.target)
+    watching = asyncio.create_task(_watched(run, attack))
+    ttft_s: list[float] = []
+    while not watching.done():
+        ttft_s += (await victim.turn(0.001))[0]
+    gap_ms, _ = await watching
+    victim.close()
+    print(f"C5: {len(ttft_s)} of the victim, p99 {p99(ttft_s) * 1e3:.0f} ms", flush=True)
+    return [
+        at_most("C5: longest gap of the event loop, CPU", gap_ms, MAX_GAP_MS, "ms"),
+    ]
+
+
+async def _watched(run: Run, attack: Callable[[], object]) -> tuple[float, int]:
+    """The most CPU milliseconds between a probe and its answer, and the largest RSS in bytes."""
+    attacking = asyncio.ensure_future(attack())  # type: ignore[arg-type]
+    parts = urlsplit(run.target.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    longest_s, rss = 0.0, 0
+    while not attacking.done():
+        before = cpu_s(run.gateway.pid)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]
+        await reader.readexactly(int(length))
+        longest_s = max(longest_s, cpu_s(run.gateway.pid) - before)
+        rss = max(rss, run.gateway.memory_info().rss)
+        await asyncio.sleep(0.002)
+    await attacking
+    writer.close()
+    return longest_s * 1e3, rss
