@@ -80,7 +80,7 @@ class Admission:
                     receive = await self._with_body(scope, receive, body, reservation, options)
                 await app(scope, receive, send)
             except HearthError as error:
-                record.error = error
+                record.reject(error)
                 raise
             finally:
                 # A connection holds the scope of its last request, which has the body.

@@ -190,7 +190,7 @@ class Routes:
         response = error_response(request.scope["path"], error, request_id)
         reservation: Reservation | None = request.state.get("reservation")
         if reservation is not None:
-            reservation.record.error = error
+            reservation.record.reject(error)
             response.headers = {**reservation.headers, **response.headers}
         return response
 

@@ -171,7 +171,7 @@ class ServedRequest:
             else:
                 await self._generate(endpoint.generates, reservation, headers, body)
         except HearthError as error:
-            record.error = error
+            record.reject(error)
             raise
         finally:
             body.release()

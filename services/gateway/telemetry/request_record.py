@@ -28,7 +28,8 @@ class RequestRecord:
         self.attributes: dict[str, str | int | float | bool] = {}  # of its span
         self.is_streamed: bool | None = None  # None: rejected before that was known
         self.tenant_id = ""
-        self.error: HearthError | None = None  # that rejected the request
+        self.status = 200  # of the error that rejected the request
+        self.outcome = "none"  # its code
         self.marks: list[tuple[PhaseName, float]] = [("validate", arrived_at)]
         self.stalled_at = 0.0
         self.stall_s = 0.0
@@ -37,6 +38,10 @@ class RequestRecord:
     def begin(self, phase: PhaseName, now: float) -> None:
         """The phase before it ends. Prompts of one response are prepared one after the other."""
         self.marks.append((phase, now))
+
+    def reject(self, error: HearthError) -> None:
+        """Keeps no reference: its traceback has the request's body, and this record."""
+        self.status, self.outcome = error.http_status, error.code
 
     def record_send(self, began_at: float, now: float) -> None:
         """Counts only what the client let the gateway wait for."""

@@ -110,7 +110,7 @@ class RequestTelemetry:
 
     def refused(self, record: RequestRecord, error: HearthError) -> None:
         """A request of a known tenant that got no place."""
-        record.error = error
+        record.reject(error)
         self._finish(record, self._rejected(record, "", self._clock.now()), self._refused)
 
     def ended(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
@@ -197,8 +197,8 @@ class RequestTelemetry:
             gateway_id=self._gateway_id,
             model=model,
             dialect=record.dialect,
-            status=_status(record.error),
-            outcome="none" if record.error is None else record.error.code,
+            status=record.status,
+            outcome=record.outcome,
             started_at=self._wall_clock() - (now - record.arrived_at),
             duration_s=now - record.arrived_at,
             gateway_phases=gateway_phases(record, self._gateway_id, now),

@@ -132,7 +132,9 @@ def _stored(item: InputItem) -> dict[str, Any]:
             return {**shown, "status": "completed"}
         case "reasoning":
             content = _parts("reasoning_text", item.content)
-            return {**shown, "summary": _parts("summary_text", item.summary), "content": content}
+            # What the model does not see costs no tokens, so it would be stored for nothing.
+            shown.pop("encrypted_content", None)
+            return {**shown, "summary": [], "content": content}
     return shown
 
 

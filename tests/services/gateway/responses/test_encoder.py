@@ -27,7 +27,12 @@ from services.gateway.output.results import Results
 from services.gateway.responses.encoder import ResponsesEncoder
 from services.gateway.responses.endpoint import RESPONSES
 from services.gateway.responses.fields import RESPONSES_FIELDS
-from services.gateway.responses.storage.record import ResponseRecord, TenantState, input_items_of
+from services.gateway.responses.storage.record import (
+    ResponseRecord,
+    TenantState,
+    input_items_of,
+    stored_items,
+)
 from services.gateway.tenancy.errors import LimitIsZero, RequestsExhausted
 from shared.errors import DeadlineExceeded, GrammarFailed, HearthError, Overloaded, PromptTooLong
 from tests.services.gateway.responses.events import STRICT_RESPONSE, events_of, joined_deltas
@@ -199,6 +204,13 @@ def test_input_items_are_those_of_the_vendor() -> None:
         TypeAdapter(ResponseItem).validate_json(json.dumps(each))
     assert [each["type"] for each in listed] == [each.get("type", "message") for each in given]
     assert len({each["id"] for each in listed}) == len(given)
+
+
+def test_reasoning_is_stored_without_what_costs_no_tokens() -> None:
+    summary = [{"type": "summary_text", "text": "s" * 1000}]
+    item = {"type": "reasoning", "summary": summary, "encrypted_content": "x" * 1000}
+    body = RESPONSES_FIELDS.decode(json.dumps({"input": [item]}).encode())
+    assert len(stored_items(body.items)) < 200
 
 
 def test_large_body_is_stored_without_its_prompt() -> None:
