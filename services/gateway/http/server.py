@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from services.gateway.http.connections import Connections, OpenConnection
+from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
 from shared.errors import ConfigError, NoCapacity
 
 ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
@@ -182,7 +183,12 @@ class _Http(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_buffered_bytes = 0
         self._wait(self._body_timeout_s)
+        http_version = self.parser.get_http_version()
+        if not has_valid_host(self.headers, http_version):
+            raise ValueError("not one Host header")  # ends the parsing: uvicorn answers 400
         super().on_headers_complete()
+        if http_version == HTTP_1_0:
+            send_without_chunks(self.cycle)
         self._unanswered.append(self.cycle)
         if self._place is not None:
             self._place.begin()

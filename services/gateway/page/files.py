@@ -9,10 +9,10 @@ import msgspec
 
 FOLDER = Path(__file__).parent
 INDEX = "index.html"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
+TYPES = {  # the response appends the charset to text
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
 

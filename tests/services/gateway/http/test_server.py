@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 
 from services.gateway.http.server import MAX_PIPELINED, HeadWithBody, WebServer
 from tests.services.gateway.conftest import until
@@ -35,6 +36,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         LEFT.set()
+        return
+    if scope["path"] == "/parts":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"a", b"", b"b"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
         return
     if scope["path"] == "/slow":
         await asyncio.sleep(2 * (HEAD_S + BODY_S))
@@ -152,6 +159,25 @@ async def test_response_to_a_head_request_is_sent() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert OK in await reader.readuntil(b"\r\n\r\n")
+
+
+async def test_response_to_http_1_0_ends_with_its_connection() -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(b"GET /parts HTTP/1.0\r\n\r\n")
+        head, _, body = (await rest_of(reader)).partition(b"\r\n\r\n")
+        assert OK in head and b"transfer-encoding" not in head.lower()
+        assert body == b"ab"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"1.1\r\n", b"1.1\r\nhost: x\r\nhost: x\r\n", b"1.0\r\nhost: x\r\nHost: y\r\n"],
+    ids=["without", "two", "two of HTTP/1.0"],
+)
+async def test_request_with_another_number_of_hosts_is_rejected(head: bytes) -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(b"GET / HTTP/" + head + b"\r\n")
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 400 ")
 
 
 async def test_expect_100_continue_is_answered_before_the_response() -> None:

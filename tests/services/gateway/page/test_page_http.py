@@ -17,7 +17,12 @@ from tests.services.gateway.conftest import Cluster, running_cluster
 
 MAX_BYTES = 80 * 1024
 MAX_LINES = 1500  # of code: without empty lines and comments
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 
 def check_headers(response: httpx.Response) -> None:
@@ -33,7 +38,7 @@ async def test_every_file_is_served_with_type_and_security_headers(cluster: Clus
         response = await cluster.http.get(f"/page/{name}", headers={"authorization": ""})
         assert response.status_code == 200
         assert response.content == file.data
-        assert response.headers["content-type"].startswith(TYPES[name.rpartition(".")[2]])
+        assert response.headers["content-type"] == TYPES[name.rpartition(".")[2]]
         check_headers(response)
 
 
