@@ -1,13 +1,21 @@
-"""Tasks that live as long as their owner.
+"""Tasks that live as long as their owner, and that no caller awaits.
 
-A task that raises is a bug, and no caller awaits it. Its exception goes to the loop's exception
+A loop of the process itself that raises is a bug. Its exception goes to the event loop's exception
 handler, which ends a service process: peers notice that, but not a hang with good health checks.
+
+Work on one item of others (a client's request, a tenant's record, a model, a peer) that raises ends
+the item alone: others would lose theirs with the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
+import contextlib
+from collections.abc import Callable, Collection, Coroutine, Iterator
+
+import structlog
+
+log = structlog.get_logger(__name__)
 
 TASK_FAILED = "a background task failed"
 CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
@@ -17,7 +25,19 @@ class Background:
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[None], None] = {}  # in start order
 
-    def start(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def start_own(self, loop: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Starts a loop, or a step in the life, of the process itself."""
+        return self._start(loop)
+
+    def start_item(
+        self, work: Coroutine[object, object, None], fail: Callable[[Exception], None]
+    ) -> asyncio.Task[None]:
+        """Starts work on one item of others. `fail` ends the item with whatever the work raised."""
+        task = self._start(_item(work, fail))
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began
+        return task
+
+    def _start(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks[task] = None
         task.add_done_callback(self._ended)
@@ -41,3 +61,25 @@ class Background:
             return
         context = {"message": TASK_FAILED, "exception": task.exception()}
         task.get_loop().call_exception_handler(context)
+
+
+async def _item(work: Coroutine[object, object, None], fail: Callable[[Exception], None]) -> None:
+    try:
+        await work
+    except Exception as error:
+        log.exception("item_failed", work=getattr(work, "__qualname__", repr(work)))
+        with failing_alone("item_not_ended"):
+            fail(error)
+
+
+@contextlib.contextmanager
+def failing_alone(event: str, **fields: object) -> Iterator[None]:
+    """For one item within a loop of the process: its exception is logged, and the loop goes on."""
+    try:
+        yield
+    except Exception:
+        log.exception(event, **fields)
+
+
+def is_logged(error: Exception) -> None:
+    """The `fail` of an item that has nothing to end."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from services.gateway.streams.stream import StreamEnd
+from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream_driver import StreamDriver
 from services.scheduler.service import SchedulerService
 from shared.block_hash import extend_chain, root_hash

@@ -92,7 +92,7 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
 
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
-        background.start(_judge(bus, view, clock))
+        background.start_own(_judge(bus, view, clock))
         if is_once:
             await _first_beat(received, nats_url)
         await clock.sleep(FIRST_LOOK_S)

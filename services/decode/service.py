@@ -93,8 +93,8 @@ class DecodeService:
         )
         await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
         await bus.serve(start_decode(worker.worker_id), StartDecode, self._start_decode)
-        self._background.start(self._token_flusher.run())
-        self._background.start(self._sweep())
+        self._background.start_own(self._token_flusher.run())
+        self._background.start_own(self._sweep())
 
     @property
     def num_unfinished(self) -> int:

@@ -365,10 +365,10 @@ class GatewayService:
         await self.telemetry.open()
         with suppress(StoreUnavailable):  # it is read again and again
             await self._catalogue.refresh()
-        self._background.start(self._catalogue.run())
-        self._background.start(self._public_watcher.run())
+        self._background.start_own(self._catalogue.run())
+        self._background.start_own(self._public_watcher.run())
         if self._certificate is not None:
-            self._background.start(self._certificate.watch(self._clock))
+            self._background.start_own(self._certificate.watch(self._clock))
         await self._web_server.start()
         if self._nats_api is not None:
             await self._nats_api.start(lambda: self._cluster_readiness().ready)

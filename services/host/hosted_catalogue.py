@@ -16,7 +16,7 @@ import structlog
 from services.host.budget import ModelKey
 from services.host.records import ModelRecord
 from services.host.sources import ModelSource, find_source
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.clock import Clock
 from shared.errors import HearthError
@@ -97,7 +97,7 @@ class HostedCatalogue:
         for key, (model, revision) in wanted.items():
             if key not in self.revisions:
                 hosted = self.revisions[key] = HostedRevision(key, model, revision)
-                self._searches.start(self._search(hosted))
+                self._searches.start_item(self._search(hosted), is_logged)
         return changed, gone
 
     def forget(self, hosted: HostedRevision) -> None:

@@ -13,6 +13,8 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -28,7 +30,7 @@ from services.host.records import Records, default_state_dir
 from services.host.workers.worker_config import log_name_of, worker_config, worker_id_of
 from services.host.workers.worker_control import WorkerControl, is_refusal
 from services.host.workers.workers import Worker, Workers
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.catalogue.admin import CatalogueAdmin
 from shared.catalogue.reader import CatalogueReader
 from shared.clock import Clock, MonotonicClock
@@ -107,8 +109,8 @@ class HostService:
             host_models(self._bus.process_id), WakeModel | ParkModel, self._on_command
         )
         await self._workers.start(has_template="cpu" in self.states.devices)
-        self._background.start(self._reader.run())
-        self._background.start(self._drive())
+        self._background.start_own(self._reader.run())
+        self._background.start_own(self._drive())
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
@@ -148,7 +150,8 @@ class HostService:
                 self._put(hosted)
                 self.states.restore(hosted.key, self._clock.now())
         for hosted in self.catalogue.revisions.values():
-            self._admission.check(hosted)
+            with failing_alone("model_not_checked", model=str(hosted.key)):
+                self._admission.check(hosted)
         self._changed.set()
 
     def _on_source(self, hosted: HostedRevision) -> None:
@@ -177,7 +180,7 @@ class HostService:
             self.states.set_need(hosted.key, needed)
         if not hosted.is_admitted and message.state in ("standby", "ready"):
             hosted.is_admitted = True
-            self._background.start(self._admit(hosted, message))
+            self._start_item(hosted, self._admit(hosted, message))
 
     async def _admit(self, hosted: HostedRevision, message: Heartbeat) -> None:
         await self._admission.admit(hosted, message)
@@ -193,6 +196,26 @@ class HostService:
         self.states.ended(hosted.key, reason, self._clock.now(), lost_device=is_lost)
         if self.states.find(hosted.key) is None:
             self._on_catalogue()
+        self._changed.set()
+
+    def _start_item(self, hosted: HostedRevision, work: Coroutine[object, object, None]) -> None:
+        self._background.start_item(work, partial(self._fail_item, hosted))
+
+    def _fail_item(self, hosted: HostedRevision, error: Exception) -> None:
+        """Kills the worker of the model, whose state is unknown; without one its start failed."""
+        reason = f"{type(error).__name__}: {error}"
+        if hosted.parking is not None and not hosted.parking.done():
+            hosted.parking.set_exception(HearthError(reason))
+            hosted.parking.exception()  # retrieved: there may be no caller
+        hosted.parking = None
+        worker_id = hosted.worker_id
+        if worker_id is not None and self._workers.has(worker_id):
+            self._kill(worker_id)
+        else:
+            if worker_id is not None:
+                self._by_worker.pop(worker_id, None)
+            hosted.worker_id = None
+            self.states.ended(hosted.key, reason, self._clock.now())
         self._changed.set()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
@@ -226,7 +249,8 @@ class HostService:
             ticked_at = self._clock.now()
             self._kill_silent()
             for action in self.states.next_actions(self._clock.now()):
-                self._carry_out(action)
+                with failing_alone("action_failed", model=str(action.key)):
+                    self._carry_out(action)
             await self._announce()
             await self._wait_for_change()
 
@@ -247,14 +271,14 @@ class HostService:
         hosted = self.catalogue.revisions[action.key]
         match action:
             case Start(device=device, kv_bytes=kv_bytes):
-                self._background.start(self._start(hosted, device, kv_bytes))
+                self._start_item(hosted, self._start(hosted, device, kv_bytes))
             case Wake(kv_bytes=kv_bytes):
-                self._background.start(self._wake(hosted, kv_bytes))
+                self._start_item(hosted, self._wake(hosted, kv_bytes))
             case Park():
                 hosted.parking = asyncio.get_running_loop().create_future()
-                self._background.start(self._park(hosted, hosted.parking))
+                self._start_item(hosted, self._park(hosted, hosted.parking))
             case Resize(kv_bytes=kv_bytes):
-                self._background.start(self._resize(hosted, kv_bytes))
+                self._start_item(hosted, self._resize(hosted, kv_bytes))
             case Stop():
                 self._signal(hosted, signal.SIGTERM)
             case Kill(reason=reason):

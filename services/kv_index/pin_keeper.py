@@ -15,6 +15,7 @@ import structlog
 from services.kv_index.index import PrefixIndex
 from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
+from shared.background import failing_alone
 from shared.errors import HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
@@ -72,7 +73,7 @@ class PinKeeper:
             self._pinned_workers &= {each.process_id for each in workers}
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
-                await asyncio.gather(*(self._retain(worker) for worker in some))
+                await asyncio.gather(*(self._retain_alone(worker) for worker in some))
 
     # ── pins ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -87,11 +88,12 @@ class PinKeeper:
         for tenant_id in await pinned_prefix.tenants(self._store):
             entries = await pinned_prefix.entries(self._store, tenant_id)
             for name, entry in entries.items():
-                if entry.is_over(now):
-                    await pinned_prefix.delete(self._store, tenant_id, name)
-                elif len(digests) < MAX_PINS and await self._has(tenant_id, name, entry):
-                    digests.add(entry.digest)
-                    ends += [] if entry.expires_at is None else [entry.expires_at]
+                with failing_alone("pin_failed", tenant_id=tenant_id, name=name):
+                    if entry.is_over(now):
+                        await pinned_prefix.delete(self._store, tenant_id, name)
+                    elif len(digests) < MAX_PINS and await self._has(tenant_id, name, entry):
+                        digests.add(entry.digest)
+                        ends += [] if entry.expires_at is None else [entry.expires_at]
         self.pins.retain_only(digests)
         self._next_over = min(ends, default=None)
         self._version, self._is_loaded = version, True
@@ -130,6 +132,10 @@ class PinKeeper:
             if each.model is not None
         }
         return [found[process_id] for process_id in sorted(found)]
+
+    async def _retain_alone(self, worker: Heartbeat) -> None:
+        with failing_alone("pin_failed", worker=worker.process_id):
+            await self._retain(worker)
 
     async def _retain(self, worker: Heartbeat) -> None:
         assert worker.model is not None

@@ -111,9 +111,9 @@ class KvIndexService:
         self._leave_group = await self._bus.serve(
             subjects.MATCH, MatchPrefix, self._match, queue=subjects.KV_INDEX_GROUP
         )
-        self._background.start(self._sweep())
-        self._background.start(self._write_behind())
-        self._background.start(self._retain_pins())
+        self._background.start_own(self._sweep())
+        self._background.start_own(self._write_behind())
+        self._background.start_own(self._retain_pins())
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
@@ -194,13 +194,20 @@ class KvIndexService:
 
     def _start_resync(self, worker_id: str) -> None:
         if worker_id not in self._resyncs:
-            self._resyncs[worker_id] = self._background.start(self._resync(worker_id))
+            self._resyncs[worker_id] = self._background.start_item(
+                self._resync(worker_id), partial(self._give_up_resync, worker_id)
+            )
 
     async def _resync(self, worker_id: str) -> None:
         """Retries until the worker's blocks are known exactly; loss of the worker cancels this."""
         while not await self._try_resync(worker_id):
             await self._clock.sleep(RESYNC_BACKOFF_S)
         self._resyncs.pop(worker_id, None)
+
+    def _give_up_resync(self, worker_id: str, error: Exception) -> None:
+        """The worker's next event or heartbeat starts another."""
+        self._resyncs.pop(worker_id, None)
+        self._resync_failed(worker_id, repr(error))
 
     async def _try_resync(self, worker_id: str) -> bool:
         heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)

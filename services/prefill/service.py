@@ -66,7 +66,7 @@ class PrefillService:
             control("prefill", worker_id), AbortRequest | RenewLease, self._on_control
         )
         await bus.serve(run_prefill(worker_id), RunPrefill, self._run_prefill)
-        self._background.start(self._sweep())
+        self._background.start_own(self._sweep())
 
     @property
     def num_unfinished(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 
 import msgspec
 import structlog
@@ -30,7 +31,7 @@ from services.scheduler.residency.policies import policy_of
 from services.scheduler.roles.role_changes import RoleChanges
 from services.scheduler.unserved import UnservedRequests
 from shared import subjects
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.clock import Clock, MonotonicClock
 from shared.config import SchedulerConfig, check
 from shared.errors import (
@@ -121,7 +122,7 @@ class SchedulerService:
             policy_of(config),
             clock,
             num_running=self._workers.num_requests,
-            start=self._background.start,
+            start=self._background.start_item,
         )
         self._unserved = UnservedRequests(
             self._candidates, self._residency, requeue=self._requeue, fail=self._fail
@@ -144,7 +145,7 @@ class SchedulerService:
             leave = await self._bus.serve(subject, SubmitRequest, self._submit, queue=group)
             self._leave.append(leave)
         for loop in (self._dispatch(), self._tick(), self._keep_alive(), self._change_roles()):
-            self._background.start(loop)
+            self._background.start_own(loop)
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
@@ -207,7 +208,7 @@ class SchedulerService:
         if heartbeat.model is None or heartbeat.load is None:  # not of a worker
             return
         if self._on_first_worker is not None:
-            self._background.start(self._on_first_worker())
+            self._background.start_item(self._on_first_worker(), is_logged)
             self._on_first_worker = None
         self._blocked.on_heartbeat(heartbeat)
         self._unserved.retry(now, served=model_key(heartbeat.model))
@@ -239,7 +240,7 @@ class SchedulerService:
             if ticket is None:
                 break
             self._blocked.take(ticket.lane)
-            task = self._background.start(self._place(ticket))
+            task = self._background.start_item(self._place(ticket), partial(self._fail, ticket))
             self._placing.add(task)
             task.add_done_callback(self._placing_ended)
 
@@ -307,9 +308,6 @@ class SchedulerService:
                 await self._start(ticket, target)
         except HearthError as error:
             self._fail(ticket, error)
-        except Exception as error:  # outermost handler: every accepted request gets a result
-            log.exception("placement_failed", request=ticket.request.request_id)
-            self._fail(ticket, error)
 
     async def _match(self, request: Request) -> Mapping[str, int]:
         """Cached blocks per worker; empty if the index does not reply, which costs only time."""
@@ -374,7 +372,8 @@ class SchedulerService:
         # with workers that have long been open, the lane lacks room, not time
         if -MIN_CLOSED_S < opens_in_s < TICK_S and lane not in self._opening:
             self._opening.add(lane)
-            self._background.start(self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S)))
+            probing = self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S))
+            self._background.start_item(probing, is_logged)
         self._blocked.block(lane, needs)
         self._admission.requeue(ticket, now)
         for other in self._admission.must_not_wait(lane):
@@ -403,7 +402,9 @@ class SchedulerService:
 
     def _started_late(self, ticket: QueuedRequest, target: Target, placement_id: bytes) -> None:
         self._unblock(ticket.lane)
-        self._background.start(self._started(ticket, target, placement_id))
+        self._background.start_item(
+            self._started(ticket, target, placement_id), partial(self._fail, ticket)
+        )
 
     async def _started(self, ticket: QueuedRequest, target: Target, placement_id: bytes) -> None:
         worker_id = target.decode_id
@@ -444,12 +445,12 @@ class SchedulerService:
             failure=failure_of(error),
         )
         subject = subjects.placement(request.gateway_id)
-        task = self._background.start(self._send(subject, failed))
+        task = self._background.start_item(self._send(subject, failed), is_logged)
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
     def _abandon(self, worker_id: str, placement_id: bytes) -> None:
-        self._background.start(self._abort(worker_id, placement_id))
+        self._background.start_item(self._abort(worker_id, placement_id), is_logged)
 
     async def _abort(self, worker_id: str, placement_id: bytes) -> None:
         message = AbortRequest(placement_id=placement_id, reason="superseded")

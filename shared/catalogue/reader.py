@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 import structlog
 
+from shared.background import failing_alone
 from shared.catalogue.record import CATALOGUE, CATALOGUE_VERSION, MAX_MODELS, CatalogueModel
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable
@@ -69,6 +70,8 @@ class CatalogueReader:
                 if not self._is_away:
                     log.warning("catalogue_unavailable", error=error.message)
                 self._is_away = True
+            except Exception:  # of an operator's record
+                log.exception("catalogue_not_read")
             else:
                 self._is_away = False
             await self._clock.sleep(POLL_S)
@@ -103,7 +106,8 @@ class CatalogueReader:
         if has_changed:
             self.models = MappingProxyType(models)
             for handler in self._handlers:
-                handler()
+                with failing_alone("catalogue_not_followed"):
+                    handler()
 
     def _model(self, key: bytes, name: str, data: bytes) -> CatalogueModel | None:
         """Decodes only what has changed; logs a new record that is unreadable."""

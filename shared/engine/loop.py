@@ -94,9 +94,9 @@ class EngineLoop:
         self._work.set()
 
     def start(self) -> None:
-        self._task = self._background.start(self._run())
-        self._background.start(self._tick())
-        self._background.start(self._count_experts())
+        self._task = self._background.start_own(self._run())
+        self._background.start_own(self._tick())
+        self._background.start_own(self._count_experts())
 
     async def stop(self) -> None:
         """Waits for the steps in flight, then closes the executor."""

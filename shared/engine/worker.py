@@ -214,8 +214,8 @@ class EngineWorker:
         self.loop.on_device_lost(self._start_leaving)
         for role in self.roles.handled:  # peers use the first role of the last heartbeat
             await self._serve(role)
-        self._background.start(self._send_kv_events())
-        self._background.start(self._expire_pins())
+        self._background.start_own(self._send_kv_events())
+        self._background.start_own(self._expire_pins())
 
     async def _serve(self, role: Role) -> None:
         worker_id, serve = self.worker_id, self.bus.serve
@@ -235,7 +235,7 @@ class EngineWorker:
         await self.health_monitor.stop()
 
     def _start_leaving(self) -> None:
-        self._background.start(self._leave())
+        self._background.start_own(self._leave())
 
     async def _leave(self) -> None:
         """Requests of a worker that announces its stop are moved at once."""

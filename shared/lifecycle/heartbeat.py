@@ -9,9 +9,9 @@ from socket import gethostname
 
 import structlog
 
-from shared.background import Background
+from shared.background import Background, failing_alone, is_logged
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable, HearthError, NameInUse, NoResponders
+from shared.errors import HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
 from shared.lifecycle.identity import name_in_use
 from shared.lifecycle.release import installed_release
@@ -111,9 +111,9 @@ class HealthMonitor:
             own = alive(role, self._bus.process_id)
             await self._bus.serve(own, ReportAlive, lambda _: self._alive())
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
-        self._background.start(self._beat())
-        self._background.start(self._watch())
-        self._background.start(self._measure())
+        self._background.start_own(self._beat())
+        self._background.start_own(self._watch())
+        self._background.start_own(self._measure())
 
     async def transition_to(self, state: ProcessState) -> None:
         """Announces the new state immediately, not with the next periodic heartbeat."""
@@ -146,7 +146,8 @@ class HealthMonitor:
         if self.fleet.is_contested(message):
             return
         for handler in self._heartbeat_handlers:
-            handler(message)
+            with failing_alone("heartbeat_not_handled", peer=message.process_id):
+                handler(message)
 
     def _on_same_name(self, message: Heartbeat) -> None:
         """Of two processes with one id, the younger one ends. The first heartbeat of the other may
@@ -178,12 +179,13 @@ class HealthMonitor:
         async def fail() -> None:
             raise error
 
-        self._background.start(fail())
+        self._background.start_own(fail())
 
     def _lost(self, process_id: str, loss: Loss) -> None:
         log.warning("peer_lost", peer=process_id, loss=loss.value)
         for handler in self._lost_handlers:
-            handler(process_id, loss)
+            with failing_alone("peer_loss_not_handled", peer=process_id):
+                handler(process_id, loss)
 
     async def _beat(self) -> None:
         while True:
@@ -201,7 +203,7 @@ class HealthMonitor:
                 self._lost(process_id, loss)
             for last in self.fleet.late(self._clock.now()):
                 if last.process_id not in self._requested:
-                    self._background.start(self._request(last))
+                    self._background.start_item(self._request(last), is_logged)
 
     async def _request(self, last: Heartbeat) -> None:
         """Requests a reply from a late peer. A peer that hangs does not reply: SILENCE_LIMIT_S
@@ -226,7 +228,7 @@ class HealthMonitor:
         while True:
             await self._clock.sleep(MEASURE_S)
             for process_id in self.requests.round_trips.due_for_probe(self._clock.now()):
-                self._background.start(self._probe(process_id))
+                self._background.start_item(self._probe(process_id), is_logged)
 
     async def _probe(self, process_id: str) -> None:
         last = self.fleet.heartbeat_of(process_id)
@@ -277,5 +279,5 @@ class HealthMonitor:
         self._sequence_number += 1
         try:
             await self._bus.publish(self._subject, self.describe())
-        except DependencyUnavailable as error:
+        except HearthError as error:  # also a catalogue too large for the bus
             log.warning("heartbeat_send_failed", error=error.message)

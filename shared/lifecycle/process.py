@@ -114,7 +114,7 @@ def _reporting(
 
     server = MetricsServer(host, port)
     built: list[Service] = []
-    Background().start(server.follow(lambda: built[0].report() if built else None))
+    Background().start_own(server.follow(lambda: built[0].report() if built else None))
     server.start()
     log.info("metrics_listening", host=host, port=server.port)
 

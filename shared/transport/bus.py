@@ -314,7 +314,7 @@ class NatsBus:
 
     def end_process_when_lost(self, clock: Clock) -> None:
         """For a service process: see `lost_connection`."""
-        self._watch.start(self._fail_when_lost(clock))
+        self._watch.start_own(self._fail_when_lost(clock))
 
     async def _fail_when_lost(self, clock: Clock) -> None:
         connection = LostConnection()

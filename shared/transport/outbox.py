@@ -26,7 +26,7 @@ class Outbox:
         self._background = Background()
 
     def start(self) -> None:
-        self._background.start(self._run())
+        self._background.start_own(self._run())
 
     def post(self, subject: str, message: Message) -> None:
         if self._queue.full():
@@ -50,6 +50,8 @@ class Outbox:
                 await self._bus.publish(subject, message)
             except HearthError as error:
                 self._drop(subject, error.message)
+            except Exception as error:  # of a value that cannot be encoded: its message alone
+                self._drop(subject, repr(error))
             finally:
                 self._queue.task_done()
 

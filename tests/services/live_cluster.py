@@ -18,9 +18,9 @@ import httpx
 import msgspec
 
 from services.gateway.service import GatewayService, build_gateway
-from services.kv_index.service import build_kv_index
+from services.kv_index.service import KvIndexService, build_kv_index
 from services.local.credentials import tls_block
-from services.scheduler.service import build_scheduler
+from services.scheduler.service import SchedulerService, build_scheduler
 from services.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
@@ -61,6 +61,10 @@ class LiveCluster:
     http: httpx.AsyncClient
     runners: dict[str, TimingRunner]
     relays: dict[Link, RecordingRelay]
+    scheduler: SchedulerService
+    index: KvIndexService
+    prefill: WorkerProcess
+    decode: WorkerProcess
 
     async def chat(self, content: str, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
@@ -128,7 +132,8 @@ class _Cluster:
                 and prefill._worker.health_monitor.fleet.is_live("decode-1")
             ):
                 await asyncio.sleep(0.01)
-        return LiveCluster(gateway, http, self._runners, self._relays)
+        relays = self._relays
+        return LiveCluster(gateway, http, self._runners, relays, scheduler, index, prefill, decode)
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────
 

@@ -236,7 +236,7 @@ class WorkerClient:
             known.update(enumerate(entry.token_ids, entry.first_position))
             if entry.finish is not None and entry.placement_id not in self._ended:
                 self._ended[entry.placement_id] = entry.finish
-                self._background.start(self._acknowledge(entry.placement_id))
+                self._background.start_own(self._acknowledge(entry.placement_id))
         self._changed.set()
 
     async def _acknowledge(self, placement_id: bytes) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from shared.background import Background
+import pytest
+
+from shared.background import TASK_FAILED, Background, failing_alone
 
 
 async def test_swallowed_cancellation_is_repeated() -> None:
@@ -21,7 +24,7 @@ async def test_swallowed_cancellation_is_repeated() -> None:
             num_swallowed += 1
 
     background = Background()
-    task = background.start(wait_forever())
+    task = background.start_own(wait_forever())
     await asyncio.sleep(0)
     async with asyncio.timeout(20):
         await background.stop()
@@ -39,8 +42,43 @@ async def test_stop_waits_for_cleanup_of_tasks() -> None:
             done.append(1)
 
     background = Background()
-    background.start(run_with_cleanup())
+    background.start_own(run_with_cleanup())
     await asyncio.sleep(0)
     await background.stop()
     assert done == [1]
     await background.stop()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), OverflowError("too big"), KeyError("x"), OSError(5, "EIO")]
+)
+async def test_item_fails_alone_and_a_loop_of_the_process_does_not(error: Exception) -> None:
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    failed: list[Exception] = []
+
+    async def work() -> None:
+        raise error
+
+    def fail(raised: Exception) -> None:
+        failed.append(raised)
+        raise ValueError("the item cannot even be failed")
+
+    background = Background()
+    await background.start_item(work(), fail)
+    with failing_alone("one_of_many"):
+        await work()
+    assert (failed, reported) == ([error], [])
+    own = background.start_own(work())
+    await asyncio.wait({own})
+    await asyncio.sleep(0)
+    (context,) = reported
+    assert (context["message"], context["exception"]) == (TASK_FAILED, error)
+
+
+async def test_item_that_is_cancelled_does_not_fail() -> None:
+    failed: list[Exception] = []
+    background = Background()
+    background.start_item(asyncio.sleep(60), failed.append)
+    await background.stop()
+    assert failed == []

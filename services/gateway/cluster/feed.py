@@ -52,7 +52,7 @@ class ClusterFeed:
         self._num_readers += 1
         if self._task is None:
             self._number = self.state.delta().number
-            self._task = self._background.start(self._run())
+            self._task = self._background.start_own(self._run())
         try:
             number = -1
             while not self._is_closed:

@@ -102,8 +102,8 @@ class NatsApi:
             await self._parts.listeners.start(),
             await self._messages.listen(api_request(CANCEL, "*"), self._take_cancellation),
         ]
-        self._background.start(self._parts.listeners.run())
-        self._joining = self._background.start(self._join(is_ready))
+        self._background.start_own(self._parts.listeners.run())
+        self._joining = self._background.start_own(self._join(is_ready))
 
     async def leave(self) -> None:
         """Takes no more requests. Those that the server sends until then are submitted, for which

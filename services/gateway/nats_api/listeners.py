@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from services.gateway.nats_api.reply import Reply
+from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.transport.untyped_messages import UntypedMessages
@@ -81,7 +82,8 @@ class Listeners:
     async def _check_all(self) -> None:
         """Apart from `run`, whose variables would hold the last listener's request for ever."""
         for name, listener in list(self._open.items()):
-            await self._check(name, listener)
+            with failing_alone("check_failed"):
+                await self._check(name, listener)
 
     async def _check(self, name: str, listener: Listener) -> None:
         now = self._clock.now()

@@ -10,6 +10,7 @@ from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.request.public_prefixes import PublicPrefixes
+from shared.background import failing_alone
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest, NoCapacity
@@ -49,6 +50,8 @@ class PublicPrefixWatcher:
                 await self._poll()
             except HearthError as error:
                 log.debug("public_prefixes_read_failed", reason=error.message)
+            except Exception:  # of an operator's record
+                log.exception("public_prefixes_read_failed")
             await self._clock.sleep(POLL_INTERVAL_S)
 
     async def _poll(self) -> None:
@@ -60,7 +63,8 @@ class PublicPrefixWatcher:
             if self._models.serves(entry.model):
                 prefix = await pinned_prefix.load(self._store, PUBLIC_TENANT_ID, name)
                 if prefix is not None:
-                    prefixes.append(await self._read_public(prefix))
+                    with failing_alone("public_prefix_failed", name=name):
+                        prefixes.append(await self._read_public(prefix))
         self._public.replace(prefix for prefix in prefixes if prefix.token_ids)
         self._version = version
 

@@ -20,7 +20,7 @@ from services.gateway.output.events import (
     bytes_of_tokens,
 )
 from services.gateway.request.preparation import PreparedRequest
-from services.gateway.streams.stream import StreamEnd
+from services.gateway.streams.receiver import StreamEnd
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.tools.parsing.choice_events import ChoiceEvents
@@ -305,9 +305,13 @@ class RequestOutput:
 
     def on_end(self, end: StreamEnd) -> None:
         self.end = end
-        self._count()
-        self._on_end(self)
-        self.on_update()
+        try:
+            self._count()
+        finally:
+            try:
+                self._on_end(self)
+            finally:
+                self.on_update()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 import msgspec
 
 from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.receiver import GuardedReceiver, Receiver
 from services.gateway.streams.try_record import TryRecord
 from shared.errors import HearthError
-from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
+from shared.messages import Choice, Request
 from shared.numerics import Numerics
 from shared.packing import pack_token_ids
 
@@ -45,40 +44,6 @@ TRANSITIONS: dict[StreamState, frozenset[StreamState]] = {
 
 class IllegalTransition(HearthError):
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """The outcome of a stream, reported once. `error` is None when every choice has finished."""
-
-    error: HearthError | None
-    worker_id: str | None
-    num_resubmissions: int
-    tries: tuple[TryRecord, ...] = field(default=(), compare=False)
-
-
-class Receiver(Protocol):
-    """Receives a stream's tokens. Methods are called immediately, in order; must not block."""
-
-    def on_tokens(
-        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> bool:
-        """`logprobs`: of all tokens, or empty. Returns False once the text met a stop string."""
-        ...
-
-    def on_served(self, choice_index: int, served: Served) -> None:
-        """Called once per placement, before its first tokens."""
-        ...
-
-    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Called before the first tokens, and again for each new placement."""
-        ...
-
-    def on_finish(self, choice_index: int, finish: Finish) -> None:
-        """`finish` has a failure if the choice ended before its time beside others that did not."""
-        ...
-
-    def on_end(self, end: StreamEnd) -> None: ...
 
 
 @dataclass(slots=True)
@@ -106,7 +71,7 @@ class Stream:
         self.request = request
         self.affinity_key = affinity_key
         self.is_queueable = is_queueable
-        self.receiver = receiver
+        self.receiver = GuardedReceiver(receiver, request.request_id)
         self.deadline_at = now + request.deadline_s
         self.choices = {
             choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices

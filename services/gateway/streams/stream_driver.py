@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -22,7 +23,7 @@ from services.gateway.streams.actions import (
     Submit,
     submit_subject,
 )
-from services.gateway.streams.stream import Receiver
+from services.gateway.streams.receiver import Receiver
 from services.gateway.streams.streams import Streams
 from shared.background import Background
 from shared.clock import Clock
@@ -40,7 +41,7 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.subjects import SUBMIT, owner_of, placement, resend, tokens
-from shared.transport.bus import Bus
+from shared.transport.bus import Bus, error_of, failure_of
 from shared.transport.outbox import Outbox
 
 log = structlog.get_logger(__name__)
@@ -82,7 +83,7 @@ class StreamDriver:
         await self._bus.subscribe(placement(own), messages, self._on_placement)
         self._health_monitor.on_lost(self._on_lost)
         self._outbox.start()
-        self._background.start(self._tick())
+        self._background.start_own(self._tick())
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -174,9 +175,12 @@ class StreamDriver:
                 case Publish():
                     self._outbox.post(action.subject, action.message)
                 case Submit():
-                    self._background.start(self._submit(action))
+                    request_id = action.message.request.request_id
+                    fail = partial(self._fail, request_id)
+                    self._background.start_item(self._submit(action), fail)
                 case Resend():
-                    self._background.start(self._resend(action))
+                    fail = partial(self._fail_resend, action)
+                    self._background.start_item(self._resend(action), fail)
                 case _:
                     _log(action)
                     self._on_report(action)
@@ -210,6 +214,14 @@ class StreamDriver:
     async def _submit_to(self, subject: str, message: SubmitRequest) -> Queued:
         requests, peer = self._health_monitor.requests, owner_of(subject) or subject
         return await requests.request(peer, subject, message, Queued, base_s=SUBMIT_TIMEOUT_S)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self.close(request_id, "failed", error_of(failure_of(error)))
+
+    def _fail_resend(self, action: Resend, error: Exception) -> None:
+        request_id = self._streams.request_of(action.message.placement_id)
+        if request_id is not None:
+            self._fail(request_id, error)
 
     async def _resend(self, action: Resend) -> None:
         subject = resend(action.worker_id)

@@ -32,11 +32,10 @@ from services.gateway.streams.actions import (
 )
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
+from services.gateway.streams.receiver import Receiver, StreamEnd
 from services.gateway.streams.stream import (
     CurrentPlacement,
-    Receiver,
     Stream,
-    StreamEnd,
     StreamState,
 )
 from services.gateway.streams.try_record import TryRecord
@@ -134,11 +133,19 @@ class Streams:
     ) -> None:
         """`is_queueable`: whether the request may wait for a worker; once it has run, it may."""
         stream = Stream(
-            request, receiver, now, affinity_key=affinity_key, is_queueable=is_queueable
+            request,
+            receiver,
+            now,
+            affinity_key=affinity_key,
+            is_queueable=is_queueable,
         )
         self._open_window(stream, now)
         self._by_request[request.request_id] = stream
         self._submit(stream, now)
+
+    def request_of(self, placement_id: bytes) -> str | None:
+        stream = self._by_placement.get(placement_id)
+        return None if stream is None else stream.request_id
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
         """Ends a stream early. Does nothing if the stream has ended."""
@@ -425,6 +432,9 @@ class Streams:
             self._end(stream, HearthError(fault), "failed", now)
             return
         self._send(stream, choice, entry)
+        if stream.receiver.failure is not None:
+            self._end(stream, stream.receiver.failure, "failed", now)
+            return
         served = entry.served if entry.finish is None else entry.finish.served
         if entry.token_ids or (entry.finish is not None and entry.finish.reason != "failed"):
             stream.tries[-1].record_tokens(len(entry.token_ids), served, now)

@@ -82,7 +82,7 @@ class SpanTracing:
         return None if self._process is None else self._process.pid
 
     async def open(self) -> None:
-        self._running = self._background.start(self._run())
+        self._running = self._background.start_own(self._run())
 
     def begin(self, header: str | None) -> TraceContext | None:
         caller = caller_context(header)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from services.gateway.streams.stream import StreamEnd
+from services.gateway.streams.receiver import StreamEnd
 from services.gateway.telemetry.phases import (
     gateway_phases,
     num_late_masks,

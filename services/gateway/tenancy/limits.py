@@ -203,8 +203,8 @@ class Limits:
     # ── Redis ────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        self._background.start(self._flush_endings())
-        self._background.start(self._renew_leases())
+        self._background.start_own(self._flush_endings())
+        self._background.start_own(self._renew_leases())
 
     async def stop(self) -> None:
         """Sends the settled requests a last time; those that fail expire with their leases."""

@@ -108,7 +108,7 @@ class UsageCounter:
 
     def start(self, count_running: Callable[[], None] = lambda: None) -> None:
         """`count_running` is called every RUNNING_S, to count what running requests have used."""
-        self._background.start(self._run(count_running))
+        self._background.start_own(self._run(count_running))
 
     async def stop(self) -> None:
         """Flushes. Counts that Redis does not accept now remain only in the log."""

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,7 +37,7 @@ from services.gateway.text.process_jobs import (
     over_limit,
 )
 from services.gateway.text.recently_used import RecentlyUsed
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import lower_priority, send_signal
 
@@ -219,7 +220,7 @@ class PreparationPool:
             _, waiting = turn
             seat = self._free_seat(waiting.setup)
             seat.running = waiting
-            self._background.start(self._run(seat, waiting))
+            self._background.start_item(self._run(seat, waiting), partial(_fail_job, waiting))
 
     def _free_seat(self, setup: ProcessSetup) -> _Seat:
         """A seat whose process has this model, else one whose process runs, else any free one."""
@@ -243,10 +244,9 @@ class PreparationPool:
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end(seat)
             _fail(waiting, NoCapacity("the preparation process hangs", retry_after_s=1.0))
-        except Exception:  # of a client's data: it must end this job alone, not the gateway
-            log.exception("preparation_failed", kind=type(waiting.job).__name__)
+        except Exception:  # of a client's data
             await self._end(seat)
-            _fail(waiting, InvalidRequest("the request cannot be prepared"))
+            raise
         finally:
             seat.running = None
             self.num_lost += has_lost and not self._is_closed
@@ -296,7 +296,7 @@ class PreparationPool:
         """Starts the missing processes in the background: at first after a while, then at once."""
         if not self._is_filling and self._num_alive() <= self._num_wanted():
             self._is_filling = True
-            self._background.start(self._fill())
+            self._background.start_item(self._fill(), is_logged)
 
     async def _fill(self) -> None:
         delay_s, self._spare_delay_s = self._spare_delay_s, 0.0
@@ -355,6 +355,10 @@ def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
         _fail(waiting, NoCapacity("the preparation process ended", retry_after_s=1.0))
     else:
         _settle(waiting, over_limit(waiting.job))
+
+
+def _fail_job(waiting: _Waiting, error: Exception) -> None:
+    _fail(waiting, InvalidRequest("the request cannot be prepared"))
 
 
 def _fail(waiting: _Waiting, error: HearthError) -> None:

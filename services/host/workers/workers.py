@@ -24,7 +24,7 @@ from services.host.workers.worker_template import TemplateReport
 from services.processes.child_processes import die_with_parent, ending
 from services.processes.environ import python_path
 from services.processes.log_files import bound_logs_while_running, last_line, open_log
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
@@ -88,9 +88,9 @@ class Workers:
         """Call on the main thread: the kernel kills children when the calling thread ends."""
         self._logs.mkdir(parents=True, exist_ok=True)
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
-        self._background.start(bounding)
+        self._background.start_own(bounding)
         if has_template:
-            self._background.start(self._run_templates())
+            self._background.start_own(self._run_templates())
 
     async def launch(self, config: WorkerConfig, *, log_name: str) -> Worker:
         """Raises ConfigError if the process cannot be started. `log_name`: of the file to which all
@@ -102,6 +102,9 @@ class Workers:
             with contextlib.suppress(_TemplateEnded, TimeoutError):
                 return await self._forked(self._template, spec)
         return await self._started(spec)
+
+    def has(self, worker_id: str) -> bool:
+        return worker_id in self._running
 
     def signal(self, worker_id: str, number: signal.Signals) -> None:
         worker = self._running.get(worker_id)
@@ -132,7 +135,7 @@ class Workers:
         process.stdin.write(encode_spec(spec))
         process.stdin.close()
         worker = self._registered(spec, process.pid)
-        self._background.start(self._wait(worker, process))
+        self._background.start_item(self._wait(worker, process), is_logged)
         return worker
 
     def _registered(self, spec: WorkerSpec, pid: int) -> Worker:

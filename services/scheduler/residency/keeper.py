@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import structlog
@@ -42,7 +43,7 @@ WANTED_S = 2.0  # a rejected request that must not wait counts as waiting for so
 RETRY_AFTER_S = 2.0
 
 Place = tuple[str, str]  # host, device
-Start = Callable[[Coroutine[object, object, None]], object]
+Start = Callable[[Coroutine[object, object, None], Callable[[Exception], None]], object]
 
 
 class ResidencyKeeper:
@@ -55,7 +56,9 @@ class ResidencyKeeper:
         num_running: NumRunning,
         start: Start,
     ) -> None:
-        """`num_running`: of a worker that accepts requests, else None. `start` starts a task."""
+        """`num_running`: of a worker that accepts requests, else None. `start` starts a task,
+        and calls back if it raises.
+        """
         self._requests, self._policy, self._clock = requests, policy, clock
         self._num_running, self._start = num_running, start
         self._hosts, self._orders, self._rates = Hosts(), Orders(), ArrivalRates()
@@ -148,7 +151,8 @@ class ResidencyKeeper:
         for place, actions in by_place.items():
             self._acting[place] = actions
             self._plan(actions, expected, now)
-            self._start(self._act(place, actions, expected))
+            fail = partial(self._give_up, place, actions)
+            self._start(self._act(place, actions, expected), fail)
 
     def _with_acting(self, device: Device) -> Device:
         is_acting = (device.host_id, device.name) in self._acting
@@ -200,6 +204,9 @@ class ResidencyKeeper:
                 self._drop(place, actions)
         if self._acting.get(place) is actions:
             del self._acting[place]
+
+    def _give_up(self, place: Place, actions: list[Action], error: Exception) -> None:
+        self._drop(place, actions)
 
     def _drop(self, place: Place, actions: list[Action]) -> None:
         if self._acting.get(place) is actions:

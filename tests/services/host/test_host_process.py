@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import NoCapacity, UnknownModel
+from tests.services.faults.unwritable_logs import full_disk, stopped_reader
 from tests.services.host.live_host import (
     LiveHost,
     Operator,
@@ -18,7 +19,6 @@ from tests.services.host.live_host import (
     live_host,
     operator,
 )
-from tests.services.unwritable_logs import full_disk, stopped_reader
 
 
 @pytest.fixture(scope="module")

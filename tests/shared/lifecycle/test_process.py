@@ -30,7 +30,7 @@ class Service:
             raise ConfigError("the port is taken")
         if sys.argv[1] == "break":
             self.background = Background()
-            self.background.start(self.broken())
+            self.background.start_own(self.broken())
     async def broken(self):
         raise RuntimeError("a bug")
     async def drain(self):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.streams.stream import StreamEnd
+from services.gateway.streams.receiver import StreamEnd
 from shared import block_hash
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs

@@ -111,7 +111,9 @@ class ResponseStore:
             return
         key = (tenant.tenant_id, record.id)
         self._num_pending_bytes += size
-        self._pending[key] = self._background.start(self._save(key, record))
+        self._pending[key] = self._background.start_item(
+            self._save(key, record), lambda error: self._count("failed")
+        )
 
     async def get(
         self, tenant: TenantRecord, response_id: str, hold: Callable[[int], None]

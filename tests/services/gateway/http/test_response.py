@@ -19,7 +19,7 @@ from services.gateway.request.endpoint import ResponseContext
 from services.gateway.request.opener import OpenResponse
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import ClientSlow, RequestOutput
-from services.gateway.streams.stream import StreamEnd
+from services.gateway.streams.receiver import StreamEnd
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.gateway.streams import streams as core
 from services.gateway.streams.actions import Publish, Resend, Submit
-from services.gateway.streams.stream import StreamEnd
+from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.streams import Streams
 from shared.errors import (
     GrammarFailed,

@@ -24,11 +24,11 @@ from services.gateway.streams.early_entries import (
     EarlyEntries,
     RetiredPlacements,
 )
+from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream import (
     TRANSITIONS,
     IllegalTransition,
     Stream,
-    StreamEnd,
     StreamState,
 )
 from services.gateway.streams.streams import Streams

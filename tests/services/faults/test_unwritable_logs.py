@@ -14,7 +14,7 @@ import pytest
 
 from services.cli.service_options import DEMO_MODEL_NAME
 from tests.chaos.world.cluster import SERVICES, ChaosCluster
-from tests.services.unwritable_logs import full_disk, stopped_reader
+from tests.services.faults.unwritable_logs import full_disk, stopped_reader
 
 DEADLINE_S = 60.0
 
