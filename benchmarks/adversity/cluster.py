@@ -26,6 +26,8 @@ from tests.servers import PASSWORD, NatsServer, RedisServer, free_port
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
+OPERATOR_TOKEN = "of-the-benchmark"
+OPERATOR = {"authorization": f"Bearer {OPERATOR_TOKEN}"}
 NO_FAULTS = StepFaults()
 SERVICES: tuple[CredentialRole, ...] = ("kv_index", "scheduler", "gateway")
 
@@ -95,6 +97,7 @@ class Cluster:
         chosen = {**_identity(process_id), **options}
         if url:
             chosen["http-port"] = url.rpartition(":")[2]
+            chosen["operator-token"] = OPERATOR_TOKEN
         for name, value in chosen.items():
             command += [f"--{name}", str(value)]
         port = self.nats.port if nats_port is None else nats_port
@@ -123,7 +126,7 @@ class Cluster:
         wanted = {each.process_id for each in others}
         async with (
             asyncio.timeout(START_TIMEOUT_S),
-            httpx.AsyncClient(timeout=2, trust_env=False) as http,
+            httpx.AsyncClient(timeout=2, headers=OPERATOR, trust_env=False) as http,
         ):
             while not wanted <= await _known(http, gateway.url):
                 for each in (gateway, *others):

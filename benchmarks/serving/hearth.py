@@ -24,6 +24,7 @@ from tests.servers import NatsServer, RedisServer, free_port
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 OPERATOR = "benchmark-operator"
+OPERATOR_TOKEN = "of-the-benchmark"
 TENANT, CLIENT = "benchmark", "benchmark-client"  # the client over NATS is one of the tenant
 Processes = dict[str, psutil.Process]
 
@@ -62,6 +63,7 @@ async def hearth(
             command = [*command, "--process-id", name, "--instance", "-"]
             if role == "gateway":
                 command += ["--http-port", url.rpartition(":")[2]]
+                environ["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
             started[name] = _start(command, environ, folder / f"{name}.log")
         await _ready(url, set(services) - {"gateway"})
         found = {name: psutil.Process(process.pid) for name, process in started.items()}
@@ -107,7 +109,8 @@ def _command(role: CredentialRole, step_s: float) -> list[str]:
 async def _ready(url: str, wanted: set[str]) -> None:
     """Waits until the gateway has every other process."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {OPERATOR_TOKEN}"}
+    async with httpx.AsyncClient(timeout=2, headers=headers, trust_env=False) as client:
         known: set[str] = set()
         while not wanted <= known:
             if time.monotonic() > deadline:

@@ -22,17 +22,26 @@ class ReadyWorkers(msgspec.Struct, frozen=True):
     decode: list[str]
 
 
-class Readiness(msgspec.Struct, frozen=True):
+class PublicReadiness(msgspec.Struct, frozen=True, kw_only=True):
     """`redis`: if "unavailable" or "empty", only tenants that this gateway has already served are
     served; if it "rejects writes", limits and usage are this gateway's own.
     """
 
     ready: bool
     reason: str | None
+    redis: str
+
+
+class Readiness(PublicReadiness, frozen=True, kw_only=True):
+    """With the names of processes, for the operator alone."""
+
     workers: ReadyWorkers
     scheduler: list[str]
     kv_index: list[str]
-    redis: str
+
+    @property
+    def public(self) -> PublicReadiness:
+        return PublicReadiness(ready=self.ready, reason=self.reason, redis=self.redis)
 
 
 class Catalog:

@@ -221,7 +221,10 @@ class LocalCluster:
         """Polls the gateway until it knows every worker; reports each worker as it joins."""
         expected = expected_workers(() if self._options.models else self._credentials)
         waiting = set.union(*expected.values())
-        async with httpx.AsyncClient(base_url=self.url, timeout=2.0, trust_env=False) as client:
+        headers = {"authorization": f"Bearer {self.operator_token}"}  # shows names of processes
+        async with httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=2.0, trust_env=False
+        ) as client:
             is_ready = False
             while waiting or not is_ready:
                 is_ready, known = await _readiness(client)

@@ -127,7 +127,8 @@ class Cluster:
     def wait_until_ready(self, *process_ids: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
-            body = self.client.get("/ready").json()
+            operator = {"authorization": f"Bearer {self.state.operator_token}"}
+            body = self.client.get("/ready", headers=operator).json()
             known = {each for ids in body["workers"].values() for each in ids}
             if body["ready"] and known.issuperset(process_ids):
                 return

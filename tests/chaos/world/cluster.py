@@ -28,6 +28,7 @@ from tests.servers import PASSWORD, Server, find_binary, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
+OPERATOR_TOKEN = "of-the-operator"  # shows the names of processes
 POLL_S = 0.02
 
 SERVICES: dict[str, CredentialRole] = {
@@ -119,7 +120,8 @@ class ChaosCluster:
 
     async def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
-        async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+        headers = {"authorization": f"Bearer {OPERATOR_TOKEN}"}
+        async with httpx.AsyncClient(timeout=2, headers=headers, trust_env=False) as client:
             while missing := await self._missing(client):
                 assert time.monotonic() < deadline, f"not ready: {missing}"
                 await asyncio.sleep(POLL_S)
@@ -247,6 +249,7 @@ class ChaosCluster:
             options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
         if role == "gateway":
             options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
+            options |= {"operator-token": OPERATOR_TOKEN}
         command = [sys.executable, "-m", "tests.chaos.world.process", str(self._census_folder)]
         command.append(role.replace("_", "-"))
         for option, value in options.items():

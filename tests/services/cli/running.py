@@ -89,10 +89,12 @@ def cluster_of(state_home: Path) -> tuple[Path, ClusterState] | None:
         return None
 
 
-def ready(url: str) -> dict[str, Any]:
-    """The body of /ready; empty while the gateway is not ready."""
+def ready(state: ClusterState) -> dict[str, Any]:
+    """The operator's body of /ready; empty while the gateway is not ready."""
+    headers = {"Authorization": f"Bearer {state.operator_token}"}
+    request = urllib.request.Request(f"{state.url}/ready", headers=headers)
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
+        with urllib.request.urlopen(request, timeout=2) as response:
             return json.load(response)
     except (urllib.error.URLError, OSError):
         return {}

@@ -126,7 +126,7 @@ def test_up_starts_one_process_per_service(running: Up) -> None:
     # five services, nats-server, redis-server, and up itself; a process that is just being forked
     # has the command line of its parent
     assert len({*lines} - {*preparing, *checking}) == 8
-    workers = ready(running.state.url)["workers"]
+    workers = ready(running.state)["workers"]
     assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
 
 
@@ -215,7 +215,7 @@ def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: 
     )
 
     def is_known() -> bool:
-        workers = ready(running.state.url)["workers"]["decode"]
+        workers = ready(running.state)["workers"]["decode"]
         return "far" in map(credential_of, workers)
 
     try:
@@ -295,7 +295,7 @@ async def test_failed_first_request_is_an_error_only_with_check() -> None:
 
 def test_children_of_a_killed_up_end(tmp_path: Path, chat_model: Path) -> None:
     cluster = Up(tmp_path, "--model", str(chat_model), "--role", "both")
-    assert ready(cluster.state.url)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
+    assert ready(cluster.state)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
     directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
     scratch = (directory / "tmp").resolve()
     cluster.stop(signal.SIGKILL)

@@ -52,6 +52,12 @@ async def test_only_the_operator_reads_the_cluster(open_cluster: Cluster) -> Non
             response = await open_cluster.http.get(path, headers={"authorization": given})
             assert response.status_code == 401, (path, given)
             assert "decode-1" not in response.text
+    names = (await open_cluster.http.get("/ready")).json()
+    assert names["workers"] == {"prefill": [], "decode": ["decode-1", "decode-2"]}
+    assert (names["scheduler"], names["kv_index"]) == (["scheduler-1"], [])
+    given = {"authorization": f"Bearer {API_KEY}"}
+    public = (await open_cluster.http.get("/ready", headers=given)).json()
+    assert public == {"ready": True, "reason": None, "redis": "ok"}
     snapshot = (await open_cluster.http.get("/v1/cluster")).json()
     assert snapshot["gateway_id"] == "gateway-1"
     assert {"gateway-1", "decode-1", "decode-2"} <= snapshot["processes"].keys()
