@@ -52,6 +52,11 @@ def without_password(text: str) -> str:
     )
 
 
+def authority(host: str, port: int) -> str:
+    """`host:port` as URLs and listen addresses have it: an IPv6 address in brackets (RFC 3986)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _split(text: str) -> list[SplitResult]:
     return [urlsplit(each) for each in _BETWEEN_URLS.split(text.strip())]
 

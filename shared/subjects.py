@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages import Role
+from shared.nats_urls import authority
 
 PREFIX = "hearth.v1"
 ANY = "any"
@@ -339,7 +340,7 @@ def nats_server_config(
     """
     entries = "\n".join(map(_user_entry, users))
     return (
-        f'listen: "{host}:{port}"\n'
+        f'listen: "{authority(host, port)}"\n'
         f"max_payload: {max_payload_bytes}\n"
         "max_pending: 268435456\n"
         'ping_interval: "1s"\n'

@@ -90,7 +90,7 @@ def up(
         http_port=port,
         nats_url=nats,
         redis_url=redis,
-        advertise_host=advertise,
+        advertise_host=advertise.strip("[]"),
         dtype=dtype,
         device=device,
         num_gpus=num_gpus,

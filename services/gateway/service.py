@@ -86,6 +86,7 @@ from shared.lifecycle.release import installed_release
 from shared.messages import ReadTimeline, TimelineRead
 from shared.metrics.families.member import Member
 from shared.metrics.process_report import ProcessReport
+from shared.nats_urls import authority
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable
 from shared.subjects import trace
@@ -344,9 +345,8 @@ class GatewayService:
 
     @property
     def http_address(self) -> str:
-        host, port = self._web_server.address
         scheme = "http" if self._certificate is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"{scheme}://{authority(*self._web_server.address)}"
 
     # ── process.Service ──────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import ConfigError
-from shared.nats_urls import user_of
+from shared.nats_urls import authority, user_of
 from shared.subjects import CredentialRole, NatsUser, nats_server_config, process_id_of
 
 ROLES: tuple[CredentialRole, ...] = (
@@ -36,7 +36,7 @@ class Credential(msgspec.Struct, frozen=True):
     region: str = ""
 
     def nats_url(self, host: str, port: int) -> str:
-        return f"nats://{self.process_id}:{self.password}@{host}:{port}"
+        return f"nats://{self.process_id}:{self.password}@{authority(host, port)}"
 
 
 def role_of(text: str) -> CredentialRole:

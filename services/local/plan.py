@@ -23,6 +23,7 @@ from shared.config import (
     is_loopback,
 )
 from shared.errors import ConfigError
+from shared.nats_urls import authority
 from shared.numerics import ACTIVATIONS
 from shared.subjects import NO_INSTANCE, CredentialRole
 
@@ -97,7 +98,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     def http_url(self) -> str:
         """The gateway's URL for clients on this machine."""
         host = LOOPBACK if self.http_host in ("0.0.0.0", "::", "") else self.http_host
-        return f"http://{host}:{self.http_port}"
+        return f"http://{authority(host, self.http_port)}"
 
     def nats_url_of(self, credential: Credential) -> str:
         return self.nats_url or credential.nats_url(self.nats_host, self.nats_port)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.nats_urls import authority
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_HTTP_PORT = 8000
@@ -56,12 +57,10 @@ def redis_config(*, port: int, password: str, directory: Path) -> str:
 
 def free_port(host: str) -> int:
     """Returns a free port. Raises ConfigError if this machine does not have the address."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
-        return int(probe.getsockname()[1])
+    try:
+        return _bind(host, 0)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
 
 
 def choose_http_port(host: str, port: int | None) -> int:
@@ -76,11 +75,14 @@ def choose_http_port(host: str, port: int | None) -> int:
     except OSError as error:
         if port is None and error.errno == errno.EADDRINUSE:
             return free_port(host)
-        raise ConfigError(f"cannot listen on {host}:{requested}: {error.strerror}") from None
+        where = authority(host, requested)
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
     return requested
 
 
-def _bind(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+def _bind(host: str, port: int) -> int:
+    """Binds a socket as the gateway does and closes it. Returns its port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
+        return int(probe.getsockname()[1])

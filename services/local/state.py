@@ -24,12 +24,14 @@ import msgspec
 
 from services.local.credentials import Credential
 from shared.errors import ConfigError
+from shared.lifecycle.socket_directory import make_socket_directory
 from shared.subjects import CredentialRole
 from shared.transport.wire_errors import UNREADABLE
 
 _LOCK = "lock"
 _CLUSTER = "cluster.json"
 _TMP = "tmp"
+_SOCKET_NAME_BYTES = 32  # of sockets that the processes make below it
 _REDIS_DIR = "appendonlydir"  # of Redis 7; Redis 6 has a file
 
 
@@ -78,7 +80,7 @@ class StateDir:
             raise ConfigError(f"cannot store state in {parent}: {error.strerror}") from None
         _remove_dead(parent, retained=path)
         (path / "logs").mkdir(mode=0o700)
-        (path / _TMP).symlink_to(tempfile.mkdtemp(prefix="hearth-"))
+        (path / _TMP).symlink_to(make_socket_directory("hearth-", name_bytes=_SOCKET_NAME_BYTES))
         return cls(path, lock)
 
     def write_secret(self, name: str, text: str) -> Path:

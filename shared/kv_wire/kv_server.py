@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 
 import structlog
@@ -34,10 +33,12 @@ from shared.kv_wire.shared_memory import (
     create_memory,
 )
 from shared.kv_wire.tcp import TcpReception
+from shared.lifecycle.socket_directory import make_socket_directory
 from shared.messages import DataPlaneAddress, LinkKey
 
 log = structlog.get_logger(__name__)
 
+SOCKET = "/kv.sock"
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 1024
 # After a failed accept (out of file descriptors) the listener waits this long before the next.
@@ -88,8 +89,8 @@ class KvServer:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)
         family, _, _, _, bind_address = found[0]
-        directory = Path(tempfile.mkdtemp(prefix="hearth-kv-"))  # mode 0700
-        unix_path = directory / "kv.sock"
+        directory = make_socket_directory("hearth-kv-", name_bytes=len(SOCKET))
+        unix_path = directory / SOCKET[1:]
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, directory, ignore_errors=True)
             tcp_listener = undo.enter_context(_listener(family, bind_address))

@@ -294,7 +294,17 @@ async def test_failed_first_request_is_an_error_only_with_check() -> None:
 
 
 def test_children_of_a_killed_up_end(tmp_path: Path, chat_model: Path) -> None:
-    cluster = Up(tmp_path, "--model", str(chat_model), "--role", "both")
+    """Over IPv6, and with a temporary directory whose path is too long for sockets."""
+    temporary = tmp_path / ("x" * 80)
+    temporary.mkdir()
+    cluster = Up(
+        tmp_path,
+        *("--model", str(chat_model), "--role", "both"),
+        *("--http", "[::1]:0", "--advertise", "::1"),
+        TMPDIR=str(temporary),
+    )
+    assert cluster.state.url.startswith("http://[::1]:")
+    assert complete(cluster.state.url, cluster.state.api_key)["usage"]["completion_tokens"] == 8
     assert ready(cluster.state)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
     directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
     scratch = (directory / "tmp").resolve()

@@ -70,6 +70,16 @@ def test_port_in_use_is_an_error_only_if_requested(
         assert choose_http_port("127.0.0.1", 0) > 0
 
 
+def test_ports_of_ipv6_addresses_are_found() -> None:
+    assert free_port("::1") > 0
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{port}: Address"):
+            choose_http_port("::1", port)
+
+
 def test_listen_error_contains_address_and_port() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:8000"):
         choose_http_port("192.0.2.1", None)

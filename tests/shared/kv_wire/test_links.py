@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from operator import le
 from pathlib import Path
@@ -268,6 +269,17 @@ async def test_closed_server_leaks_no_file_or_task() -> None:
     assert not directory.exists()
     gc.collect()
     assert (open_files(), len(asyncio.all_tasks())) == before
+
+
+async def test_server_below_a_long_temporary_directory_shares_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialer: Dialer
+) -> None:
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    server = await KvServer.start(instance_id=INSTANCE)
+    await dialer.link(msgspec.structs.replace(server.address, port=1))
+    await server.close()
+    assert not Path(server.address.unix_path).parent.exists()
 
 
 async def test_small_frames_take_little_memory(server: KvServer, dialer: Dialer) -> None:
