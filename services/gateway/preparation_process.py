@@ -17,7 +17,13 @@ from pathlib import Path
 import msgspec
 
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.process_jobs import BodyJob, PreparedBody, ProcessSetup
+from services.gateway.text.process_jobs import (
+    BodyJob,
+    Encoded,
+    EncodeJob,
+    PreparedBody,
+    ProcessSetup,
+)
 from services.gateway.text.template_process import MAX_MEMORY_BYTES, BodyHandler, main
 
 BODY_NICENESS = 10  # more than the process has
@@ -31,6 +37,7 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     from services.gateway.request.prepared_bodies import prepare_body
     from services.gateway.responses.storage import references
     from services.gateway.text.model_files import ModelFiles
+    from services.gateway.tokenization.conversion import encoded
     from services.gateway.tokenization.large_bodies import TOKENIZATION_KINDS, answer
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -40,7 +47,9 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (_num_mapped_bytes() + MAX_MEMORY_BYTES, most))
 
-    def prepare(job: BodyJob) -> PreparedBody:
+    def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
+        if isinstance(job, EncodeJob):
+            return encoded(job, files.tokenizer)
         if job.kind == references.KIND:
             return PreparedBody(references.encoded_references(job.body), [])
         if job.stored:

@@ -33,6 +33,7 @@ from services.gateway.http.server import WebServer
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.preparation import PoolLoad
 from services.gateway.model_list import TenantModels
+from services.gateway.models.checked_model import checked_family
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
@@ -110,6 +111,7 @@ class GatewayService:
         store: Store,
         files: ModelFiles | None,
         *,
+        family: Family | None = None,
         clock: Clock,
         randomness: Randomness,
         pool: PreparationPool | None = None,
@@ -120,10 +122,11 @@ class GatewayService:
         messages: UntypedMessages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`files`: of its own model; None: it has none. `prefix_redis`: a Redis connection outside
-        the request path (default: `store`); `bulk_redis`: one for replies of megabytes (default:
-        `prefix_redis`); `redis_replica`: a near one, for API keys; `messages`:
-        those of the API over NATS (default: there is none).
+        """`files`: of its own model; None: it has none. `family`: of these files (default: it is
+        found here, for trusted files). `prefix_redis`: a Redis connection outside the request path
+        (default: `store`); `bulk_redis`: one for replies of megabytes (default: `prefix_redis`);
+        `redis_replica`: a near one, for API keys; `messages`: those of the API over NATS (default:
+        there is none).
         """
         self._config = config
         self._bus = bus
@@ -147,7 +150,9 @@ class GatewayService:
         fleet = self._health_monitor.fleet
         self._cluster = ClusterFeed(ClusterState(fleet, clock.now, wall_clock))
         public = PublicPrefixes(root_key(config.cluster_secret))
-        setup = None if files is None else own_setup(config, files)
+        if family is None and files is not None:
+            family = own_family(config, files)
+        setup = None if files is None or family is None else own_setup(config, files, family)
         self._pool = preparation_pool(setup) if pool is None else pool
         check_pool = grammar_pool(setup) if check_pool is None else check_pool
         self._checks = GrammarChecks(check_pool)
@@ -160,8 +165,8 @@ class GatewayService:
         loader = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
         self._texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
         own = None
-        if files is not None and setup is not None:
-            own = loader.text(files, own_family(config, files), setup)
+        if files is not None and setup is not None and family is not None:
+            own = loader.text(files, family, setup)
         self._catalogue = CatalogueReader(self._prefix_redis, clock)
         self.models = ServedModels(self.catalog, own, self._catalogue, self._texts, randomness)
         self.model_aliases = ModelAliases(store, clock, is_native=self.models.has)
@@ -485,8 +490,12 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     check(config)
     if not config.cluster_secret:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
-    files = None if config.model_dir is None else ModelFiles(config.model_dir)
-    setup = None if files is None else own_setup(config, files)
+    files, family, setup = None, None, None
+    if config.model_dir is not None:
+        given = (config.model_dir, config.response_template, config.tool_format)
+        family = await asyncio.to_thread(checked_family, *given)
+        files = ModelFiles(config.model_dir)
+        setup = own_setup(config, files, family)
     pool, check_pool = preparation_pool(setup), grammar_pool(setup)
     await asyncio.gather(pool.start(), check_pool.start())
     clock = MonotonicClock()
@@ -505,6 +514,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         bus,
         store,
         files,
+        family=family,
         clock=clock,
         randomness=SystemRandomness(),
         pool=pool,
@@ -534,9 +544,9 @@ def preparation_loads(pool: PreparationPool, check_pool: PreparationPool) -> dic
 
 
 def own_family(config: GatewayConfig, files: ModelFiles) -> Family:
-    """Of the model whose files the gateway was given. Raises ConfigError."""
+    """Of files that are trusted, of the model that the gateway was given. Raises ConfigError."""
     return family_of(files, config.response_template, tool_format=config.tool_format)
 
 
-def own_setup(config: GatewayConfig, files: ModelFiles) -> ProcessSetup:
-    return process_setup(files, own_family(config, files), config.tool_format)
+def own_setup(config: GatewayConfig, files: ModelFiles, family: Family) -> ProcessSetup:
+    return process_setup(files, family, config.tool_format)

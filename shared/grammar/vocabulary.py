@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 
 from shared.errors import CheckpointError, GrammarFailed
 from shared.grammar.matcher import Matcher, compile_grammar
+from shared.tokenizer.checkpoint_file import MAX_TOKENIZER_BYTES, read_checkpoint_file
 from shared.tokenizer.tokenizer_file import TOKENIZER_FILE, tokenizer_file
 
 
@@ -92,7 +93,8 @@ def load_vocabulary(
 
 def _read(model_dir: Path) -> str:
     try:
-        return tokenizer_file(model_dir).read_text(encoding="utf-8")
+        path = tokenizer_file(model_dir)
+        return read_checkpoint_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
 

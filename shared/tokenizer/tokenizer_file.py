@@ -17,6 +17,11 @@ import structlog
 import xxhash
 
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import (
+    MAX_TOKENIZER_BYTES,
+    exists,
+    read_checkpoint_file,
+)
 from shared.tokenizer.tiktoken_model import (
     KIMI,
     KIMI_MODULE,
@@ -50,10 +55,10 @@ def tokenizer_file(model_dir: Path, environ: Mapping[str, str] = os.environ) -> 
     it can be had only by running code of the checkpoint.
     """
     path, ranks = model_dir / TOKENIZER_FILE, model_dir / RANKS_FILE
-    if path.is_file():
+    if exists(path):
         return path
     config = _read_config(model_dir / CONFIG_FILE)
-    if not ranks.is_file():
+    if not exists(ranks):
         if not config.own_class:
             return path  # missing: whoever reads it says so
         raise CheckpointError(
@@ -69,10 +74,10 @@ def tokenizer_file(model_dir: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _read_config(path: Path) -> _TokenizerConfig:
-    if not path.is_file():
+    if not exists(path):
         return _TokenizerConfig()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
+        return msgspec.json.decode(read_checkpoint_file(path), type=_TokenizerConfig)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {_reason(error)}") from None
 
@@ -91,7 +96,7 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 def _converted(ranks_path: Path, config: _TokenizerConfig, cache_dir: Path) -> Path:
     try:
-        data = ranks_path.read_bytes()
+        data = read_checkpoint_file(ranks_path, max_bytes=MAX_TOKENIZER_BYTES)
         given = msgspec.json.encode([VERSION, config.added_tokens_decoder])
         source = xxhash.xxh3_128(given + data).hexdigest()
         for path in sorted(cache_dir.glob(f"{source}-*.json")):

@@ -28,8 +28,9 @@ from shared.transport.wire_errors import one_line
 log = structlog.get_logger(__name__)
 
 RETRY_S = 5.0  # after a failure
+PAUSE_FACTOR = 10  # of the time that the load took, if this is longer
 MAX_WAIT_S = 30.0  # of a request, for a load
-NUM_THREADS = 2  # a source that hangs, such as one on a lost network drive, delays no other
+NUM_THREADS = 4  # a source that hangs, such as one on a lost network drive, delays no other
 
 
 class Source(NamedTuple):
@@ -91,7 +92,7 @@ class LoadedTexts:
         try:
             text = await loop.run_in_executor(self._threads, self._load, source.place)
         except Exception as error:  # the edge to files that are not ours
-            self._fail(source, one_line(error))
+            self._fail(source, one_line(error), self._clock.now() - began_at)
             self._check_pause(source)
             raise
         self._alive[source] = text
@@ -103,10 +104,11 @@ class LoadedTexts:
         if not task.cancelled():
             task.exception()  # also if every client has left
 
-    def _fail(self, source: Source, reason: str) -> None:
+    def _fail(self, source: Source, reason: str, load_s: float) -> None:
         now = self._clock.now()
+        pause_s = max(RETRY_S, PAUSE_FACTOR * load_s)
         self._failures = {key: each for key, each in self._failures.items() if each.until > now}
-        self._failures[source] = _Failure(reason, now + RETRY_S)
+        self._failures[source] = _Failure(reason, now + pause_s)
         log.warning("model_text_unreadable", source=source.place, reason=reason)
 
     def _check_pause(self, source: Source) -> None:

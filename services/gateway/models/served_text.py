@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.request_grammars import RequestGrammars
+from services.gateway.models.checked_model import CheckedModels
 from services.gateway.models.model_source import source_dir
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
@@ -16,7 +17,6 @@ from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
 from services.gateway.tools.family import Family
-from services.gateway.tools.family_choice import family_of
 from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.messages import ModelCard
 
@@ -53,12 +53,14 @@ class TextLoader:
         self._renderers = renderers
         self._checks = checks
         self._tool_format = tool_format
+        self._checked = CheckedModels(tool_format)
         self._next_key = count(1).__next__
 
     def load(self, source: str) -> ServedText:
         """Raises ConfigError for a source that is not here, or an invalid file."""
-        files = ModelFiles(source_dir(source))
-        family = family_of(files, tool_format=self._tool_format)
+        model_dir = source_dir(source)
+        family = self._checked.family(model_dir)
+        files = ModelFiles(model_dir)
         key = str(self._next_key())
         return self.text(files, family, process_setup(files, family, self._tool_format, key=key))
 
@@ -91,5 +93,5 @@ def template_source(files: ModelFiles, family: Family, tool_format: str) -> Temp
     """The model's chat template, with the form of calls that it requires. None: it has none."""
     if files.chat_template is None:
         return None
-    source = files.chat_template.source
+    source = files.chat_template
     return msgspec.structs.replace(source, call_ids=family.call_ids, tool_format=tool_format)

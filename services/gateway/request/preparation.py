@@ -97,8 +97,11 @@ class Preparation:
         request_id: str,
         max_payload_bytes: int,
         checked: CheckedPlan | None = None,
+        bad_words: tuple[tuple[int, ...], ...] | None = None,
     ) -> PreparedRequest:
-        """Raises the InvalidRequest that rejects the request."""
+        """`bad_words`: the tokens of the request's own; None: they are tokenized here. Raises the
+        InvalidRequest that rejects the request.
+        """
         card, text = model.card, model.text
         prompt = tokenize(generation.prompt, text.files, card)
         default = self._default_max_tokens(generation, tenant, text.files.defaults)
@@ -118,6 +121,7 @@ class Preparation:
             default_seed=seed,
             card=card,
             files=text.files,
+            bad_words=bad_words,
             grammar=None if checked is None else _grammar(generation, checked, prompt, text),
             thinking=_thinking_budget(generation, prompt, text),
         )

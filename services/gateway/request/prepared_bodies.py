@@ -1,4 +1,5 @@
-"""Decodes, renders and tokenizes one body, in a preparation process.
+"""Decodes, renders and tokenizes in a preparation process: one body, or one request of a model
+whose tokenizer is of unknown cost.
 
 The reply is the same body with empty prompts, which the gateway decodes in no time, and the tokens
 of the prompts that were in their place.
@@ -7,9 +8,11 @@ of the prompts that were in their place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 
+from services.gateway.models.served_text import ServedText
 from services.gateway.request.endpoint import Endpoint
 from services.gateway.request.generation_request import GenerationRequest, check_min_tokens
 from services.gateway.request.prompt import (
@@ -17,14 +20,18 @@ from services.gateway.request.prompt import (
     Echo,
     PackedPrompt,
     Prompt,
+    TextPrompt,
     echo_of,
     prompt_tokens,
 )
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedPrompt
+from services.gateway.text.tokenizer import bad_word_texts
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.packing import pack_token_ids, unpack_token_ids
+
+BadWords = tuple[tuple[int, ...], ...]
 
 
 def prepare_body(
@@ -98,3 +105,56 @@ def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
         echo=echo,
         num_calls=prompt.num_calls,
     )
+
+
+async def tokenized_elsewhere(
+    generation: GenerationRequest, tenant_id: str, text: ServedText
+) -> tuple[GenerationRequest, BadWords | None]:
+    """Returns the rendered request with a packed prompt, and the tokens of its bad words; it and
+    None if the tokenizer may run in this process. Raises the error that rejects the request.
+    """
+    prompt = generation.prompt
+    if may_tokenize_here(prompt, text):
+        return generation, None
+    if isinstance(prompt, ChatPrompt):
+        prompt = await _packed_chat(prompt, tenant_id, text)
+    elif isinstance(prompt, TextPrompt):
+        prompt = await _packed_text(prompt, tenant_id, text)
+    bad_words = await _bad_words(generation.sampling.bad_words or (), tenant_id, text)
+    return msgspec.structs.replace(generation, prompt=prompt), bad_words
+
+
+def may_tokenize_here(prompt: Prompt, text: ServedText) -> bool:
+    """Of a rendered prompt."""
+    most = text.files.tokenizer.max_chars_here
+    match prompt:
+        case ChatPrompt():
+            return most > 0 and sum(map(len, prompt.parts)) <= most
+        case TextPrompt():
+            return most > 0 and len(prompt.text) <= most
+    return most > 0
+
+
+async def _packed_chat(prompt: ChatPrompt, tenant_id: str, text: ServedText) -> PackedPrompt:
+    found = await text.renderer.encode(prompt.parts, tenant_id=tenant_id)
+    token_ids = pack_token_ids(list(chain.from_iterable(found.token_ids)))
+    return PackedPrompt(token_ids, prompt.param, is_chat=True, num_calls=prompt.num_calls)
+
+
+async def _packed_text(prompt: TextPrompt, tenant_id: str, text: ServedText) -> PackedPrompt:
+    found = await text.renderer.encode(
+        [prompt.text], tenant_id=tenant_id, adds_special_tokens=prompt.add_special_tokens
+    )
+    (token_ids,), (offsets,) = found.token_ids, found.offsets
+    if not token_ids:
+        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
+    echo = Echo(prompt.text, token_ids, offsets)
+    return PackedPrompt(pack_token_ids(token_ids), prompt.param, echo=echo)
+
+
+async def _bad_words(words: list[str] | tuple[()], tenant_id: str, text: ServedText) -> BadWords:
+    texts = list(chain.from_iterable(map(bad_word_texts, words)))
+    if not texts:
+        return ()
+    found = await text.renderer.encode(texts, tenant_id=tenant_id)
+    return tuple(dict.fromkeys(map(tuple, found.token_ids)))

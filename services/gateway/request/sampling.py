@@ -65,10 +65,12 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         default_seed: int,
         card: ModelCard,
         files: ModelFiles,
+        bad_words: tuple[tuple[int, ...], ...] | None = None,
         grammar: GrammarSpec | None = None,
         thinking: ThinkingBudget | None = None,
     ) -> SamplingParams:
-        """The wire's form, with the defaults of the model's files.
+        """The wire's form, with the defaults of the model's files. `bad_words`: their tokens; None:
+        they are tokenized here.
 
         Raises InvalidRequest for options that contradict each other or the vocabulary.
         """
@@ -96,7 +98,9 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             logit_bias=tuple(logit_bias.items()),
-            bad_words=_bad_words(self.bad_words or (), files.tokenizer),
+            bad_words=_bad_words(self.bad_words or (), files.tokenizer)
+            if bad_words is None
+            else bad_words,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             logprobs_mode="raw" if self.logprobs_mode is None else self.logprobs_mode,

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from services.gateway.request.preparation import (
     check_min_tokens_of,
 )
 from services.gateway.request.preparation_slots import PreparationSlots
+from services.gateway.request.prepared_bodies import may_tokenize_here, tokenized_elsewhere
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
@@ -201,6 +203,9 @@ class Submission:
             )
             if record is not None:
                 record.begin("tokenize", self._clock.now())
+            generation, bad_words = await tokenized_elsewhere(
+                generation, tenant.tenant_id, model.text
+            )
             prepare = partial(
                 self._preparation.prepare,
                 generation,
@@ -209,6 +214,7 @@ class Submission:
                 request_id=request_id,
                 max_payload_bytes=self._max_payload_bytes(),
                 checked=checked,
+                bad_words=bad_words,
             )
             if generation.prompt.num_chars > MAX_INLINE_CHARS:
                 return await asyncio.to_thread(prepare)
@@ -306,7 +312,10 @@ class Submission:
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
             )
-            return await asyncio.to_thread(text.files.tokenizer.encode, parts)
+            if may_tokenize_here(ChatPrompt((), tuple(parts)), text):
+                return await asyncio.to_thread(text.files.tokenizer.encode, parts)
+            encoded = await text.renderer.encode(parts, tenant_id=tenant_id)
+            return list(chain.from_iterable(encoded.token_ids))
 
     def count_usage(self) -> None:
         """Counts what running responses have delivered since the last count."""

@@ -37,8 +37,10 @@ from services.gateway.text.history.late_system import (
     writes_in_place,
 )
 from shared.errors import ConfigError, InvalidRequest
+from shared.transport.wire_errors import one_line
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+MAX_REASON_CHARS = 500
 _REFERENCE = re.compile(f"{_OPEN}[0-9]+{_CLOSE}")
 
 # A template that compares a content with none expects none beside calls; others expect a text.
@@ -67,7 +69,7 @@ class LiteralText(str):
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """The data that another process needs to compile the same template.
+    """A template as text, and what compiling it needs. Compiling runs the template's constants.
 
     `call_ids`: the form of ids that the template requires. `tool_format`: how tools are given to a
     template that knows none; by default such a request is rejected.
@@ -123,8 +125,8 @@ class ChatTemplate:
             self._has_xml_arguments = "<parameter=" in source
             self._has_null_content = _NULL_CONTENT.search(source) is not None
             self._has_thinking = _THINKING.search(source) is not None
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ConfigError(f"the chat template does not compile: {error}") from error
+        except Exception as error:  # constants of the template are computed, which may raise any
+            raise ConfigError(f"the chat template does not compile: {one_line(error)}") from error
 
     def render(
         self,
@@ -156,10 +158,10 @@ class ChatTemplate:
         try:
             prompt = self._template.render(context)
         except jinja2.TemplateError as error:
-            message = f"the chat template rejects these messages: {error}"
+            message = f"the chat template rejects these messages: {_short(error)}"
             raise InvalidRequest(message, param="messages") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            message = f"the chat template fails on these messages: {error}"
+            message = f"the chat template fails on these messages: {_short(error)}"
             raise InvalidRequest(message, param="messages") from error
         return self._split(prompt)
 
@@ -270,6 +272,11 @@ def _environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: today().strftime(layout)
     return environment
+
+
+def _short(error: Exception) -> str:
+    """Its message, which a template may make of any length."""
+    return str(error)[:MAX_REASON_CHARS]
 
 
 def _raise_exception(message: str) -> NoReturn:

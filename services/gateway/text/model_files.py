@@ -1,4 +1,7 @@
-"""Reads the gateway's files of a model directory: tokenizer, chat template, sampling defaults."""
+"""Reads the gateway's files of a model directory: tokenizer, chat template, sampling defaults.
+
+Anybody may have written them: `models/model_check.py` reads them first, in a process with limits.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import NumTokens, TokenId
+from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
 from shared.tokenizer.tokenizer_file import tokenizer_file
 from shared.transport.wire_errors import UNREADABLE
 
@@ -22,7 +26,8 @@ NO_AND_YES = ("no", "yes")
 # The front matter of a model card on Hugging Face's hub.
 _FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _IS_RERANKER = re.compile(r"^pipeline_tag: *['\"]?text-ranking\b", re.MULTILINE)
-MAX_CARD_CHARS = 1 << 20
+MAX_CARD_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -89,7 +94,8 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 class ModelFiles:
     """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`,
-    `ranking`: None if there is none. `token_texts`: of special tokens, by names such as eos_token.
+    `ranking`: None if there is none; the template is text, which no process of ours has compiled.
+    `token_texts`: of special tokens, by names such as eos_token.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -115,10 +121,10 @@ class ModelFiles:
                 return Ranking(RankingTokens(yes, no))
         return Ranking(None)
 
-    def _template(self, source: str) -> ChatTemplate:
-        return ChatTemplate(
+    def _template(self, source: str) -> TemplateSource:
+        return TemplateSource(
             source,
-            special_tokens=self.tokenizer.special_tokens,
+            special_tokens=tuple(self.tokenizer.special_tokens),
             markers=self.tokenizer.markers,
             variables=self.token_texts,
         )
@@ -138,8 +144,8 @@ def _token_texts(config: _TokenizerConfig) -> dict[str, str]:
 def _is_reranker(card: Path) -> bool:
     """Whether the model card calls the model one that ranks texts."""
     try:
-        with card.open(encoding="utf-8") as file:
-            found = _FRONT_MATTER.match(file.read(MAX_CARD_CHARS))
+        text = read_checkpoint_file(card, max_bytes=MAX_CARD_BYTES).decode()
+        found = _FRONT_MATTER.match(text)
     except (OSError, UnicodeDecodeError):
         return False
     return found is not None and _IS_RERANKER.search(found[1]) is not None
@@ -155,9 +161,9 @@ def _tokenizer_file(model_dir: Path) -> Path:
 def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:
     """`chat_template.jinja` takes precedence, as in transformers."""
     path = model_dir / "chat_template.jinja"
-    if path.is_file():
+    if exists(path):
         try:
-            return path.read_text(encoding="utf-8")
+            return read_checkpoint_file(path, max_bytes=MAX_TEMPLATE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
     if isinstance(config.chat_template, list):
@@ -180,9 +186,9 @@ def _defaults(path: Path) -> GenerationDefaults:
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    if not path.is_file():
+    if not exists(path):
         return kind()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_checkpoint_file(path), type=kind)
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

@@ -26,6 +26,7 @@ MAX_SETUPS = 32  # of a process; those of tokenizers and vocabularies are fewer
 SIZE = struct.Struct("!I")
 MIB = 1 << 20
 RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"
+ENCODE_TIMEOUT = "the tokenizer takes too much time or memory on this text"
 BODY_TIMEOUT = "the body took too much CPU time to decode, render and tokenize"
 CHECK_TIMEOUT = "the grammar takes too much time or memory"
 
@@ -80,6 +81,19 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stored: bytes = b""
 
 
+class EncodeJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Texts to tokenize, each with a flag for literal text. `adds_special_tokens`: of the texts of
+    a client's prompt; None: they are parts of one that is rendered.
+    """
+
+    parts: list[tuple[bool, str]]
+    adds_special_tokens: bool | None = None
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(text) for _, text in self.parts)
+
+
 class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`request`: an encoded `GrammarRequest`, whose grammar is to be planned and tried."""
 
@@ -102,6 +116,13 @@ class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The parts of the prompt, each with a flag for literal text."""
 
     parts: list[tuple[bool, str]]
+
+
+class Encoded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Of each text: its token ids, and the start of each token in a client's prompt."""
+
+    token_ids: list[list[int]]
+    offsets: list[list[int]]
 
 
 class PreparedBody(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -133,8 +154,8 @@ class Unavailable(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-Job = RenderJob | BodyJob | CheckJob
-Reply = Rendered | PreparedBody | Checked | Rejected | Unavailable
+Job = RenderJob | BodyJob | EncodeJob | CheckJob
+Reply = Rendered | PreparedBody | Encoded | Checked | Rejected | Unavailable
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -157,9 +178,11 @@ def template_values(job: RenderJob) -> TemplateValues:
     return _values_decoder.decode(job.values)
 
 
-def limit_s(job: Job | Rejected) -> float:
+def limit_s(job: Job | ProcessSetup | Rejected) -> float:
     """CPU seconds after which the process is killed."""
     match job:
+        case EncodeJob():
+            return LIMIT_S + job.num_chars / MIB * LIMIT_S_PER_MIB
         case BodyJob():
             return LIMIT_S + (len(job.body) + len(job.stored)) / MIB * LIMIT_S_PER_MIB
         case CheckJob():
@@ -173,6 +196,8 @@ def over_limit(job: Job) -> Rejected:
     match job:
         case BodyJob():
             return Rejected(BODY_TIMEOUT, None)
+        case EncodeJob():
+            return Rejected(ENCODE_TIMEOUT, None)
         case CheckJob():
             return Rejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
         case RenderJob():

@@ -21,6 +21,7 @@ from services.gateway.text.process_jobs import (
     SIZE,
     BodyJob,
     CheckJob,
+    EncodeJob,
     Finished,
     Job,
     ProcessSetup,
@@ -39,9 +40,10 @@ from shared.errors import ConfigError, HearthError
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_TOKENIZERS = 4  # of models whose large bodies came last; 100 MB and more for a large vocabulary
-MAX_PROMPT_CHARS = 64 * 1024 * 1024
+MAX_PROMPT_CHARS = 4 << 20  # of a small conversation; a large one has more for each byte
+MAX_CHARS_PER_BYTE = 4
 
-BodyHandler = Callable[[BodyJob], Reply]
+BodyHandler = Callable[[BodyJob | EncodeJob], Reply]
 # Called with the setup and the template when the first body of a model arrives.
 MakeBodyHandler = Callable[[ProcessSetup, ChatTemplate | None], BodyHandler]
 Message = ProcessSetup | SelectModel | Job
@@ -50,9 +52,15 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class _Model:
+    """`failure`: why its template, which compiled once, does not compile here."""
+
     def __init__(self, setup: ProcessSetup) -> None:
         self.setup = setup
-        self.template = None if setup.template is None else setup.template.compiled()
+        self.template, self.failure = None, ""
+        try:
+            self.template = None if setup.template is None else setup.template.compiled()
+        except ConfigError as error:
+            self.failure = error.message
 
 
 class _Models:
@@ -73,6 +81,9 @@ class _Models:
 
     @property
     def template(self) -> ChatTemplate | None:
+        """Of the selected model. Raises ConfigError if it does not compile."""
+        if self._selected is not None and self._selected.failure:
+            raise ConfigError(self._selected.failure)
         return None if self._selected is None else self._selected.template
 
     def body_handler(self) -> BodyHandler | None:
@@ -82,7 +93,7 @@ class _Models:
         setup = self._selected.setup
         handler = self._handlers.get(setup.key)
         if handler is None:
-            handler = self._make(setup, self._selected.template)
+            handler = self._make(setup, self.template)
             self._handlers.put(setup.key, handler)
         return handler
 
@@ -95,7 +106,9 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
     while (data := read_frame()) is not None:
         match decoded(data):
             case ProcessSetup() as setup:
+                signal.setitimer(signal.ITIMER_PROF, limit_s(setup))
                 models.add(setup)
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
             case SelectModel(key):
                 models.select(key)
             case job:
@@ -104,11 +117,13 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
 
 def _answered(models: _Models, job: Job | Rejected) -> bytes:
     try:
-        handle_body = models.body_handler() if isinstance(job, BodyJob) else None
+        is_tokenized = isinstance(job, BodyJob | EncodeJob)
+        handle_body = models.body_handler() if is_tokenized else None
+        template = models.template
     except ConfigError as error:
         return frame(Finished(Unavailable(error.message), 0.0))
     signal.setitimer(signal.ITIMER_PROF, limit_s(job))
-    reply = encoded_reply(models.template, job, handle_body)
+    reply = encoded_reply(template, job, handle_body)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     return reply
 
@@ -131,7 +146,7 @@ def encoded_reply(
     try:
         reply = _reply_to(template, job, handle_body)
         return frame(Finished(reply, time.process_time() - began_s))
-    except Exception as error:  # of a template, which may raise anything, or of a client's data
+    except BaseException as error:  # of a template, a tokenizer that panics, or a client's data
         return frame(Finished(_failed(job, error), time.process_time() - began_s))
 
 
@@ -143,14 +158,16 @@ def _reply_to(
             return job
         case RenderJob():
             return _rendered(template, job)
-        case BodyJob():
+        case BodyJob() | EncodeJob():
             return _body(handle_body, job)
         case CheckJob():
             return Rejected("this process checks no grammars", None)
 
 
-def _failed(job: Job | Rejected, error: Exception) -> Rejected:
+def _failed(job: Job | Rejected, error: BaseException) -> Rejected:
     name = type(error).__name__
+    if isinstance(job, EncodeJob):
+        return Rejected(f"the tokenizer fails on this text: {name}", None)
     if isinstance(job, BodyJob):
         return Rejected(f"the body cannot be prepared: {name}", None)
     return Rejected(f"the chat template fails on these messages: {name}")
@@ -169,12 +186,13 @@ def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
         )
     except HearthError as error:
         return Rejected(error.message, error.param)
-    if sum(map(len, parts)) > MAX_PROMPT_CHARS:
-        return Rejected(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
+    most = max(MAX_PROMPT_CHARS, MAX_CHARS_PER_BYTE * len(job.values))
+    if sum(map(len, parts)) > most:
+        return Rejected(f"the rendered prompt has more than {most} characters")
     return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])
 
 
-def _body(handle: BodyHandler | None, job: BodyJob) -> Reply:
+def _body(handle: BodyHandler | None, job: BodyJob | EncodeJob) -> Reply:
     try:
         if handle is not None:
             return handle(job)

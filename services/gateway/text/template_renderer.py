@@ -9,10 +9,13 @@ from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import (
     BodyJob,
+    Encoded,
+    EncodeJob,
     PreparedBody,
     ProcessSetup,
     Rejected,
     Rendered,
+    Reply,
     Unavailable,
     render_job,
 )
@@ -45,8 +48,7 @@ class Renderer:
             raise InvalidRequest("this model has no chat template", param="messages")
         job = render_job(messages, tools, add_generation_prompt, variables)
         reply = await self._pool.run(tenant_id, self._setup, job)
-        if isinstance(reply, Rejected):
-            raise _error_of(reply)
+        _check(reply)
         assert isinstance(reply, Rendered), "the reply to a RenderJob"
         return [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]
 
@@ -55,12 +57,34 @@ class Renderer:
         subclass of InvalidRequest; NoCapacity also for files that cannot be read any more.
         """
         reply = await self._pool.run(tenant_id, self._setup, job)
-        if isinstance(reply, Rejected):
-            raise _error_of(reply)
-        if isinstance(reply, Unavailable):
-            raise NoCapacity(reply.reason, retry_after_s=1.0)
+        _check(reply)
         assert isinstance(reply, PreparedBody), "the reply to a BodyJob"
         return reply
+
+    async def encode(
+        self,
+        parts: Sequence[str],
+        *,
+        tenant_id: str,
+        adds_special_tokens: bool | None = None,
+    ) -> Encoded:
+        """Tokenizes texts, as `EncodeJob`, of a model whose tokenizer may not run elsewhere. Raises
+        as `prepare_body`.
+        """
+        given = [(isinstance(part, LiteralText), str(part)) for part in parts]
+        job = EncodeJob(given, adds_special_tokens)
+        reply = await self._pool.run(tenant_id, self._setup, job)
+        _check(reply)
+        assert isinstance(reply, Encoded), "the reply to an EncodeJob"
+        return reply
+
+
+def _check(reply: Reply) -> None:
+    """Raises the error that rejects the job, or NoCapacity."""
+    if isinstance(reply, Rejected):
+        raise _error_of(reply)
+    if isinstance(reply, Unavailable):
+        raise NoCapacity(reply.reason, retry_after_s=1.0)
 
 
 def _error_of(reply: Rejected) -> HearthError:

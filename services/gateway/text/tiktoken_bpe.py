@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import tiktoken
@@ -31,6 +31,7 @@ LLAMA_3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_2 = LLAMA_3.replace("{1,3}", "")
+PATTERNS = (GPT_2, LLAMA_3, QWEN_2, KIMI)
 # A million characters of white space overflow the stack of tiktoken's pattern matching.
 MAX_CHARS = 250_000
 
@@ -63,7 +64,15 @@ class _File(msgspec.Struct, frozen=True):
     pre_tokenizer: _PreTokenizer | None = None
 
 
-def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> tuple[Encode, Encode]:
+class Encoders(NamedTuple):
+    """`is_fast`: whether both let other threads run, for texts of at most MAX_CHARS."""
+
+    marked: Encode
+    literal: Encode
+    is_fast: bool = False
+
+
+def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> Encoders:
     """Returns encoders for two views of the `tokenizer.json` `source`: special tokens recognized,
     or encoded as ordinary characters. Each uses tiktoken where the ids are the same. Neither adds
     tokens.
@@ -73,15 +82,15 @@ def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> tuple[Encode
         file = msgspec.json.decode(source, type=_File)
         encode = _encode_words(file)
     except (msgspec.DecodeError, LookupError, ValueError):
-        return own_marked, own_literal  # a file that `_File` does not cover
+        return Encoders(own_marked, own_literal)  # a file that `_File` does not cover
     added = marked.get_added_tokens_decoder()
     if encode is None or not _are_found_as_they_are(added.values(), file):
-        return own_marked, own_literal
+        return Encoders(own_marked, own_literal)
     ids = {token.content: token_id for token_id, token in added.items()}
     faster = _bounded(_cut_at(ids, encode), own_marked)
     if all(token.special for token in literal.get_added_tokens_decoder().values()):
-        return faster, _bounded(encode, own_literal)
-    return faster, own_literal
+        return Encoders(faster, _bounded(encode, own_literal), is_fast=True)
+    return Encoders(faster, own_literal)
 
 
 def _encode_of(tokenizer: Tokenizer) -> Encode:
@@ -147,7 +156,7 @@ def _pattern_of(pre_tokenizer: _PreTokenizer | None) -> str | None:
                 ),
                 _PreTokenizer(type="ByteLevel", add_prefix_space=False, use_regex=False),
             ],
-        ) if pattern in (LLAMA_3, QWEN_2, KIMI):
+        ) if pattern in PATTERNS[1:]:
             return pattern
     return None
 

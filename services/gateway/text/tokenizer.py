@@ -11,14 +11,17 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from services.gateway.text.chat_template import LiteralText
+from services.gateway.text.checkpoint.tokenizer_costs import check_decoding, has_known_cost
 from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.tiktoken_bpe import encoders
+from services.gateway.text.tiktoken_bpe import MAX_CHARS, encoders
 from services.gateway.text.token_bounds import longest_token_chars
 from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
+from shared.tokenizer.checkpoint_file import MAX_TOKENIZER_BYTES, read_checkpoint_file
 
 # What models write before and after a marker, which tokens may hold together with it.
 _AROUND = tuple(product(("", " ", "\n", "\n\n", ".", ".\n", ".\n\n"), ("", "\n", "\n\n")))
+MAX_BLOCKING_CHARS = 64 << 10  # of tokenizers that let no other thread run: some 30 ms
 _MARKER = re.compile(r"[<\[]\S*\w\S*[>\]]")
 
 
@@ -27,19 +30,24 @@ class PromptTokenizer:
 
     `markers`: the added tokens which are not special but which the chat template writes or looks
     for, such as `<tool_call>` or `</think>`; they are ordinary characters too in the second view.
+    `max_chars_here`: of a text to encode outside of a preparation process.
     """
 
     def __init__(self, path: Path, chat_template: str = "") -> None:
         """Raises ConfigError if the file cannot be read as a tokenizer."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_checkpoint_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
             self.tokenizer = Tokenizer.from_str(text)
             self.markers = _markers(self.tokenizer, chat_template)
             self._literal = Tokenizer.from_str(_with_special(text, self.markers))
             has_byte_level = is_byte_level(text)
             self.complete_texts = complete_texts(text, self.tokenizer)
             self.longest_token_chars = longest_token_chars(text, self.tokenizer)
-        except Exception as error:  # tokenizers raises a bare Exception
+            is_known = has_known_cost(text)
+            check_decoding(text)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers raises a bare Exception; its panic is none
             raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
         for each in (self.tokenizer, self._literal):
             each.no_padding()
@@ -48,7 +56,9 @@ class PromptTokenizer:
             # others. Without the cache, encoding takes as long as with all words cached.
             each.model._resize_cache(0)
         self._literal.encode_special_tokens = True
-        self._encode, self._encode_literal = encoders(text, self.tokenizer, self._literal)
+        self._encode, self._encode_literal, is_fast = encoders(text, self.tokenizer, self._literal)
+        most = MAX_CHARS if is_fast else MAX_BLOCKING_CHARS
+        self.max_chars_here = most if is_known else 0
         self._added = _added_around(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._added_ids = {each.content: token_id for token_id, each in added.items()}
@@ -58,6 +68,11 @@ class PromptTokenizer:
     def special_tokens(self) -> list[str]:
         added = self.tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
+
+    @property
+    def num_added_around(self) -> int:
+        """Tokens that the tokenizer adds before and after any prompt."""
+        return sum(map(len, self._added))
 
     def added_token_id(self, text: str) -> int | None:
         """The token that stands for this text alone, such as a marker of a chat template."""
@@ -147,10 +162,15 @@ class PromptTokenizer:
         return "".join(texts), offsets
 
     def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:
-        """Returns the tokens of the word at the start of a text and after a space."""
-        bare = word.lstrip()
-        spelled = (tuple(self.encode([LiteralText(each)])) for each in (bare, f" {bare}"))
+        """Returns the tokens of the texts of `bad_word_texts`."""
+        spelled = (tuple(self.encode([each])) for each in bad_word_texts(word))
         return list(dict.fromkeys(spelled))
+
+
+def bad_word_texts(word: str) -> tuple[LiteralText, LiteralText]:
+    """The word at the start of a text and after a space."""
+    bare = word.lstrip()
+    return LiteralText(bare), LiteralText(f" {bare}")
 
 
 def _markers(tokenizer: Tokenizer, chat_template: str) -> tuple[str, ...]:

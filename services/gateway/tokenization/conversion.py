@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.process_jobs import Encoded, EncodeJob
 from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization.bodies import (
     DetokenizeRequest,
@@ -53,6 +54,16 @@ def detokenize(
             f"tokens: {highest} is not in this model's vocabulary of {limit}", param="tokens"
         )
     return DetokenizeResponse(prompt=tokenizer.decode(body.tokens))
+
+
+def encoded(job: EncodeJob, tokenizer: PromptTokenizer) -> Encoded:
+    """In a preparation process."""
+    texts = [LiteralText(text) if is_literal else text for is_literal, text in job.parts]
+    add = job.adds_special_tokens
+    if add is None:
+        return Encoded([tokenizer.encode([text]) for text in texts], [])
+    pairs = [tokenizer.encode_with_offsets(text, add_special_tokens=add) for text in texts]
+    return Encoded([ids for ids, _ in pairs], [offsets for _, offsets in pairs])
 
 
 def chat_tokens(

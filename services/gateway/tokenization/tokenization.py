@@ -48,6 +48,8 @@ class Tokenization:
             return await self._answer_large(tenant, TOKENIZE, data)
         body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
         model = await self._model(tenant, body.model)
+        if not model.text.files.tokenizer.max_chars_here:
+            return await self._answer_large(tenant, TOKENIZE, data)
         response = tokenize(
             body,
             model.text.files.tokenizer,
@@ -72,7 +74,7 @@ class Tokenization:
         template = files.chat_template
         return TokenizerInfo(
             model=model.card.name,
-            chat_template=None if template is None else template.source.source,
+            chat_template=None if template is None else template.source,
             model_max_length=model.card.max_context_tokens,
             **files.token_texts,
         )

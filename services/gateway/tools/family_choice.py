@@ -64,10 +64,11 @@ _MARKERS: tuple[tuple[Family, tuple[str, ...]], ...] = (
 def family_of(files: ModelFiles, choice: str = "", *, tool_format: str = "template") -> Family:
     """`choice`: the name of a family, a file with a response template, or "off": no calls and no
     reasoning are recognised; empty: by the checkpoint. `tool_format`: how a chat template without
-    tools gets them. Raises ConfigError for a choice that is none of these.
+    tools gets them. Raises ConfigError for a choice that is none of these. Compiles what the
+    checkpoint brings, which may never end: for a process that can be killed.
     """
     template = files.chat_template
-    source = None if template is None else template.source.source
+    source = None if template is None else template.source
     family = family_of_template(source)
     if choice == OFF:
         return msgspec.structs.replace(PLAIN, call_ids=family.call_ids)
@@ -80,7 +81,7 @@ def family_of(files: ModelFiles, choice: str = "", *, tool_format: str = "templa
             return with_template(family, files.response_template)
         except ConfigError as error:  # of a newer version: a table of ours is better than no model
             log.warning("response_template_unused", reason=str(error), family=family.name)
-    if tool_format == "hermes" and template is not None and not template.takes_tools:
+    if tool_format == "hermes" and template is not None and not template.compiled().takes_tools:
         return _with_thinking(HERMES, source or "")
     return family
 

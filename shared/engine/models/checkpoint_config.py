@@ -16,6 +16,7 @@ from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
 from shared.engine.quantisation.quantization_config import quantisation_of
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
 from shared.transport.wire_errors import UNREADABLE
 
 EosTokenId = int | list[int] | None
@@ -74,7 +75,7 @@ def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> Mode
 
 def _read(path: Path, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_checkpoint_file(path), type=kind)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except UNREADABLE as error:
@@ -84,7 +85,7 @@ def _read(path: Path, kind: type[_T]) -> _T:
 def _eos_token_ids(model_dir: Path, eos: EosTokenId) -> tuple[int, ...] | None:
     """generation_config.json has priority, as in transformers' generate; None if both lack it."""
     path = model_dir / "generation_config.json"
-    if path.exists():
+    if exists(path):
         generation = _read(path, _Generation)
         eos = generation.eos_token_id if generation.eos_token_id is not None else eos
     if eos is None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from services.gateway.preparation_process import BODY_NICENESS
-from services.gateway.service import PREPARATION_PROCESS, own_setup
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.service import PREPARATION_PROCESS, own_family, own_setup
+from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import BodyJob, ProcessSetup
@@ -43,7 +43,7 @@ async def test_large_bodies_are_prepared_at_a_lower_priority_than_small_requests
     own = os.getpriority(os.PRIO_PROCESS, 0)
     low = min(LOWEST, own + BODY_NICENESS)
     assert model_files.chat_template is not None
-    setup = ProcessSetup(model_files.chat_template.source, str(gateway_config.model_dir))
+    setup = ProcessSetup(model_files.chat_template, str(gateway_config.model_dir))
     pool = PreparationPool(
         setup, num_processes=1, module=PREPARATION_PROCESS, spare_delay_s=NEVER_S, hang_s=600.0
     )
@@ -69,15 +69,15 @@ def test_processes_render_calls_as_the_template_and_the_operator_require(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     files = copy.copy(model_files)
-    found = own_setup(gateway_config, files).template
+    found = own_setup(gateway_config, files, own_family(gateway_config, files)).template
     assert found is not None and (found.call_ids, found.tool_format) == ("own", "template")
     source = "{{ tools }}<|tool_calls_section_begin|><|tool_call_argument_begin|>"
-    files.chat_template = ChatTemplate(source, special_tokens=(), variables={})
+    files.chat_template = TemplateSource(source, (), {})
     as_text = msgspec.structs.replace(gateway_config, tool_format="hermes")
-    found = own_setup(as_text, files).template
+    found = own_setup(as_text, files, own_family(as_text, files)).template
     assert found is not None and (found.call_ids, found.tool_format) == ("kimi", "hermes")
     files.chat_template = None
-    assert own_setup(gateway_config, files).template is None
+    assert own_setup(gateway_config, files, own_family(gateway_config, files)).template is None
 
 
 def test_unknown_tool_format_is_named(gateway_config: GatewayConfig) -> None:

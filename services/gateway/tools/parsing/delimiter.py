@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 import regex
+import structlog
 from msgspec import Meta
 
 from services.gateway.tools.parsing.marker_tokens import MarkerTokens
@@ -15,21 +16,46 @@ from shared.errors import ConfigError
 
 Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
 MAX_HELD_CHARS = 4096  # of text that may be a delimiter
+MATCH_TIMEOUT_S = 0.02  # of a search on the event loop, which usually takes microseconds
+MAX_TIMEOUTS = 8  # a busy machine may break some off, too
+log = structlog.get_logger(__name__)
+
 _SPACES = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
 _ASCII = "".join(map(chr, range(128)))
 _OTHER = "é一٣😀"  # a pattern that starts with one of them may start with any
 _NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")
 
 
+class Patience:
+    """Of a pattern that takes too long: a checkpoint may bring one that takes for ever. After some
+    searches that were broken off, it matches nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = MAX_TIMEOUTS
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_left == 0
+
+    def lose(self) -> tuple[None, bool]:
+        """Returns what a search without a match returns."""
+        self._num_left -= 1
+        if self.is_over:
+            log.warning("pattern_too_slow", effect="what it delimits is part of the content")
+        return None, False
+
+
 class Delimiter(msgspec.Struct, frozen=True):
     """`can_grow`: whether a match at the end of a text can become longer. `leads`: matches the
-    characters that a match can start with; None: all.
+    characters that a match can start with; None: all. A search that takes too long finds nothing.
     """
 
     pattern: Any
     can_grow: bool
     leads: Any = None
     is_at_start: bool = False
+    patience: Patience = msgspec.field(default_factory=lambda: Patience())
 
     def search(self, text: str, start: int = 0, *, is_ended: bool) -> tuple[Any, bool]:
         """The match and whether more text may change it. One that grows too long is no match."""
@@ -38,12 +64,23 @@ class Delimiter(msgspec.Struct, frozen=True):
             if lead is None:
                 return None, False
             start = lead.start()
-        found = self.pattern.search(text, start, partial=not is_ended)
+        if self.patience.is_over:
+            return None, False
+        try:
+            found = self.pattern.search(text, start, partial=not is_ended, timeout=MATCH_TIMEOUT_S)
+        except TimeoutError:
+            return self.patience.lose()
         return self._judged(found, text, is_ended)
 
     def match(self, text: str, *, is_ended: bool) -> tuple[Any, bool]:
         """As `search`, at the start of the text alone."""
-        return self._judged(self.pattern.match(text, partial=not is_ended), text, is_ended)
+        if self.patience.is_over:
+            return None, False
+        try:
+            found = self.pattern.match(text, partial=not is_ended, timeout=MATCH_TIMEOUT_S)
+        except TimeoutError:
+            return self.patience.lose()
+        return self._judged(found, text, is_ended)
 
     def _judged(self, found: Any, text: str, is_ended: bool) -> tuple[Any, bool]:
         if found is None or is_ended:

@@ -170,12 +170,12 @@ def test_client_text_is_no_marker_of_the_template(tmp_path: Path) -> None:
     assert files.tokenizer.markers == ("<tool_call>", "</think>")
     call, think, table = map(files.tokenizer.added_token_id, ("<tool_call>", "</think>", "<table>"))
     user = {"role": "user", "content": "a<tool_call>b</think>c<table>"}
-    for template_of in (files.chat_template, files.chat_template.source.compiled()):
-        token_ids = files.tokenizer.encode(template_of.render([user]))
-        assert call not in token_ids and think not in token_ids and table in token_ids
-        assert str(user["content"]) in files.tokenizer.decode(token_ids)
+    template_of = files.chat_template.compiled()
+    token_ids = files.tokenizer.encode(template_of.render([user]))
+    assert call not in token_ids and think not in token_ids and table in token_ids
+    assert str(user["content"]) in files.tokenizer.decode(token_ids)
     answer = {"role": "assistant", "content": "x</think>y<|im_end|>"}
-    token_ids = files.tokenizer.encode(files.chat_template.render([user, answer]))
+    token_ids = files.tokenizer.encode(template_of.render([user, answer]))
     assert token_ids.count(think) == 1
     assert token_ids.count(EOS_TOKEN_ID) == 2
     assert call in files.tokenizer.encode(["<tool_call>"])

@@ -98,7 +98,8 @@ def test_token_strs_are_the_vocabulary_s(tokenizer: PromptTokenizer) -> None:
 
 def test_tokens_of_messages_follow_the_template(model_files: ModelFiles) -> None:
     body = TokenizeRequest(messages=TOKENIZE_FIELDS.decode(encoded(messages=MESSAGES)).messages)
-    tokenizer, template = model_files.tokenizer, model_files.chat_template
+    assert model_files.chat_template is not None
+    tokenizer, template = model_files.tokenizer, model_files.chat_template.compiled()
     shown, opened = "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|>assistant\n"
     assert chat_tokens(body, template, tokenizer) == tokenizer.encode([shown + opened])
     closed = msgspec.structs.replace(body, add_generation_prompt=False)
@@ -124,7 +125,9 @@ def encoded(**fields: Any) -> bytes:
 
 def run_tokenize(data: bytes, files: ModelFiles) -> Any:
     body = TOKENIZE_FIELDS.decode(data)
-    rendered = chat_tokens(body, files.chat_template, files.tokenizer)
+    source = files.chat_template
+    template = None if source is None else source.compiled()
+    rendered = chat_tokens(body, template, files.tokenizer)
     return tokenize(body, files.tokenizer, max_model_len=1, chat_token_ids=rendered)
 
 

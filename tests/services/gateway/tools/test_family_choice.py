@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.service import own_setup
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.service import own_family, own_setup
+from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.tools.families import HERMES, KIMI, MISTRAL_ARGS
 from services.gateway.tools.family_choice import family_of
@@ -37,9 +37,7 @@ WITH_TOOLS = "{{ tools }}"
 def files_of(model_files: ModelFiles, source: str | None, own: Any = None) -> ModelFiles:
     files = copy.copy(model_files)
     files.response_template = own
-    files.chat_template = (
-        None if source is None else ChatTemplate(source, special_tokens=(), variables={})
-    )
+    files.chat_template = None if source is None else TemplateSource(source, (), {})
     return files
 
 
@@ -119,5 +117,5 @@ def test_call_ids_of_the_prompt_are_of_the_chosen_family(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     config = msgspec.structs.replace(gateway_config, response_template="kimi")
-    source = own_setup(config, model_files).template
+    source = own_setup(config, model_files, own_family(config, model_files)).template
     assert source is not None and source.call_ids == "kimi"

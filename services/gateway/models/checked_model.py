@@ -1,0 +1,96 @@
+"""Has the files of a model read by a process with limits, before this process reads them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+import services
+from services.gateway.models.model_check import (
+    CPU_LIMIT_S,
+    MEMORY_LIMIT_BYTES,
+    PROGRAM_LIMIT_S,
+    ModelCheck,
+)
+from services.gateway.tools.family import Family
+from shared.errors import ConfigError
+
+MODULE = "services.gateway.models.model_check"
+WALL_LIMIT_S = 90.0  # of a process that waits for a disk; on a busy machine also for a core
+MAX_CHECKED = 1024
+MAX_REPLY_BYTES = 8 << 20
+ROOT = Path(services.__file__).resolve().parents[1]
+# A checkpoint's programs run there, so it gets nothing else.
+PASSED_ON = ("PATH", "HOME", "HEARTH_CACHE_DIR", "XDG_CACHE_HOME", "LANG", "TMPDIR", "TZ")
+
+
+class CheckedModels:
+    """Checks a folder once, until one of its files changes. May be called from any thread."""
+
+    def __init__(self, tool_format: str) -> None:
+        self._tool_format = tool_format
+        self._families: dict[object, Family] = {}
+
+    def family(self, model_dir: Path) -> Family:
+        """As `checked_family`."""
+        state = _state(model_dir)
+        found = self._families.get(state)
+        if found is None:
+            found = checked_family(model_dir, "", self._tool_format)
+            if len(self._families) >= MAX_CHECKED:
+                self._families.clear()
+            self._families[state] = found
+        return found
+
+
+def _state(model_dir: Path) -> object:
+    """Differs once a file in the folder changes. Raises ConfigError."""
+    try:
+        paths = sorted([*model_dir.iterdir(), *model_dir.glob("*/*.jinja")])
+        stats = [(path, path.stat(follow_symlinks=path.exists())) for path in paths]
+    except OSError as error:
+        raise ConfigError(f"{model_dir}: cannot be read: {error}") from error
+    return tuple((path, each.st_ino, each.st_size, each.st_ctime_ns) for path, each in stats)
+
+
+def checked_family(model_dir: Path, choice: str, tool_format: str) -> Family:
+    """How the model writes calls, as `family_of`; its files can then be read here. Blocks. Raises
+    ConfigError for files that cannot be read, or not within the limits.
+    """
+    command = [sys.executable, "-m", MODULE, str(model_dir), choice, tool_format]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(os.environ),
+            timeout=WALL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{model_dir}: reading it takes more than {WALL_LIMIT_S:g} s") from None
+    if done.returncode != 0 or len(done.stdout) > MAX_REPLY_BYTES:
+        raise ConfigError(f"{model_dir}: {_excess(done.returncode)}")
+    found = msgspec.msgpack.decode(done.stdout, type=ModelCheck)
+    if found.family is None:
+        raise ConfigError(found.failure)
+    return found.family
+
+
+def _excess(status: int) -> str:
+    if status == -signal.SIGPROF:
+        return f"its templates take more than {PROGRAM_LIMIT_S:g} s to compile"
+    limits = f"{CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 30} GiB"
+    return f"its tokenizer or templates take more than {limits} to load (status {status})"
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    passed_on = {name: environ[name] for name in PASSED_ON if name in environ}
+    return {**passed_on, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}

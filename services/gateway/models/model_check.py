@@ -1,0 +1,96 @@
+"""Reads and tries what a checkpoint brings, in a process with limits: python -m … MODEL_DIR CHOICE
+TOOL_FORMAT.
+
+Templates, tokenizers and patterns are programs of a checkpoint's author: they may never end, take
+all memory or end the process. Writes a `ModelCheck` to its output. `checked_model.py` starts it.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from services.gateway.text.checkpoint.tokenizer_costs import check_token_lengths
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.tools.family import Family
+from services.gateway.tools.family_choice import family_of
+from services.gateway.tools.parsing.parsing import ResponseParsing
+from shared.errors import ConfigError, HearthError
+
+CPU_LIMIT_S = 12
+PROGRAM_LIMIT_S = 2.0  # CPU time, of compiling templates and patterns
+MEMORY_LIMIT_BYTES = 3 << 30
+MAX_REASON_CHARS = 300
+MAX_MARK_CHARS = 256
+MAX_ADDED_AROUND = 64  # tokens that a tokenizer adds to any text
+# Of the steps that the gateway takes again while its event loop waits.
+MAX_PATTERNS_S = 0.5
+MAX_TOKENIZER_S = 8.0
+
+
+class ModelCheck(msgspec.Struct, frozen=True):
+    """`failure`: empty if the files can be used."""
+
+    family: Family | None = None
+    failure: str = ""
+
+
+def main() -> None:
+    model_dir, choice, tool_format = sys.argv[1:]
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(check(Path(model_dir), choice, tool_format)))
+
+
+def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
+    try:
+        return ModelCheck(_family(model_dir, choice, tool_format))
+    except HearthError as error:
+        return ModelCheck(failure=_one_line(error.message))
+    except BaseException as error:  # of files that anybody may have written
+        return ModelCheck(failure=_one_line(f"{model_dir}: {type(error).__name__}: {error}"))
+
+
+def _one_line(reason: str) -> str:
+    printable = "".join(char if char.isprintable() else " " for char in reason)
+    return " ".join(printable.split())[:MAX_REASON_CHARS]
+
+
+def _family(model_dir: Path, choice: str, tool_format: str) -> Family:
+    began_s = time.process_time()
+    files = ModelFiles(model_dir)
+    _check_time("tokenizer", time.process_time() - began_s, MAX_TOKENIZER_S)
+    try:
+        check_token_lengths(files.tokenizer.tokenizer.get_vocab(with_added_tokens=True))
+        if files.tokenizer.num_added_around > MAX_ADDED_AROUND:
+            raise ConfigError(f"it adds more than {MAX_ADDED_AROUND} tokens to any text")
+    except ConfigError as error:
+        raise ConfigError(f"{model_dir}: tokenizer: {error.message}") from None
+    signal.setitimer(signal.ITIMER_PROF, PROGRAM_LIMIT_S)
+    if files.chat_template is not None:
+        files.chat_template.compiled()
+    family = family_of(files, choice, tool_format=tool_format)
+    began_s = time.process_time()
+    ResponseParsing(family, files.tokenizer.added_ids)
+    _check_time("response template", time.process_time() - began_s, MAX_PATTERNS_S)
+    for mark in filter(None, (family.think_open, family.think_close)):
+        if len(mark) > MAX_MARK_CHARS:
+            raise ConfigError(f"response_template: a mark of {len(mark)} characters is too long")
+        files.tokenizer.spellings(mark)
+    return family
+
+
+def _check_time(what: str, seconds: float, most: float) -> None:
+    if seconds > most:
+        raise ConfigError(f"its {what} takes {seconds:.1f} s to load, the limit is {most:g} s")
+
+
+if __name__ == "__main__":
+    main()

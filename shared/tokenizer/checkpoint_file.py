@@ -1,0 +1,32 @@
+"""Reads a file that a checkpoint brings: anybody may have written it, or put something else there.
+
+A pipe or a device under the name of a file would block its reader for ever, and an endless file
+would take all memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+MAX_CONFIG_BYTES = 32 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
+
+
+def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
+    """Raises OSError for a file that is missing, is not a regular one or has more bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes", str(path))
+    return data
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything of this name, also what cannot be read."""
+    return os.path.lexists(path)

@@ -1,0 +1,274 @@
+"""Checkpoint folders that nobody should be able to hurt a gateway or a host with: each is a small
+good one with one thing changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Spoil = Callable[[Path], None]
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+DEEP = "[" * 100_000 + "]" * 100_000
+CATASTROPHES = ("(a+)+$", "(a|a)*$", "(a|aa)+$", "a*a*[bc]", "(?=(a+)+b)", "(.*)*(.*)*x")
+
+AT_COMPILE = (
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ 10 ** 10 ** 9 % 7 }}",
+    "{{ 'a' * 10 ** 11 }}",
+    "{{ [0] * 10 ** 11 }}",
+    "{{ ('a' * 10 ** 9) | upper | length }}",
+    "{{ '%0999999999999d' % 1 }}",
+    "{{ '%999999999s' % 'a' }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ ('a' * 30000) | replace('', 'b' * 10 ** 6) }}",
+    "{{ 'a' | indent(10 ** 10, true) }}",
+    "{{ (" + "(" * 5000 + "1" + ")" * 5000 + ") }}",
+    "{% if 1 %}" * 400 + "{% endif %}" * 400,
+    "{% for a in b %}" * 60 + "{% endfor %}" * 60,
+    "{{ 1" + " + 1" * 100_000 + " }}",
+    "{{ 'a'" + " | upper" * 20_000 + " }}",
+    "{{ " + "9" * 100_000 + " }}",
+    "{{ 1e999 }}{{ -1e999 | int }}",
+    "{% macro a() %}" * 200 + "{% endmacro %}" * 200,
+    "{% unknown %}",
+    "{{ nosuchfilter | nosuch }}",
+    "{% include 'config.json' %}",
+    "{% import '/etc/passwd' as x %}",
+    "{{ unclosed",
+)
+AT_RENDER = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% set n = namespace(t='x' * 1000) %}{% for a in range(40) %}{% set n.t = n.t ~ n.t %}"
+    "{% endfor %}",
+    "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{{ messages[0].content * 10 ** 10 }}",
+    "{{ (messages | length + 8) ** (messages | length + 8) ** 9 }}",
+    "{{ range(10 ** 12) | list }}",
+    "{{ lipsum(n=10 ** 6) }}",
+    "{{ messages.__class__.__mro__ }}{{ self.__init__.__globals__ }}",
+    "{{ raise_exception('no' * 100000) }}",
+    "{{ strftime_now('%Y' * 10 ** 6) }}",
+    "{{ messages | tojson(indent=10 ** 9) }}",
+    "{{ 'x' * 70000000 }}",
+)
+VALUES: tuple[Any, ...] = (None, 1, "x", [], {}, [[]], {"type": "x"})
+DOCUMENTS = {
+    "list": b"[]",
+    "text": b'"x"',
+    "number": b"1",
+    "null": b"null",
+    "deep": DEEP.encode(),
+    "deep_objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "torn": b'{"eos_token_id": [1,',
+    "not_utf8": b'{"a": "\xff\xfe"}',
+    "surrogate": b'{"chat_template": "\\ud800", "bos_token": "\\udfff"}',
+    "nan": b'{"temperature": NaN, "top_p": Infinity, "eos_token_id": -Infinity}',
+    "huge_numbers": b'{"eos_token_id": 1e400, "temperature": 1' + b"0" * 5000 + b"}",
+    "empty": b"",
+    "zeros": bytes(1000),
+}
+GENERATION: tuple[dict[str, Any], ...] = (
+    {"eos_token_id": -1},
+    {"eos_token_id": 2**70},
+    {"eos_token_id": list(range(100_000))},
+    {"eos_token_id": [[2]]},
+    {"temperature": -1},
+    {"temperature": 10**400},
+    {"top_k": 2**70},
+    {"top_p": 7},
+    {"repetition_penalty": 0},
+    {"max_new_tokens": 2**70},
+    {"max_new_tokens": -5},
+)
+JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "config.json",
+)
+FILES = (*JSON_FILES, "chat_template.jinja", "README.md")
+
+
+def folders() -> list[tuple[str, Spoil]]:
+    """Named changes to a good folder."""
+    return [
+        *_templates(),
+        *_documents(),
+        *_tokenizer_values(),
+        *_tokenizer_steps(),
+        *_vocabularies(),
+        *_response_templates(),
+        *_kinds_of_files(),
+    ]
+
+
+def _templates() -> Iterator[tuple[str, Spoil]]:
+    for number, text in enumerate(AT_COMPILE):
+        yield f"compile_{number}", _written("chat_template.jinja", (text + HEAD).encode())
+    for number, text in enumerate(AT_RENDER):
+        yield f"render_{number}", _written("chat_template.jinja", (HEAD + text).encode())
+    yield "template_not_utf8", _written("chat_template.jinja", b"{{ '\xff\xfe' }}")
+    yield "template_huge", _written("chat_template.jinja", b"{{ 1 }}" * 400_000)
+    yield "template_nul", _written("chat_template.jinja", b"\0" * 1000)
+    for name, value in {
+        "number": 1,
+        "names": [{"name": 1}],
+        "deep": json.loads("[" * 400 + "]" * 400),
+    }.items():
+        yield f"template_field_{name}", _changed("tokenizer_config.json", chat_template=value)
+
+
+def _documents() -> Iterator[tuple[str, Spoil]]:
+    for file in JSON_FILES:
+        for kind, data in DOCUMENTS.items():
+            yield f"{file}_{kind}", _written(file, data)
+    for number, fields in enumerate(GENERATION):
+        yield f"generation_{number}", _changed("generation_config.json", **fields)
+
+
+def _tokenizer_values() -> Iterator[tuple[str, Spoil]]:
+    for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder"):
+        for number, value in enumerate(VALUES):
+            yield f"{key}_{number}", _changed("tokenizer.json", **{key: value})
+    for key, value in {"post_processor": {"type": "x"}, "padding": 7, "truncation": "x"}.items():
+        yield f"{key}_wrong", _changed("tokenizer.json", **{key: value})
+
+
+def _tokenizer_steps() -> Iterator[tuple[str, Spoil]]:
+    for number, pattern in enumerate(CATASTROPHES):
+        replace = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "b"}
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        yield f"normalizer_regex_{number}", _changed("tokenizer.json", normalizer=replace)
+        yield f"splitting_regex_{number}", _changed("tokenizer.json", pre_tokenizer=split)
+        yield f"decoder_regex_{number}", _changed("tokenizer.json", decoder=replace)
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    growing = {"type": "Sequence", "normalizers": [double] * 40}
+    yield "growing_normalizer", _changed("tokenizer.json", normalizer=growing)
+    yield (
+        "growing_decoder",
+        _changed("tokenizer.json", decoder={"type": "Sequence", "decoders": [double] * 40}),
+    )
+    prepend = {"type": "Prepend", "prepend": "a" * 1_000_000}
+    yield "long_prepend", _changed("tokenizer.json", normalizer=prepend)
+    around = [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}] * 100_000
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*around, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}
+        },
+    }
+    yield "many_tokens_around", _changed("tokenizer.json", post_processor=template)
+    padding = {
+        "strategy": {"Fixed": 10**9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    yield "endless_padding", _changed("tokenizer.json", padding=padding)
+
+
+def _vocabularies() -> Iterator[tuple[str, Spoil]]:
+    def added(*tokens: tuple[int, str]) -> Spoil:
+        fields = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return _changed(
+            "tokenizer.json",
+            added_tokens=[
+                {"id": number, "content": text, "special": True, **fields}
+                for number, text in tokens
+            ],
+        )
+
+    yield "id_of_32_bits", added((2**32 - 1, "<x>"))
+    yield "id_of_64_bits", added((2**64, "<x>"))
+    yield "negative_id", added((-1, "<x>"))
+    yield "empty_token", added((400, ""))
+    yield "long_token", added((400, "<" + "x" * 1_000_000 + ">"))
+    yield "many_tokens", added(*((400 + number, f"<{number}>") for number in range(100_000)))
+    for kind in ("WordLevel", "WordPiece", "Unigram", "BPE", "Nothing"):
+        yield f"empty_{kind}", _changed("tokenizer.json", model={"type": kind, "vocab": {}})
+    scores = {"type": "Unigram", "unk_id": 7, "vocab": [["a", -1e308], ["a", 1e308]]}
+    yield "wrong_scores", _changed("tokenizer.json", model=scores)
+    yield "vast_file", _sparse("tokenizer.json", 1 << 40)
+    yield "vast_config", _sparse("tokenizer_config.json", 1 << 40)
+
+
+def _response_templates() -> Iterator[tuple[str, Spoil]]:
+    patterns = (
+        *CATASTROPHES,
+        "((((a{1,999}){1,999}){1,999}){1,999})",
+        "(" * 5_000 + "a" + ")" * 5_000,
+        "(?P<a",
+        "(?<=" + "a|" * 10_000 + "b)",
+        "(?:(?:x+x+)+y)|" * 200 + "z",
+    )
+    for number, pattern in enumerate(patterns):
+        fields = {"content": {}, "thinking": {"open_pattern": pattern, "close": "</t>"}}
+        yield (
+            f"pattern_{number}",
+            _changed("tokenizer_config.json", response_template={"fields": fields}),
+        )
+    marks = {"open": "<" + "t" * 100_000 + ">", "close": "x" * 100_000}
+    yield (
+        "long_marks",
+        _changed("tokenizer_config.json", response_template={"fields": {"thinking": marks}}),
+    )
+    for number, value in enumerate(VALUES):
+        yield (
+            f"response_template_{number}",
+            _changed("tokenizer_config.json", response_template=value),
+        )
+
+
+def _kinds_of_files() -> Iterator[tuple[str, Spoil]]:
+    for file in FILES:
+        yield f"{file}_missing", _replaced(file, lambda path: None)
+        yield f"{file}_fifo", _replaced(file, os.mkfifo)
+        yield f"{file}_directory", _replaced(file, lambda path: path.mkdir())
+        yield f"{file}_loop", _replaced(file, lambda path: path.symlink_to(path))
+        yield f"{file}_endless", _replaced(file, lambda path: path.symlink_to("/dev/zero"))
+        yield f"{file}_memory", _replaced(file, lambda path: path.symlink_to("/proc/self/mem"))
+
+
+def _written(name: str, data: bytes) -> Spoil:
+    return lambda folder: _write(folder / name, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _changed(name: str, **fields: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **fields}))
+
+    return spoil
+
+
+def _sparse(name: str, num_bytes: int) -> Spoil:
+    def spoil(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.truncate(num_bytes)
+
+    return spoil
+
+
+def _replaced(name: str, make: Callable[[Path], object]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return spoil

@@ -1,0 +1,145 @@
+"""Checkpoints that somebody spoiled: the gateway serves on, and its event loop never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.gateway.models.loaded_texts import Source
+from services.gateway.models.served_text import ServedText
+from services.gateway.text.detokenizer import Detokenizer
+from services.host.sources import find_source
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.errors import HearthError, Overloaded
+from tests.services.gateway.models.conftest import Fleet
+from tests.services.gateway.models.hostile_checkpoints import HEAD, Spoil, folders
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MESSAGES = [{"role": "user", "content": "a" * 3000 + " hello"}]
+FEW = (
+    "compile_0",
+    "compile_2",
+    "render_0",
+    "normalizer_regex_0",
+    "pattern_0",
+    "tokenizer.json_fifo",
+    "generation_config.json_endless",
+)
+NUM_AT_ONCE = 2
+
+
+@dataclass
+class Watch:
+    """The longest that `/health` took."""
+
+    fleet: Fleet
+    seconds: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        while True:
+            began_s = time.perf_counter()
+            assert (await self.fleet.http.get("/health")).status_code == 200
+            self.seconds.append(time.perf_counter() - began_s)
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def watched(fleet: Fleet) -> AsyncIterator[Watch]:
+    watch = Watch(fleet)
+    running = asyncio.create_task(watch.run())
+    yield watch
+    assert not running.done()
+    running.cancel()
+
+
+async def tried(fleet: Fleet, path: Path) -> str:
+    """Loads the folder's texts and uses them, as a request does. Returns what came of it."""
+    while True:
+        try:
+            text = await fleet.gateway._texts.get(Source(str(path), path.name))
+            await use(fleet, text, path.name)
+        except Overloaded:
+            continue
+        except HearthError as error:
+            assert len(error.message) < 1000
+            return error.message
+        return "served"
+
+
+async def use(fleet: Fleet, text: ServedText, tenant_id: str) -> None:
+    tokenizer = text.files.tokenizer
+    parser = text.parsing.parser(None, 0, request_id="r", prompt_tail="")
+    for _ in range(20):
+        parser.feed("a" * 500)
+        await asyncio.sleep(0)
+    detokenizer = Detokenizer(tokenizer.tokenizer)
+    detokenizer.feed(range(min(tokenizer.vocab_size, 300)))
+    for each in (text.files.defaults.eos_token_ids, tokenizer.special_tokens):
+        assert len(each) <= 200_000
+    await fleet.gateway.submission.tokenize(text, tenant_id, MESSAGES, ())
+
+
+def spoiled(good: Path, root: Path, name: str, spoil: Spoil) -> Path:
+    path = Path(shutil.copytree(good, root / name.replace("/", "_")))
+    (path / "chat_template.jinja").write_text(HEAD)
+    spoil(path)
+    return path
+
+
+async def outcomes(fleet: Fleet, paths: Sequence[Path]) -> dict[str, str]:
+    turns = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def one(path: Path) -> tuple[str, str]:
+        async with turns:
+            return path.name, await tried(fleet, path)
+
+    return dict(await asyncio.gather(*map(one, paths)))
+
+
+async def test_gateway_serves_beside_some(fleet: Fleet, tmp_path: Path) -> None:
+    known = dict(folders())
+    paths = [spoiled(fleet.dirs["en"], tmp_path, name, known[name]) for name in FEW]
+    async with watched(fleet) as watch:
+        found = await outcomes(fleet, paths)
+        assert (await fleet.chat("en")).status_code == 200
+    assert "more than 2 s to compile" in found["compile_0"]
+    assert "MemoryError" in found["compile_2"]
+    assert "exceeded 2 s" in found["render_0"]
+    assert "the tokenizer" in found["normalizer_regex_0"]
+    assert "is not a regular file" in found["tokenizer.json_fifo"]
+    assert "is not a regular file" in found["generation_config.json_endless"]
+    assert max(watch.seconds) < 1.0  # a machine that is busy; the long test measures
+
+
+@pytest.mark.long
+async def test_gateway_and_host_survive_all(fleet: Fleet, tmp_path: Path) -> None:
+    paths = [spoiled(fleet.dirs["en"], tmp_path, *each) for each in folders()]
+    assert len(paths) >= 200
+    async with watched(fleet) as watch:
+        found = await outcomes(fleet, paths)
+        for path in paths:
+            await asyncio.to_thread(searched, path)
+    times = sorted(watch.seconds)
+    served = [name for name, outcome in found.items() if outcome == "served"]
+    print(f"{len(paths)} folders, {len(served)} served; /health of {len(times)}: ", end="")
+    print(f"p50 {times[len(times) // 2]:.4f} s, max {times[-1]:.4f} s")
+    for name, outcome in found.items():
+        print(f"{name}: {outcome}")
+    assert (await fleet.chat("en")).status_code == 200
+    assert times[-1] <= 0.1
+
+
+def searched(path: Path) -> None:
+    """As a host looks for the source of a model."""
+    revision = CatalogueRevision(name="r1", source=str(path))
+    model = CatalogueModel(name="m", revisions=(revision,))
+    with contextlib.suppress(HearthError):
+        find_source(model, revision, "cpu")
