@@ -36,13 +36,90 @@ class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document
     context: str | None = None
 
 
+class SearchResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="search_result"):
+    """Of the client's own search."""
+
+    source: str
+    title: str
+    content: list[TextBlock]
+
+
+class ToolReferenceBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
+    """A tool that a search of the client found."""
+
+    tool_name: str
+
+
+class CompactionBlock(msgspec.Struct, frozen=True, tag_field="type", tag="compaction"):
+    """The summary of the turns before it."""
+
+    content: str | None = None
+
+
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: CallId
     name: Name
     input: dict[str, Any]
 
 
-ResultContent = str | list[TextBlock | ImageBlock | DocumentBlock]
+class _OfServer(msgspec.Struct, frozen=True, tag_field="type", tag=True):
+    """What a server ran, and tells the model by itself: it is left out."""
+
+
+class ServerToolUse(_OfServer, frozen=True, tag="server_tool_use"): ...
+
+
+class WebSearchResult(_OfServer, frozen=True, tag="web_search_tool_result"): ...
+
+
+class WebFetchResult(_OfServer, frozen=True, tag="web_fetch_tool_result"): ...
+
+
+class CodeExecutionResult(_OfServer, frozen=True, tag="code_execution_tool_result"): ...
+
+
+class BashResult(_OfServer, frozen=True, tag="bash_code_execution_tool_result"): ...
+
+
+class TextEditorResult(_OfServer, frozen=True, tag="text_editor_code_execution_tool_result"): ...
+
+
+class ToolSearchResult(_OfServer, frozen=True, tag="tool_search_tool_result"): ...
+
+
+class AdvisorResult(_OfServer, frozen=True, tag="advisor_tool_result"): ...
+
+
+class McpToolUse(_OfServer, frozen=True, tag="mcp_tool_use"): ...
+
+
+class McpToolResult(_OfServer, frozen=True, tag="mcp_tool_result"): ...
+
+
+class ContainerUpload(_OfServer, frozen=True, tag="container_upload"): ...
+
+
+class Fallback(_OfServer, frozen=True, tag="fallback"): ...
+
+
+OfServer = (
+    ServerToolUse
+    | WebSearchResult
+    | WebFetchResult
+    | CodeExecutionResult
+    | BashResult
+    | TextEditorResult
+    | ToolSearchResult
+    | AdvisorResult
+    | McpToolUse
+    | McpToolResult
+    | ContainerUpload
+    | Fallback
+)
+ResultBlock = (
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | OfServer
+)
+ResultContent = str | list[ResultBlock]
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
@@ -72,6 +149,10 @@ Block = (
     | ToolResultBlock
     | ThinkingBlock
     | RedactedThinkingBlock
+    | SearchResultBlock
+    | ToolReferenceBlock
+    | CompactionBlock
+    | OfServer
 )
 
 

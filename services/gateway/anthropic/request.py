@@ -34,7 +34,7 @@ MAX_KEY_CHARS = 256  # of an affinity key
 # Fields that would change the output and that are not supported, with the values that change
 # nothing. Any other unknown field is ignored, such as `context_management`, `service_tier`.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **FOREIGN_FIELDS,
+    **{name: values for name, values in FOREIGN_FIELDS.items() if name != "thinking"},
     "mcp_servers": (None, []),
     # of OpenAI's dialect and vLLM's: other names or none here
     "bad_words": (None, []),

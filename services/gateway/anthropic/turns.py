@@ -13,14 +13,18 @@ import msgspec
 
 from services.gateway.anthropic.blocks import (
     Block,
+    CompactionBlock,
     DocumentBlock,
     ImageBlock,
     Message,
     RedactedThinkingBlock,
+    ResultBlock,
     ResultContent,
+    SearchResultBlock,
     SystemField,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -91,12 +95,15 @@ class _Conversion:
 
     def _part(self, role: Role, block: Block, place: str) -> Part | None:
         match block:
-            case TextBlock():
-                return TextPart(block.text)
-            case DocumentBlock() if role == "user":
-                return TextPart(_document(block, place))
-            case ImageBlock():
-                raise _no_image(place)
+            case CompactionBlock():
+                return TextPart(block.content) if block.content else None
+            case ToolUseBlock() | ToolResultBlock() | ThinkingBlock() | RedactedThinkingBlock():
+                return self._of_role(role, block, place)
+        text = _text_of(block, place)
+        return None if text is None else TextPart(text)
+
+    def _of_role(self, role: Role, block: Block, place: str) -> Part | None:
+        match block:
             case ToolUseBlock() if role == "assistant":
                 return self._call(block, place)
             case ToolResultBlock() if role == "user":
@@ -147,16 +154,25 @@ def _result_text(content: ResultContent | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     check_count(place, len(content), MAX_BLOCKS)
-    texts = []
-    for position, block in enumerate(content):
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case DocumentBlock():
-                texts.append(_document(block, f"{place}[{position}]"))
-            case ImageBlock():
-                raise _no_image(f"{place}[{position}]")
-    return "\n".join(texts)
+    texts = (_text_of(block, f"{place}[{index}]") for index, block in enumerate(content))
+    return "\n".join(each for each in texts if each is not None)
+
+
+def _text_of(block: ResultBlock, place: str) -> str | None:
+    """None: it says nothing to this model. Raises InvalidRequest."""
+    match block:
+        case TextBlock():
+            return block.text
+        case DocumentBlock():
+            return _document(block, place)
+        case SearchResultBlock():
+            texts = (each.text for each in block.content)
+            return "\n".join((block.title, block.source, *texts))
+        case ToolReferenceBlock():
+            return block.tool_name
+        case ImageBlock():
+            raise InvalidRequest(f"{place}: this model takes no images", param=place)
+    return None
 
 
 def _document(block: DocumentBlock, place: str) -> str:
@@ -170,10 +186,6 @@ def _document(block: DocumentBlock, place: str) -> str:
         param = f"{place}.source"
         raise InvalidRequest(f"{param}: only documents of text are supported", param=param)
     return "\n".join(filter(None, (block.title, block.context, text)))
-
-
-def _no_image(place: str) -> InvalidRequest:
-    return InvalidRequest(f"{place}: this model takes no images", param=place)
 
 
 def _joined(turns: Iterator[Turn]) -> Iterator[Turn]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 
 from services.gateway.anthropic import token_count
+from services.gateway.anthropic.request import COUNT_FIELDS, conversation_of
 from services.gateway.request import opener
+from services.gateway.request.conversation import chat_prompt
 from shared.messages import Request
 from shared.packing import unpack_token_ids
 from tests.services.gateway.anthropic.stream import (
@@ -140,6 +143,46 @@ async def test_blocks_of_text(cluster: Cluster) -> None:
     prompt = await prompt_of(cluster, messages=messages)
     assert "user\nU1\nT\nD\nE" in prompt
     assert prompt.count("assistant\n") == 2 and "xx" not in prompt
+
+
+def test_blocks_of_a_conversation_with_searches() -> None:
+    """The text of a client's own search is read; what a server ran is left out."""
+    found = {
+        "type": "search_result",
+        "source": "https://example.org/a",
+        "title": "TITLE",
+        "content": [{"type": "text", "text": "FACT"}],
+        "citations": {"enabled": True},
+    }
+    ran = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+        {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "f", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "content": "xx"},
+        {"type": "code_execution_tool_result", "tool_use_id": "srvtoolu_2", "content": {}},
+    ]
+    reference = {"type": "tool_reference", "tool_name": "clock"}
+    use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found, reference, *ran]}
+    messages = [
+        {"role": "user", "content": [found, {"type": "container_upload", "file_id": "f1"}]},
+        {"role": "assistant", "content": [*ran, {"type": "text", "text": "FOUND"}]},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": ran},
+        {"role": "user", "content": [{"type": "compaction", "content": "SUMMARY"}]},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    body = COUNT_FIELDS.decode(json.dumps({**BODY, "messages": messages}).encode())
+    shown = chat_prompt(conversation_of(body)).messages
+    text = "TITLE\nhttps://example.org/a\nFACT"
+    assert [(each["role"], each["content"]) for each in shown] == [
+        ("user", text),
+        ("assistant", "FOUND"),
+        ("user", "U\nSUMMARY"),
+        ("assistant", ""),
+        ("tool", f"{text}\nclock"),
+    ]
 
 
 @pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
