@@ -177,7 +177,7 @@ class ResponsesEncoder:
             "incomplete" if is_cut else "completed",
             incomplete_details=objects.IncompleteDetails() if is_cut else None,
             usage=objects.usage_of(usage),
-            completed_at=None if is_cut else self._context.now(),
+            completed_at=None if is_cut else int(self._context.now()),
         )
 
     def _ended(self, status: objects.Status, **changes: object) -> objects.ResponseObject:

@@ -56,8 +56,8 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     object: Literal["response"] = "response"
-    created_at: float
-    completed_at: float | None = None
+    created_at: int
+    completed_at: int | None = None
     status: Status
     error: ErrorDetails | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -118,7 +118,7 @@ def new_object(
     """The object before the first output."""
     return ResponseObject(
         id=response_id,
-        created_at=float(created_at),
+        created_at=created_at,
         status="in_progress",
         instructions=body.instructions,
         metadata=body.metadata or {},

@@ -102,7 +102,8 @@ def test_stream_says_what_the_events_say() -> None:
         "output_tokens_details": {"reasoning_tokens": 4},
         "total_tokens": 18,
     }
-    assert (response["created_at"], response["completed_at"]) == (1.0, 5.5)
+    assert (response["created_at"], response["completed_at"]) == (1, 5)
+    assert all(isinstance(response[f"{each}_at"], int) for each in ("created", "completed"))
 
 
 def test_body_is_the_response_at_the_end_of_the_stream() -> None:
