@@ -24,8 +24,7 @@ Choices = Annotated[
     list[Annotated[str, Meta(max_length=MAX_CHOICE_CHARS)]],
     Meta(min_length=1, max_length=MAX_CHOICES),
 ]
-# Of a `json_schema` that wraps a schema; other keys are those of a schema itself.
-_WRAPPER_KEYS = {"name", "description", "schema", "strict"}
+_WRAPPER_KEYS = ("name", "description", "schema", "strict")  # of a `json_schema` around a schema
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,15 +128,21 @@ def _of_response_format(given: ResponseFormat) -> Iterator[OutputConstraint]:
 
 
 def _of_wrapper(given: Any, param: str) -> OutputConstraint:
-    """OpenAI's `{name, schema, strict}`, or the schema itself."""
+    """OpenAI's `{name, schema, strict}`, or the schema itself, perhaps with `strict`."""
     if given is None:
         raise InvalidRequest(f"{param} is missing", param=param)
-    if not isinstance(given, dict) or not given.keys() <= _WRAPPER_KEYS:
+    if not isinstance(given, dict):
         return _schema(_checked_schema(given, param), param)
     strict = given.get("strict")
     if strict is not None and not isinstance(strict, bool):
         param = f"{param}.strict"
         raise InvalidRequest(f"{param} must be a boolean", param=param)
+    others = [each for each in given if each not in _WRAPPER_KEYS]
+    if others and "schema" in given:
+        place = f"{param}.{others[0][:64]}"
+        raise InvalidRequest(f"{place}: unknown beside schema", param=place)
+    if others:
+        return _schema(given, param, is_strict=bool(strict))
     param = f"{param}.schema" if given else param
     if given.get("schema") is None:
         raise InvalidRequest(f"{param} is missing", param=param)

@@ -66,6 +66,15 @@ def of(kind: Any, source: str, param: str) -> OutputConstraint:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
             of("json_schema", "true", "response_format.json_schema.schema"),
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "strict": True}}},
+            OutputConstraint(
+                kind="json_schema",
+                source=f'{SOURCE[:-1]},"strict":true}}',
+                is_strict=True,
+                param="response_format.json_schema",
+            ),
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, json_schema("structured_outputs.json")),
         (
             {"structured_outputs": {"json": json.dumps(SCHEMA)}},
@@ -148,6 +157,15 @@ def test_spelling(fields: dict[str, Any], expected: OutputConstraint | None) -> 
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "title": "N", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "response_format.json_schema.title",
+        ),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": 3}, "guided_json"),
         ({"guided_json": False}, "guided_json"),
