@@ -63,7 +63,9 @@ def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContex
         return RerankEncoder(context, pairs, body.top_k)
     framing = context.framing
     if not body.is_embedding:
-        return RunEncoder(framing, text_events.of(framing), context.merger.warnings)
+        return RunEncoder(
+            framing, text_events.of(framing), context.merger.warnings, is_json=body.is_json
+        )
     return EmbeddingEncoder(
         framing,
         context.merger,

@@ -135,6 +135,11 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
         return Pairs([Text(self.query, "query")], texts)
 
     @property
+    def is_json(self) -> bool:
+        """Whether the response is a value rather than a text, as at Cloudflare."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def is_streamed(self) -> bool:
         return bool(self.stream)
 

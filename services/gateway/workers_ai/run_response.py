@@ -2,9 +2,9 @@
 
     {"response": "…", "tool_calls": [{"name", "arguments": {…}}], "usage": {…}, "finish_reason"}
 
-A stream has an event for each text, one for all tool calls, and a last one with `usage`. A text is
-always a JSON string, whatever it says. Warnings are `messages` of the envelope, and `warnings` of
-the last event.
+With a `response_format` of JSON, `response` is the value that the text says, and the text where it
+is cut. A stream has an event for each text, one for all tool calls, and a last one with `usage`.
+Warnings are `messages` of the envelope, and `warnings` of the last event.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RunToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of a run, or an event of its stream."""
+    """The result of a run, or an event of its stream, whose `response` is always a text."""
 
-    response: str
+    response: Any
     reasoning_content: str | None = None
     tool_calls: list[RunToolCall] | None = None
     usage: RunUsage | None = None
@@ -71,13 +71,21 @@ class TextEvents(Protocol):
 
 
 class RunEncoder(DialectErrors):
-    """`warnings`: what of the request's schemas the output need not match."""
+    """`warnings`: what of the request's schemas the output need not match. `is_json`: whether a
+    `response_format` demands JSON.
+    """
 
     def __init__(
-        self, framing: Framing, text_events: TextEvents, warnings: Sequence[str] = ()
+        self,
+        framing: Framing,
+        text_events: TextEvents,
+        warnings: Sequence[str] = (),
+        *,
+        is_json: bool = False,
     ) -> None:
         super().__init__(framing)
         self._warnings = warnings
+        self._is_json = is_json
         self._text_events = text_events
         self._calls: list[ToolCallResult] = []
         self._finish_reason = ""
@@ -104,7 +112,7 @@ class RunEncoder(DialectErrors):
         choices = results.choices
         choice = choices[0] if choices else ChoiceResult(0)
         frame = RunFrame(
-            response=choice.text,
+            response=_value(choice.text) if self._is_json else choice.text,
             reasoning_content=choice.reasoning or None,
             tool_calls=_tool_calls(choice.tool_calls, choice.finish_reason),
             usage=_run_usage(results.usage),
@@ -147,9 +155,12 @@ def _tool_calls(calls: Sequence[ToolCallResult], finish_reason: str) -> list[Run
 
 
 def _arguments(text: str) -> Any:
-    if not text:
-        return {}
+    return _value(text) if text else {}
+
+
+def _value(text: str) -> Any:
+    """What the JSON says; the text itself where it is cut."""
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return text

@@ -61,11 +61,22 @@ def streamed(
     return [json.loads(each.removeprefix(framing.before)) for each in frames]
 
 
-def collected(recorded: Sequence[Sequence[Event]]) -> Any:
+def collected(recorded: Sequence[Sequence[Event]], own: RunEncoder | None = None) -> Any:
     results = Results()
     for event in (each for events in recorded for each in events):
         results.add(event)
-    return json.loads(b"".join(encoder().body(results)))
+    return json.loads(b"".join((own or encoder()).body(results)))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [('{"a": [1]}', {"a": [1]}), ("1e3", 1000.0), ('{"a": [1', '{"a": [1'), ("", "")],
+)
+def test_json_is_a_value_unless_it_is_cut(text: str, value: Any) -> None:
+    events = [[TextDelta(0, [text]), Finished(0, "length"), Usage(7, 3, 11, 4)]]
+    own = RunEncoder(SSE, TextEvent(SSE, lambda each: RunFrame(response=each)), is_json=True)
+    assert collected(events, own)["result"]["response"] == value
+    assert collected(events)["result"]["response"] == text
 
 
 @pytest.mark.parametrize("framing", [SSE, LINES])
