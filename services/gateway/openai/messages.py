@@ -29,13 +29,23 @@ class ContentPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """Of an assistant."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """`tool_calls`, `reasoning_content`, or `reasoning` as others name it: of an assistant.
     `tool_call_id`: of a tool.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | RefusalPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: CallFields | None = None
     tool_call_id: CallId | None = None

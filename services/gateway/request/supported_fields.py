@@ -24,7 +24,7 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
-    "verbosity": (None,),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
     # OpenRouter; OpenAI's Responses. Here it is `reasoning_effort`
     "reasoning": (None, {}),
@@ -90,6 +90,9 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "samplers": (None,),
     "tfs_z": (None, 1),
     "think": (None,),
+    # Qwen, SiliconFlow, DeepSeek, GLM. Here they are `chat_template_kwargs` or `reasoning_effort`
+    "enable_thinking": (None,),
+    "thinking": (None,),
     "xtc_probability": (None, 0),
 }
 

@@ -203,6 +203,7 @@ LLAMA_CPP: dict[str, Any] = {
     "samplers": ["top_k"],
     "tfs_z": 0.5,
     "think": True,
+    "enable_thinking": False,
     "xtc_probability": 0.5,
 }
 KNOWN = {**OPENAI, **VLLM, **SGLANG, **TGI, **WORKERS_AI, **LLAMA_CPP}

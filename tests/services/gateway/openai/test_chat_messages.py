@@ -79,6 +79,9 @@ def test_refusal_is_text_if_there_is_one() -> None:
     for refusal, text in ((None, ""), ("no", "no")):
         (_, message) = messages_of(USER, {"role": "assistant", "refusal": refusal})
         assert message["content"] == text
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    (_, message) = messages_of(USER, {"role": "assistant", "content": parts})
+    assert message["content"] == "a\nno"
 
 
 def test_variables_of_the_template() -> None:
@@ -94,7 +97,7 @@ def test_variables_of_the_template() -> None:
     high: Any = generation(reasoning_effort="high", include_reasoning=False)
     assert high.prompt.variables == {"reasoning_effort": "high"}
     assert (high.reasoning.effort, high.reasoning.is_shown) == ("high", False)
-    assert generation().reasoning.is_shown
+    assert generation(verbosity="medium").reasoning.is_shown
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,9 @@ def test_variables_of_the_template() -> None:
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
          "reasoning_effort"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"thinking": {"type": "disabled"}}, "thinking"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"verbosity": "low"}, "verbosity"),
         *[({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")
           for name in ("messages", "tools", "add_generation_prompt", "documents", "eos_token",
                        "raise_exception", "namespace", "range", "not a name")],
