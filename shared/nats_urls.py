@@ -45,6 +45,11 @@ def user_of(text: str) -> str | None:
     return next((name for name in names if name), None)
 
 
+def api_user(user: str) -> str:
+    """A gateway's user among the API clients. No credential has a name with a dot."""
+    return f"{user}.api"
+
+
 def without_password(text: str) -> str:
     """The URLs without credentials, for logs and errors."""
     return ",".join(

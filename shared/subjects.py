@@ -3,6 +3,7 @@
     hearth.v1.{role}.{credential}.{instance}.{verb}      one process
     hearth.v1.{role}.any.{verb}                          any process of a role, by its queue group
     hearth.v1.api.{endpoint}.{client}                    requests of API clients to any gateway
+    hearth.v1.api.cancel.{client}.{gateway}              to the gateway that runs the request
 
 A process id is `{credential}.{instance}`, or `{credential}` for the only process of a credential;
 its instance on the wire is then `-`. On the wire every subject ends with the sender's credential
@@ -15,14 +16,12 @@ its credential, its inbox and the public events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
 from shared.messages import Role
-from shared.nats_urls import authority
 
 PREFIX = "hearth.v1"
 ANY = "any"
@@ -61,7 +60,7 @@ def credential_of(process_id: str) -> str:
 
 
 def command(role: CredentialRole, process_id: str, verb: str) -> str:
-    return f"{PREFIX}.{role}.{_two_tokens(process_id)}.{verb}"
+    return f"{PREFIX}.{role}.{two_tokens(process_id)}.{verb}"
 
 
 def heartbeat(roles: tuple[Role, ...], process_id: str, region: str = "") -> str:
@@ -126,6 +125,7 @@ def trace(gateway_id: str) -> str:
 # API clients. Their subjects end with the client alone: it has no instance.
 API = f"{PREFIX}.api"
 API_REQUESTS = f"{API}.*.*"
+CANCEL = "cancel"
 API_GROUP = "gateway"
 SERVICES = "$SRV"  # NATS's subjects for PING, INFO and STATS of services
 # The server lets gateways send to a request's reply subject for this long. It remembers the subject
@@ -137,9 +137,13 @@ def api_request(endpoint: str, client_id: str) -> str:
     return f"{API}.{endpoint}.{client_id}"
 
 
+def api_cancel(client_id: str, gateway_id: str) -> str:
+    return f"{api_request(CANCEL, client_id)}.{two_tokens(gateway_id)}"
+
+
 def endpoint_and_client(wire_subject: str) -> tuple[str, str]:
-    """Of a subject of API_REQUESTS."""
-    endpoint, client_id = wire_subject.rsplit(".", 2)[1:]
+    """Of a subject of API_REQUESTS, or of `api_cancel`."""
+    endpoint, client_id = wire_subject.split(".", 5)[3:5]
     return endpoint, client_id
 
 
@@ -189,11 +193,11 @@ def host_models(host_id: str) -> str:
 # ranks of a worker on other hosts, which use the worker's credential
 def join_ranks(worker_id: str) -> str:
     """Carries JoinRanks."""
-    return f"{PREFIX}.rank.{_two_tokens(worker_id)}.join"
+    return f"{PREFIX}.rank.{two_tokens(worker_id)}.join"
 
 
 def sent_by(subject: str, process_id: str) -> str:
-    return f"{subject}.{_two_tokens(process_id)}"
+    return f"{subject}.{two_tokens(process_id)}"
 
 
 def from_anyone(subject: str) -> str:
@@ -213,10 +217,10 @@ def owner_of(subject: str) -> str | None:
 
 
 def inbox_prefix(process_id: str) -> str:
-    return f"_INBOX.{_two_tokens(process_id)}"
+    return f"_INBOX.{two_tokens(process_id)}"
 
 
-def _two_tokens(process_id: str) -> str:
+def two_tokens(process_id: str) -> str:
     return process_id if "." in process_id else f"{process_id}.{NO_INSTANCE}"
 
 
@@ -286,7 +290,11 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
         )
     if role == "client":
         return Permissions(
-            publish=(api_request("*", credential), f"{SERVICES}.>"),
+            publish=(
+                api_request("*", credential),
+                api_cancel(credential, "*.*"),
+                f"{SERVICES}.>",
+            ),
             subscribe=(f"{client_inbox(credential)}>",),
         )
     any_instance = f"{credential}.*"
@@ -302,64 +310,23 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))
-    allowed = Permissions(
+    return Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),
     )
-    if role != "gateway":
-        return allowed
-    return msgspec.structs.replace(
-        allowed,
-        subscribe=(*allowed.subscribe, API_REQUESTS, f"{SERVICES}.>"),
+
+
+def api_permissions(gateway: str) -> Permissions:
+    """Of a gateway's connection to the API clients, in their account: it sends replies alone."""
+    any_instance = f"{gateway}.*"
+    return Permissions(
+        publish=(),
+        subscribe=(
+            f"{inbox_prefix(any_instance)}.>",
+            API_REQUESTS,
+            api_cancel("*", any_instance),
+            f"{SERVICES}.>",
+        ),
         max_replies=-1,  # a streamed response is many replies
         reply_s=REPLY_S,
-    )
-
-
-class NatsUser(msgspec.Struct, frozen=True):
-    """One credential of a NATS server; its user name is the credential's name."""
-
-    role: CredentialRole
-    credential: str
-    password: str
-    region: str = ""  # its processes may announce this one only
-
-
-def nats_server_config(
-    users: Sequence[NatsUser],
-    *,
-    host: str,
-    port: int,
-    max_payload_bytes: int = 8 * 1024 * 1024,
-) -> str:
-    """A nats-server configuration.
-
-    The user name is the first token of the process id, so no process can impersonate one of
-    another credential. The server pings every second and disconnects after two misses, so a frozen
-    member leaves its queue group soon.
-    """
-    entries = "\n".join(map(_user_entry, users))
-    return (
-        f'listen: "{authority(host, port)}"\n'
-        f"max_payload: {max_payload_bytes}\n"
-        "max_pending: 268435456\n"
-        'ping_interval: "1s"\n'
-        "ping_max: 2\n"
-        'write_deadline: "2s"\n'
-        f"authorization {{\n  users: [\n{entries}\n  ]\n}}\n"
-    )
-
-
-def _user_entry(user: NatsUser) -> str:
-    allowed = permissions(user.role, user.credential, user.region)
-
-    def quote(subjects: tuple[str, ...]) -> str:
-        return ", ".join(f'"{subject}"' for subject in subjects)
-
-    return (
-        f'    {{user: "{user.credential}", password: "{user.password}", permissions: {{\n'
-        f"      publish: {{allow: [{quote(allowed.publish)}]}},\n"
-        f"      subscribe: {{allow: [{quote(allowed.subscribe)}]}},\n"
-        f"      allow_responses: {{max: {allowed.max_replies}, "
-        f'expires: "{allowed.reply_s:g}s"}}}}}}'
     )

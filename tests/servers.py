@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.local.servers import nats_environ
-from shared.subjects import CredentialRole, NatsUser, credential_of, nats_server_config
+from shared.subjects import CredentialRole, credential_of
+from shared.transport.server_config import NatsUser, nats_server_config
 
 START_TIMEOUT_S = 10.0
 PASSWORD = "test"
@@ -119,6 +120,10 @@ class NatsServer(Server):
             port,
             nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
         )
+
+    def api_url(self, gateway: str) -> str:
+        """Of a gateway among the API clients."""
+        return f"nats://{gateway}.api:{PASSWORD}@127.0.0.1:{self.port}"
 
     def url(self, process_id: str) -> str:
         return f"nats://{credential_of(process_id)}:{PASSWORD}@127.0.0.1:{self.port}"

@@ -31,8 +31,9 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import DecodeStarted, PrefillAccepted, StartDecode
 from shared.packing import pack_hashes
 from shared.randomness import SystemRandomness
-from shared.subjects import NatsUser, run_prefill, start_decode
+from shared.subjects import run_prefill, start_decode
 from shared.transport.bus import NatsBus
+from shared.transport.server_config import NatsUser
 from tests.servers import PASSWORD, USERS, NatsServer
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import live_cluster, secrets_of

@@ -33,8 +33,9 @@ from benchmarks.serving.hearth import ONE_WORKER, credentials, hearth
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.page.files import read_files
 from services.local.servers import free_port
-from shared.subjects import CredentialRole, NatsUser
+from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import save_api_key
+from shared.transport.server_config import NatsUser
 from tests.servers import PASSWORD, NatsServer, RedisServer
 
 PYTHON = ROOT / ".venv-clients" / "browser" / "bin" / "python"

@@ -57,28 +57,28 @@ class HearthClient:
     async def close(self) -> None:
         await self._connection.close()
 
-    async def request(
-        self, endpoint: str, body: Any, *, deadline_s: float | None = None, affinity: str = ""
-    ) -> Any:
-        """Returns the response's body. Raises ApiError and ResponseLost."""
-        headers = {**_headers(deadline_s, affinity), "Hearth-Checks": "true"}
-        async with aclosing(self._replies(endpoint, body, headers)) as replies:
+    async def request(self, endpoint: str, body: Any, *, gateway: str = "", **options: Any) -> Any:
+        """Returns the response's body. `options`: see `_headers`. Raises ApiError, ResponseLost."""
+        headers = {**_headers(**options), "Hearth-Checks": "true"}
+        async with aclosing(self._replies(endpoint, body, headers, gateway)) as replies:
             while (reply := await anext(replies)).reply:
                 pass  # a check
             return json.loads(reply.data)
 
     async def stream(
-        self, endpoint: str, body: Any, *, deadline_s: float | None = None, affinity: str = ""
+        self, endpoint: str, body: Any, **options: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the events of the response. Raises ApiError and ResponseLost. A caller that stops
         early should close the iterator (`contextlib.aclosing`): that cancels the request at once.
         """
-        headers, request_id, is_complete = _headers(deadline_s, affinity), "", False
-        replies, expected = self._replies(endpoint, {**body, "stream": True}, headers), 0
+        request_id = gateway = ""
+        headers, is_complete, expected = _headers(**options), False, 0
+        replies = self._replies(endpoint, {**body, "stream": True}, headers)
         try:
             async for reply in replies:
                 fields = reply.headers or {}
                 request_id = fields.get("Hearth-Request", request_id)
+                gateway = fields.get("Hearth-Gateway", gateway)
                 if fields.get("Hearth-Seq") != str(expected):
                     raise ResponseLost(f"message {expected} of {request_id} was lost")
                 expected += 1
@@ -93,15 +93,15 @@ class HearthClient:
         finally:
             await replies.aclose()
             if request_id and not is_complete and self._connection.is_connected:
-                await self._publish("cancel", {"request": request_id}, "", None)
+                await self._publish("cancel", {"request": request_id}, "", None, gateway)
 
-    async def cancel(self, request_id: str) -> bool:
-        """Ends a streamed request of this client. Returns whether it was running."""
-        reply = await self.request("cancel", {"request": request_id})
+    async def cancel(self, request_id: str, gateway: str) -> bool:
+        """Ends a request, by `Hearth-Request` and `Hearth-Gateway` of its first message."""
+        reply = await self.request("cancel", {"request": request_id}, gateway=gateway)
         return bool(reply["cancelled"])
 
     async def _replies(
-        self, endpoint: str, body: Any, headers: dict[str, str]
+        self, endpoint: str, body: Any, headers: dict[str, str], gateway: str = ""
     ) -> AsyncGenerator[Msg, None]:
         received: asyncio.Queue[Msg] = asyncio.Queue()
 
@@ -113,7 +113,7 @@ class HearthClient:
         inbox = self._connection.new_inbox()
         subscription = await self._connection.subscribe(inbox, cb=take)
         try:
-            await self._publish(endpoint, body, inbox, headers)
+            await self._publish(endpoint, body, inbox, headers, gateway)
             while True:
                 try:
                     async with asyncio.timeout(MAX_SILENCE_S):
@@ -127,16 +127,16 @@ class HearthClient:
                 await subscription.unsubscribe()
 
     async def _publish(
-        self, endpoint: str, body: Any, inbox: str, headers: dict[str, str] | None
+        self, endpoint: str, body: Any, inbox: str, headers: dict[str, str] | None, gateway: str
     ) -> None:
         data = json.dumps(body).encode()
         if len(data) > self._connection.max_payload:
             raise ApiError(413, f"the request has {len(data)} bytes, more than NATS accepts")
-        subject = f"hearth.v1.api.{endpoint}.{self._client_id}"
+        subject = f"hearth.v1.api.{endpoint}.{self._client_id}" + (gateway and f".{gateway}")
         await self._connection.publish(subject, data, reply=inbox, headers=headers or None)
 
 
-def _headers(deadline_s: float | None, affinity: str) -> dict[str, str]:
+def _headers(deadline_s: float | None = None, affinity: str = "") -> dict[str, str]:
     headers = {} if deadline_s is None else {"Hearth-Deadline-S": str(deadline_s)}
     return {**headers, "Hearth-Affinity": affinity} if affinity else headers
 

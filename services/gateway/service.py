@@ -82,7 +82,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.lifecycle.identity import connect
+from shared.lifecycle.identity import connect, connect_to_clients
 from shared.lifecycle.release import installed_release
 from shared.messages import ReadTimeline, TimelineRead
 from shared.metrics.families.member import Member
@@ -92,7 +92,7 @@ from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable
 from shared.subjects import trace
 from shared.tenancy.tenant import TenantRecord
-from shared.transport.bus import Bus
+from shared.transport.bus import Bus, NatsBus
 from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
@@ -119,7 +119,7 @@ class GatewayService:
         prefix_redis: Store | None = None,
         bulk_redis: Store | None = None,
         redis_replica: Store | None = None,
-        messages: UntypedMessages | None = None,
+        clients: NatsBus | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`files`: of its own model; None: it has none. `family`: of these files (default: it is
@@ -207,8 +207,9 @@ class GatewayService:
         opener = self._opener(wall_clock)
         self._web_server = self._http_server(self._app(opener, wall_clock))
         self._nats_api: NatsApi | None = None
-        if messages is not None:
-            self._nats_api = self._api_over(messages, opener, wall_clock)
+        self._clients = clients
+        if clients is not None:
+            self._nats_api = self._api_over(clients.untyped, opener, wall_clock)
 
     def _submission(self, public: PublicPrefixes) -> Submission:
         config = self._config
@@ -414,6 +415,8 @@ class GatewayService:
         await self._pool.close()
         await self._checks.close()
         self._texts.close()
+        if self._clients is not None:
+            await self._clients.close()
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
@@ -522,7 +525,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         prefix_redis=prefix_redis,
         bulk_redis=bulk_redis,
         redis_replica=replica,
-        messages=bus.untyped,
+        clients=await connect_to_clients(config),
     )
 
 

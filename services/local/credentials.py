@@ -10,7 +10,8 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import authority, user_of
-from shared.subjects import CredentialRole, NatsUser, nats_server_config, process_id_of
+from shared.subjects import CredentialRole, process_id_of
+from shared.transport.server_config import NatsUser, nats_server_config
 
 ROLES: tuple[CredentialRole, ...] = (
     "gateway",

@@ -7,12 +7,18 @@ gone.
 
 from __future__ import annotations
 
+from functools import partial
+
+import structlog
+
 from shared.clock import MonotonicClock
 from shared.config import ProcessConfig
-from shared.errors import NameInUse, NoResponders, RequestTimeout
+from shared.errors import DependencyUnavailable, NameInUse, NoResponders, RequestTimeout
 from shared.messages import Alive, ReportAlive, Role
 from shared.subjects import alive
 from shared.transport.bus import Bus, NatsBus
+
+log = structlog.get_logger(__name__)
 
 REPLY_TIMEOUT_S = 1.0
 # A server drops the connection of a process that hangs, or of a lost host, within about 3 s.
@@ -49,6 +55,26 @@ async def connect(config: ProcessConfig, role: Role) -> NatsBus:
     except BaseException:
         await bus.close()
         raise
+    bus.end_process_when_lost(MonotonicClock())
+    return bus
+
+
+async def connect_to_clients(config: ProcessConfig) -> NatsBus:
+    """A gateway's connection to the API clients, apart from that to the processes: what clients
+    send does not delay tokens, heartbeats or commands. Raises the errors of `NatsBus.connect`.
+    """
+    connect = partial(
+        NatsBus.connect,
+        config.nats_url,
+        process_id=config.process_id,
+        tls=config.nats_tls,
+        tls_first=config.is_nats_tls_first,
+    )
+    try:
+        bus = await connect(to_clients=True)
+    except DependencyUnavailable:  # a server whose configuration has one account for all
+        log.warning("no_account_of_clients", remedy="write it again: hearth nats-config")
+        bus = await connect()
     bus.end_process_when_lost(MonotonicClock())
     return bus
 

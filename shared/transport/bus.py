@@ -33,7 +33,7 @@ from shared.errors import (
     SenderMismatch,
 )
 from shared.messages import Failure, Message
-from shared.nats_urls import nats_servers, without_password
+from shared.nats_urls import api_user, nats_servers, without_password
 from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.tls import TlsFiles
 from shared.transport.lost_connection import POLL_S, LostConnection
@@ -267,22 +267,26 @@ class NatsBus:
         timeout_s: float = 10.0,
         tls: TlsFiles | None = None,
         tls_first: bool = False,
+        to_clients: bool = False,
     ) -> NatsBus:
         """Raises DependencyUnavailable if no server accepts the connection within `timeout_s`, and
         ConfigError for an invalid URL or unreadable files. The servers of a comma list are tried in
-        order.
+        order. `to_clients`: as a gateway's user in the account of the API clients.
 
         A tls:// URL sends its credential only to a server whose certificate is verified, with
         `tls_first` before the server has sent anything.
         """
         servers = nats_servers(url)
+        user = servers.user
+        if to_clients and user is not None:
+            user = api_user(user)
         requires_tls = "tls://" in url
         client = DirectClient(requires_tls=requires_tls)
         events = _ConnectionEvents(client)
         connecting = asyncio.ensure_future(
             client.connect(
                 servers.urls,
-                user=servers.user,  # also for the servers that the first one names
+                user=user,  # also for the servers that the first one names
                 password=servers.password,
                 dont_randomize=True,
                 name=process_id,

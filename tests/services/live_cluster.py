@@ -29,10 +29,10 @@ from shared.lifecycle.process import Service
 from shared.messages import Role
 from shared.packing import pack_token_ids
 from shared.store import RedisStore
-from shared.subjects import NatsUser, nats_server_config
 from shared.tenancy.tenant import digest_of
 from shared.tenancy.tenant_admin import store_api_key
 from shared.tls import TlsFiles
+from shared.transport.server_config import NatsUser, nats_server_config
 from tests.certificates import Authority, server_context
 from tests.recording_relay import RecordingRelay, recording_relay, relay_to
 from tests.servers import RedisServer, Server, find_binary, free_port

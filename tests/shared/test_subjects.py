@@ -4,7 +4,8 @@ import pytest
 
 from shared import subjects
 from shared.messages import Role
-from shared.subjects import CredentialRole, NatsUser, nats_server_config, permissions
+from shared.subjects import CredentialRole, permissions
+from shared.transport.server_config import NatsUser, nats_server_config
 from tests.simulation.world.bus import matches
 
 USERS = [
@@ -114,10 +115,13 @@ def test_server_config_limits_users_to_their_subjects() -> None:
     config = nats_server_config(USERS, host="127.0.0.1", port=4222)
     assert 'listen: "127.0.0.1:4222"' in config
     assert "max_payload: 8388608" in config
-    assert config.count("user: ") == 2
-    gateway, worker = config.split("user: ")[1:]
+    assert config.count("user: ") == 3
+    processes, clients = config.split("  API {")
+    gateway, worker = processes.split("user: ")[1:]
     assert '"_INBOX.gateway-1.*.>"' in gateway
     assert '"_INBOX.gateway-1.*.>"' not in worker
+    assert "hearth.v1.api" not in processes
+    assert 'user: "gateway-1.api", password: "word"' in clients
 
 
 @pytest.mark.parametrize("process_id", ["decode-1", "decode-1.a1b2c3"])

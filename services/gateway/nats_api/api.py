@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import structlog
@@ -21,23 +19,25 @@ from services.gateway.nats_api.discovery import Discovery
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from services.gateway.nats_api.endpoints import (
     API_ENDPOINTS,
-    CANCEL,
     Cancelled,
     CancelRequest,
     error_encoder_of,
 )
 from services.gateway.nats_api.errors import RequestCancelled
-from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.reply import GATEWAY, EncodeError, Reply, openai_error
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
 from services.gateway.request.supported_fields import SupportedFields
 from shared.background import Background
-from shared.errors import HearthError, Overloaded
+from shared.errors import HearthError, InvalidRequest, Overloaded, PayloadTooLarge
 from shared.subjects import (
     API_GROUP,
     API_REQUESTS,
+    CANCEL,
+    api_cancel,
     api_request,
     client_inbox,
     endpoint_and_client,
+    two_tokens,
 )
 from shared.transport.untyped_messages import UntypedMessages
 
@@ -45,10 +45,8 @@ log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.05
 GRACE_S = 5.0  # to submit the last requests, and for the last replies
-# Every gateway receives a cancellation, and the one that runs the request answers at once. The
-# others answer after this time, so that the client learns that none does.
-OTHERS_ANSWER_S = 0.25
-MAX_CANCELLATIONS = 64  # of one client, that wait for OTHERS_ANSWER_S
+MAX_CANCEL_BYTES = 1024  # a larger one is not decoded
+MAX_CLIENT_SHARE = 4  # of `max_requests`, one client may have a quarter
 _CANCEL_FIELDS = SupportedFields(CancelRequest, {})
 _encode = msgspec.json.Encoder().encode
 
@@ -72,6 +70,7 @@ class NatsApi:
         self._parts = parts
         self._new_request_id = new_request_id
         self._max_requests = max_requests
+        self._process_id = process_id
         self.counts = {name: EndpointCounts() for name in API_ENDPOINTS}
         self._discovery = Discovery(
             messages,
@@ -85,8 +84,7 @@ class NatsApi:
         )
         self._running: dict[tuple[str, str], ServedRequest] = {}  # by client and request id
         self._tasks: set[asyncio.Task[None]] = set()
-        self._late: set[asyncio.Task[None]] = set()  # replies to cancellations
-        self._num_late: Counter[str] = Counter()  # by client
+        self._num_running: Counter[str] = Counter()  # by client
         self._joining: asyncio.Task[None] | None = None
         self._background = Background()
         self.has_joined = False  # now or before
@@ -100,7 +98,7 @@ class NatsApi:
         self._stops = [
             await self._discovery.start(),
             await self._parts.listeners.start(),
-            await self._messages.listen(api_request(CANCEL, "*"), self._take_cancellation),
+            await self._messages.listen(api_cancel("*", self._process_id), self._take_cancellation),
         ]
         self._background.start_own(self._parts.listeners.run())
         self._joining = self._background.start_own(self._join(is_ready))
@@ -132,10 +130,9 @@ class NatsApi:
             await stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GRACE_S)
-        left = (*self._tasks, *self._late)
-        for task in left:
+        for task in tuple(self._tasks):
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._background.stop()
 
     async def _join(self, is_ready: Callable[[], bool]) -> None:
@@ -149,22 +146,39 @@ class NatsApi:
 
     async def _take(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         endpoint, client_id = endpoint_and_client(subject)
-        if endpoint == CANCEL:
-            return  # each gateway has it from another subscription
+        if endpoint == CANCEL:  # to any gateway: it may not be the one that runs the request
+            await self._take_cancellation(subject, reply, data, headers)
+            return
         if not _is_inbox_of(client_id, reply):
             self._parts.metrics.count_dropped_message()
             return
         arrived_at = self._received(endpoint)
         message = RequestMessage(endpoint, client_id, data, headers, arrived_at)
-        response = Reply(self._messages, reply, self._new_request_id(), error_encoder_of(endpoint))
-        if len(self._tasks) >= self._max_requests:
-            error = Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+        response = self._reply(reply, error_encoder_of(endpoint))
+        busy = self._busy(client_id)
+        if busy:
+            error = Overloaded(f"too many requests are open {busy}", retry_after_s=1.0)
             self._ended(endpoint, arrived_at, error)
             await response.fail(error)
             return
         request = ServedRequest(self._parts, message, response)
         self._running[client_id, request.request_id] = request
-        _start(self._serve(request), self._tasks)
+        self._num_running[client_id] += 1
+        task = asyncio.create_task(self._serve(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _busy(self, client_id: str) -> str:
+        """Where there is no room for one more request of the client; empty if there is."""
+        if len(self._tasks) >= self._max_requests:
+            return "at this gateway"
+        most = max(1, self._max_requests // MAX_CLIENT_SHARE)
+        return "of this client" if self._num_running[client_id] >= most else ""
+
+    def _reply(self, subject: str, encode_error: EncodeError = openai_error) -> Reply:
+        request_id = self._new_request_id()
+        gateway_id = two_tokens(self._process_id)
+        return Reply(self._messages, subject, request_id, gateway_id, encode_error)
 
     async def _serve(self, request: ServedRequest) -> None:
         message = request.message
@@ -172,6 +186,7 @@ class NatsApi:
             error = await request.run()
         finally:
             del self._running[message.client_id, request.request_id]
+            self._num_running -= Counter({message.client_id: 1})  # drops a client at zero
         self._ended(message.endpoint, message.arrived_at, error)
 
     def _received(self, endpoint: str) -> float:
@@ -192,49 +207,32 @@ class NatsApi:
     ) -> None:
         arrived_at, error = self._received(CANCEL), None
         _, client_id = endpoint_and_client(subject)
-        response: Reply | None = None
-        if _is_inbox_of(client_id, reply):
-            response = Reply(self._messages, reply, self._new_request_id())
+        response = self._reply(reply) if _is_inbox_of(client_id, reply) else None
         try:
-            await self._cancel(client_id, data, response)
+            cancelled = self._cancel(client_id, subject, data)
+            if response is not None:
+                await response.finish(_encode(cancelled))
         except HearthError as raised:
             error = raised
             if response is not None:
                 await response.fail(error)
         self._ended(CANCEL, arrived_at, error)
 
-    async def _cancel(self, client_id: str, data: bytes, response: Reply | None) -> None:
-        """Raises InvalidRequest and DependencyUnavailable."""
+    def _cancel(self, client_id: str, subject: str, data: bytes) -> Cancelled:
+        """Raises InvalidRequest and PayloadTooLarge."""
+        if len(data) > MAX_CANCEL_BYTES:
+            raise PayloadTooLarge(f"a cancellation has at most {MAX_CANCEL_BYTES} bytes")
         body: CancelRequest = _CANCEL_FIELDS.decode(data)
         request = self._running.get((client_id, body.request))
         if request is not None:
             request.cancel(RequestCancelled("the client has cancelled the request"))
-        if response is None:
-            return
-        reply = _encode(Cancelled(body.request, request is not None))
-        if request is not None:
-            await response.finish(reply)
-        elif self._num_late[client_id] >= MAX_CANCELLATIONS:
-            # an error would come before the reply of the gateway that runs the request
-            self._parts.metrics.count_dropped_message()
-        else:
-            self._num_late[client_id] += 1
-            _start(self._finish_late(client_id, partial(response.finish, reply)), self._late)
-
-    async def _finish_late(self, client_id: str, finish: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await self._parts.clock.sleep(OTHERS_ANSWER_S)
-            await finish()
-        except HearthError as error:
-            log.warning("reply_failed", error=error.message)
-        finally:
-            self._num_late -= Counter({client_id: 1})  # drops a client at zero
-
-
-def _start(running: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-    task = asyncio.create_task(running)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+        elif subject == api_request(CANCEL, client_id):
+            raise InvalidRequest(
+                "this gateway does not run the request: send the cancellation to "
+                f"{subject}.{{{GATEWAY}}}, a header of the first reply to the request",
+                param="request",
+            )
+        return Cancelled(body.request, request is not None)
 
 
 def _is_inbox_of(client_id: str, reply: str) -> bool:

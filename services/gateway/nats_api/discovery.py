@@ -11,6 +11,7 @@ the gateways.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -33,7 +34,9 @@ _PREFIX = "io.nats.micro.v1"
 # A client's inbox is `_INBOX.{client}.{random}`, with at most one part more. Those of processes are
 # longer, and their own requests wait there.
 MAX_INBOX_PARTS = 4
-MAX_PER_SECOND = 100  # responses to all clients together: requests for them are free
+# Requests are free, and do not name their sender: the responses to each inbox's client are bounded,
+# and those to all together, which a client may spend under false names.
+MAX_PER_CLIENT, MAX_PER_SECOND = 20, 400
 _encode = msgspec.json.Encoder().encode
 
 
@@ -49,8 +52,6 @@ class Ping(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.ping_response"):
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`queue_group`: empty if every gateway receives each request."""
-
     name: str
     subject: str
     queue_group: str
@@ -97,7 +98,8 @@ class Discovery:
     ) -> None:
         self._messages = messages
         self._now = now
-        self._second, self._num_sent = 0, 0
+        self._second = 0
+        self._num_sent: Counter[str] = Counter()  # in this second, by client
         self._endpoints = endpoints
         self._counts = counts
         self._started = datetime.fromtimestamp(started_at, UTC)
@@ -127,18 +129,23 @@ class Discovery:
         endpoints = [_stats_of(each, self._counts[each.name]) for each in self._endpoints]
         return Stats(**self._identity, started=self._started, endpoints=endpoints)
 
-    def _take_turn(self) -> bool:
+    def _take_turn(self, client_id: str) -> bool:
         second = int(self._now())
         if second != self._second:
-            self._second, self._num_sent = second, 0
-        self._num_sent += 1
-        return self._num_sent <= MAX_PER_SECOND
+            self._second = second
+            self._num_sent.clear()
+        if self._num_sent.total() >= MAX_PER_SECOND or self._num_sent[client_id] >= MAX_PER_CLIENT:
+            return False
+        self._num_sent[client_id] += 1
+        return True
 
     async def _respond(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         response = self._responses.get(subject)
         # The gateway may send to any subject that it receives as a reply subject, a client may not:
         # a response must not become a command, or a reply, to a process.
-        if response is None or not _is_client_inbox(reply) or not self._take_turn():
+        if response is None or not _is_client_inbox(reply):
+            return
+        if not self._take_turn(reply.split(".")[1]):
             return
         try:
             await self._messages.send(reply, response())

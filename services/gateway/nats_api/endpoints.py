@@ -33,9 +33,9 @@ from services.gateway.tokenization.bodies import (
     TokenizeResponse,
 )
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
-from shared.subjects import API_GROUP, api_request
+from shared.subjects import API_GROUP, CANCEL, api_request
 
-MODELS, CANCEL = "models", "cancel"
+MODELS = "models"
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class CancelRequest(msgspec.Struct, frozen=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """`cancelled`: False if no gateway runs this request of this client."""
+    """`cancelled`: False if the gateway does not run this request of this client."""
 
     request: str
     cancelled: bool
@@ -80,7 +80,7 @@ class ApiEndpoint:
         return EndpointInfo(
             name=self.name,
             subject=api_request(self.name, "*"),
-            queue_group="" if self.name == CANCEL else API_GROUP,
+            queue_group=API_GROUP,
             metadata=metadata,
         )
 

@@ -22,6 +22,7 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 REQUEST, NUMBER, END = "Hearth-Request", "Hearth-Seq", "Hearth-End"
+GATEWAY = "Hearth-Gateway"  # to which a cancellation goes
 ERROR, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
 FAILED = "error"  # the value of END after an error
 MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent
@@ -35,13 +36,16 @@ def openai_error(error: HearthError, _: str) -> tuple[int, Any]:
 
 
 class Reply:
-    """`limit_headers`: the state of the tenant's limits, in the first and the last message."""
+    """`limit_headers`: the state of the tenant's limits, in the first and the last message. The
+    first one names the gateway, too.
+    """
 
     def __init__(
         self,
         messages: UntypedMessages,
         subject: str,
         request_id: str,
+        gateway_id: str,
         encode_error: EncodeError = openai_error,
     ) -> None:
         self.request_id = request_id
@@ -49,6 +53,7 @@ class Reply:
         self.is_ended = False
         self._messages = messages
         self._subject = subject
+        self._gateway_id = gateway_id
         self._encode_error = encode_error
         self._num_sent = 0
 
@@ -88,6 +93,8 @@ class Reply:
     async def _send(self, data: bytes, more: Mapping[str, str], check: str = "") -> None:
         number = self._num_sent
         headers = {NUMBER: str(number), REQUEST: self.request_id, **more}
+        if not number:
+            headers[GATEWAY] = self._gateway_id
         self._num_sent += 1
         try:
             await self._messages.send(self._subject, data, headers=headers, reply=check)

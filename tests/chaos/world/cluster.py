@@ -21,8 +21,9 @@ import msgspec
 
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.processes.environ import thread_environ
-from shared.subjects import CredentialRole, NatsUser, nats_server_config
+from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
+from shared.transport.server_config import NatsUser, nats_server_config
 from tests.chaos.world.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port
 

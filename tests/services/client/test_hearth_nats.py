@@ -17,7 +17,8 @@ from nats.aio.msg import Msg
 
 from services.client import example_summaries, hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
-from shared.subjects import API_REQUESTS, NatsUser, endpoint_and_client
+from shared.subjects import API_REQUESTS, api_cancel, endpoint_and_client
+from shared.transport.server_config import NatsUser
 from tests.servers import PASSWORD, NatsServer
 
 BODY = {"messages": [], "seed": 7}
@@ -51,11 +52,13 @@ class Peer:
     async def serve(self, respond: Callable[[Msg, int], Awaitable[None]]) -> None:
         self.respond = respond
         await self.connection.subscribe(API_REQUESTS, cb=self._on_request)
+        await self.connection.subscribe(api_cancel("*", "gateway-1"), cb=self._on_request)
         for _ in range(2):
             await self.connection.flush()
 
     async def send(self, request: Msg, number: int, data: bytes = b"", **headers: str) -> None:
         fields = {"Hearth-Seq": str(number), "Hearth-Request": "r1"}
+        fields |= {} if number else {"Hearth-Gateway": "gateway-1.-"}
         fields |= {name.replace("_", "-"): text for name, text in headers.items()}
         check = f"{CHECK}.{number}" if "reply" in fields else ""
         fields.pop("reply", None)
@@ -85,7 +88,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 async def peer(server: NatsServer, stack: AsyncExitStack) -> Peer:
-    connection = await nats.connect(server.url("gateway-1"))
+    connection = await nats.connect(server.api_url("gateway-1"))
     stack.push_async_callback(connection.close)
     peer = Peer(connection)
     await peer.start()
@@ -200,7 +203,7 @@ async def test_error_has_status_code_and_param(
     error = caught.value
     assert (error.status, error.code, error.param) == (429, "overloaded", "n")
     assert (str(error), error.body) == ("429: too many", ERROR)
-    await client.request("cancel", {"request": "last"})  # the first: the error cancelled nothing
+    await client.cancel("last", "gateway-1.-")  # the first: the error cancelled nothing
     assert peer.cancelled.get_nowait() == "last"
 
 
@@ -213,7 +216,7 @@ async def test_stream_closed_early_is_cancelled(client: HearthClient, peer: Peer
         async for _ in events:
             break
     assert await asyncio.wait_for(peer.cancelled.get(), timeout=5) == "r1"
-    assert await client.cancel("r2")
+    assert await client.cancel("r2", "gateway-1.-")
     assert peer.cancelled.get_nowait() == "r2"
 
 

@@ -12,8 +12,8 @@ from services.scheduler.service import build_scheduler
 from shared import subjects
 from shared.config import SchedulerConfig
 from shared.messages import Queued, Role
-from shared.subjects import NatsUser
 from shared.transport.bus import NatsBus
+from shared.transport.server_config import NatsUser
 from tests.servers import PASSWORD, USERS, NatsServer
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Worker, eventually

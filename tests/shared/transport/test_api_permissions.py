@@ -28,11 +28,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 ALLOWED = [
     *(api_request(endpoint, "client-1") for endpoint in ("chat", "cancel", "anything")),
+    subjects.api_cancel("client-1", "gateway-1"),
     *("$SRV.PING", "$SRV.INFO.hearth", "$SRV.STATS.hearth.id"),
 ]
 FORBIDDEN = [
     api_request("chat", "client-2"),
     api_request("chat.more", "client-1"),
+    subjects.api_cancel("client-2", "gateway-1"),
     "hearth.v1.api.chat",
     # the inboxes of other clients and of processes, and its own: only replies go there
     *("_INBOX.client-2.abc", "_INBOX.gateway-1.-.abc", OWN_INBOX),
@@ -101,11 +103,16 @@ async def test_client_subscribes_only_to_its_inbox(server: NatsServer) -> None:
 
 
 async def test_only_gateways_receive_requests(server: NatsServer) -> None:
-    async with raw_client(server, "gateway-1") as (gateway, errors):
+    async with raw_client(server, "gateway-1.api") as (gateway, errors):
         await gateway.subscribe(subjects.API_REQUESTS, queue=subjects.API_GROUP)
         await gateway.subscribe("$SRV.>")
         assert await rejections(gateway, errors) == []
-    for name in ("scheduler-1", "decode-1", "prefill-1", "kv_index-1", "worker-1"):
+        await gateway.subscribe(subjects.api_cancel("*", "gateway-1.one"))
+        assert await rejections(gateway, errors) == []
+        await gateway.subscribe(subjects.api_cancel("*", "gateway-2.one"))
+        await gateway.publish(subjects.SUBMIT, b"x")
+        assert len(await rejections(gateway, errors)) == 2
+    for name in ("gateway-1", "scheduler-1", "decode-1", "prefill-1", "kv_index-1", "worker-1"):
         async with raw_client(server, name) as (process, errors):
             await process.subscribe(subjects.API_REQUESTS)
             await process.subscribe("$SRV.>")
@@ -117,7 +124,7 @@ async def test_gateway_sends_many_replies_but_nothing_else_to_a_client(server: N
     """And the client answers a message with a reply subject of the gateway, once it came."""
     check = "_INBOX.gateway-1.-.check"
     async with (
-        raw_client(server, "gateway-1") as (gateway, errors),
+        raw_client(server, "gateway-1.api") as (gateway, errors),
         raw_client(server, "client-1") as (client, client_errors),
     ):
         answers: asyncio.Queue[bytes] = asyncio.Queue()

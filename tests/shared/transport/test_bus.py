@@ -253,13 +253,17 @@ async def test_message_of_8_mib_is_delivered(connect: Connect) -> None:
 async def raw_client(
     server: NatsServer, process_id: str
 ) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:
-    """A nats-py client with the credential of the process, and the errors from the server."""
+    """A nats-py client with the credential of the process, and the errors from the server.
+    `gateway-1.api`: that gateway among the API clients.
+    """
     errors: asyncio.Queue[str] = asyncio.Queue()
 
     async def on_error(error: Exception) -> None:
         errors.put_nowait(str(error).lower())
 
-    client = await nats.connect(server.url(process_id), error_cb=on_error)
+    name, dot, _ = process_id.partition(".api")
+    url = server.api_url(name) if dot else server.url(process_id)
+    client = await nats.connect(url, error_cb=on_error)
     try:
         yield client, errors
     finally:

@@ -14,9 +14,9 @@ from services.local.credentials import tls_block
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.store import RedisStore, StoreUnavailable
-from shared.subjects import NatsUser, nats_server_config
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
+from shared.transport.server_config import NatsUser, nats_server_config
 from tests.certificates import Authority, server_context
 from tests.recording_relay import relay_to
 from tests.servers import NatsServer, RedisServer, Server, find_binary, free_port

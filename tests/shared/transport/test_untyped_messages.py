@@ -12,9 +12,10 @@ import pytest
 from nats.aio.client import Client
 
 from shared.errors import DependencyUnavailable, PayloadTooLarge
-from shared.subjects import API_GROUP, API_REQUESTS, NatsUser, api_request
+from shared.subjects import API_GROUP, API_REQUESTS, api_request
 from shared.transport.bus import NatsBus
 from shared.transport.nats_client import DirectClient
+from shared.transport.server_config import NatsUser
 from tests.servers import PASSWORD, NatsServer
 
 MAX_PAYLOAD_BYTES = 8192
@@ -38,7 +39,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 async def bus(server: NatsServer, stack: AsyncExitStack) -> NatsBus:
-    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
+    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1", to_clients=True)
     stack.push_async_callback(bus.close)
     return bus
 
@@ -151,7 +152,7 @@ async def test_messages_until_the_end_of_a_subscription_are_handled(
 async def test_closed_connection_raises_dependency_unavailable(
     server: NatsServer, tmp_path: Path
 ) -> None:
-    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
+    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1", to_clients=True)
     await bus.close()
     with pytest.raises(DependencyUnavailable, match="cannot publish"):
         await bus.untyped.send(INBOX, b"x")

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import nats
-import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from services.client.hearth_nats import HearthClient
-from services.gateway.nats_api import api as nats_api
 from services.gateway.service import GatewayService
 from shared.subjects import api_request
 from tests.servers import NatsServer
@@ -31,7 +29,7 @@ def is_idle(gateway: GatewayService) -> bool:
     api = gateway._nats_api
     assert api is not None
     parts = api._parts
-    is_empty = not (api._running or api._tasks or api._late or parts.listeners._open)
+    is_empty = not (api._running or api._tasks or api._num_running or parts.listeners._open)
     is_empty = is_empty and not gateway.submission._unsent._tenants
     return is_empty and not len(gateway._driver) and not parts.budget.num_bytes
 
@@ -50,6 +48,7 @@ class Api:
         data: bytes | dict[str, Any],
         *,
         client_id: str = "client-1",
+        gateway_id: str = "",
         headers: dict[str, str] | None = None,
     ) -> asyncio.Queue[Msg]:
         """Returns the replies as they arrive."""
@@ -61,7 +60,7 @@ class Api:
 
         await self.raw.subscribe(inbox, cb=take)
         payload = data if isinstance(data, bytes) else json.dumps(data).encode()
-        subject = api_request(endpoint, client_id)
+        subject = api_request(endpoint, client_id) + (f".{gateway_id}" if gateway_id else "")
         await self.raw.publish(subject, payload, reply=inbox, headers=headers)
         return received
 
@@ -103,11 +102,8 @@ async def no_shared_cluster(shared_cluster: SharedCluster) -> None:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def api(
-    cluster: Cluster, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Api]:
+async def api(cluster: Cluster, nats_server: NatsServer) -> AsyncIterator[Api]:
     """At its end nothing may be left of any request."""
-    monkeypatch.setattr(nats_api, "OTHERS_ANSWER_S", 0.05)
     await until(lambda: has_joined(cluster.gateway))
     async with connected(nats_server, "client-1") as (client, raw):
         yield Api(cluster, client, raw)

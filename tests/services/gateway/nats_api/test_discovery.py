@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from services.gateway.nats_api.discovery import MAX_PER_SECOND, Discovery, EndpointInfo, schema_of
+from services.gateway.nats_api.discovery import (
+    MAX_PER_CLIENT,
+    MAX_PER_SECOND,
+    Discovery,
+    EndpointInfo,
+    schema_of,
+)
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from services.gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from shared.errors import Overloaded
-from shared.subjects import NatsUser
 from shared.transport.bus import NatsBus
+from shared.transport.server_config import NatsUser
 from tests.servers import PASSWORD, NatsServer
 
 INBOX = "_INBOX.client-1.abc"
@@ -28,7 +34,11 @@ IDENTITY = {"name": "hearth", "id": "id1", "version": "0.1.0", "metadata": METAD
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    users = [NatsUser("gateway", "gateway-1", PASSWORD), NatsUser("client", "client-1", PASSWORD)]
+    users = [
+        NatsUser("gateway", "gateway-1", PASSWORD),
+        NatsUser("client", "client-1", PASSWORD),
+        NatsUser("client", "client-2", PASSWORD),
+    ]
     server = NatsServer(tmp_path_factory.mktemp("nats"), users)
     yield server
     server.stop()
@@ -36,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def bus(server: NatsServer) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
+    bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1", to_clients=True)
     yield bus
     await bus.close()
 
@@ -63,17 +73,20 @@ def discovery_of(
 class RawClient:
     """Speaks NATS's protocol by hand."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, server: NatsServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.server = server
         self._reader = reader
         self._writer = writer
 
     @classmethod
-    async def connect(cls, server: NatsServer) -> RawClient:
+    async def connect(cls, server: NatsServer, name: str = "client-1") -> RawClient:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         await reader.readline()  # INFO
-        login = {"user": "client-1", "pass": PASSWORD, "verbose": False, "headers": True}
-        writer.write(f"CONNECT {json.dumps(login)}\r\nSUB {INBOX} 1\r\n".encode())
-        return cls(reader, writer)
+        login = {"user": name, "pass": PASSWORD, "verbose": False, "headers": True}
+        writer.write(f"CONNECT {json.dumps(login)}\r\nSUB _INBOX.{name}.abc 1\r\n".encode())
+        return cls(server, reader, writer)
 
     async def request(self, subject: str, reply: str = INBOX) -> bytes:
         """Returns the next message's data."""
@@ -165,17 +178,27 @@ async def test_other_services_and_other_reply_subjects_get_no_response(
 
 
 async def test_responses_of_a_second_are_limited(bus: NatsBus, raw: RawClient) -> None:
+    """Of each client: one that asks more takes nothing from another."""
     time = 1.0
     await discovery_of(bus, now=lambda: time).start()
     await bus.flush()
-    for _ in range(MAX_PER_SECOND):
+    for _ in range(MAX_PER_CLIENT):
         await raw.request("$SRV.PING")
     raw._writer.write(f"PUB $SRV.PING.hearth {INBOX} 0\r\n\r\n".encode())
     raw._writer.write(b"PING\r\n")
     assert await raw._reader.readline() == b"PONG\r\n"
     await bus.flush()
+    other = await RawClient.connect(raw.server, "client-2")
+    assert json.loads(await other.request("$SRV.PING", "_INBOX.client-2.abc"))["id"] == "id1"
+    other.close()
     time = 2.0
     assert "endpoints" in json.loads(await raw.request("$SRV.INFO")), "the last PING has a response"
+
+
+async def test_responses_to_false_names_are_limited(bus: NatsBus) -> None:
+    discovery = discovery_of(bus)
+    turns = [discovery._take_turn(f"client-{number}") for number in range(2 * MAX_PER_SECOND)]
+    assert turns.count(True) == MAX_PER_SECOND
 
 
 @pytest.mark.parametrize(("version", "shown"), [("0", "0.0.0"), ("1.2.3-rc.1+a", "1.2.3-rc.1+a")])

@@ -54,10 +54,8 @@ async def second_gateway(
 
 async def die(gateway: GatewayService) -> None:
     """Like a killed process: it sends nothing more."""
-    await gateway._bus._client._close(  # type: ignore[attr-defined]
-        gateway._bus._client.CLOSED,  # type: ignore[attr-defined]
-        do_cbs=False,
-    )
+    for bus in (gateway._bus, gateway._clients):
+        await bus._client._close(bus._client.CLOSED, do_cbs=False)  # type: ignore[union-attr]
 
 
 @pytest.mark.own_cluster
@@ -231,7 +229,7 @@ async def test_discovery_finds_every_gateway_and_its_numbers(
         assert [each["name"] for each in info["endpoints"]] == list(API_ENDPOINTS)
         chat, *_, cancel = info["endpoints"]
         assert (chat["subject"], chat["queue_group"]) == ("hearth.v1.api.chat.*", "gateway")
-        assert cancel["queue_group"] == ""
+        assert cancel["queue_group"] == "gateway"
         assert chat["metadata"]["streams"] == "true"
         assert (
             "messages"
@@ -301,7 +299,7 @@ async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
         async with connected(nats_server, "client-1") as (client, _):
             streaming = asyncio.create_task(anext(client.stream("chat", dict(BODY))))
             await open_requests(cluster, 1)
-            bus = cluster.gateway._bus
+            bus = cluster.gateway._clients
             await bus._client._process_op_err(OSError("lost"))  # type: ignore[attr-defined]
             await open_requests(cluster, 0)
             streaming.cancel()

@@ -68,7 +68,7 @@ class Checked:
         await self.listeners.start()
         self._running = asyncio.create_task(self.listeners.run())
         await asyncio.sleep(0)
-        self.reply = Reply(self.messages, "_INBOX.client-1.a", "r1")  # type: ignore[arg-type]
+        self.reply = Reply(self.messages, "_INBOX.client-1.a", "r1", "g.-")  # type: ignore[arg-type]
         self.name = self.listeners.open(self.reply, self._lost)
         return self
 

@@ -15,7 +15,7 @@ import structlog.testing
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient
-from services.gateway.nats_api import api as nats_api
+from services.gateway.nats_api import api as api_module
 from services.gateway.nats_api import generation, listeners, served_request
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
@@ -110,6 +110,7 @@ async def test_too_many_requests_at_once_are_rejected(
     assert nats_api is not None
     api.cluster.decodes[0].hold_at = 2
     monkeypatch.setattr(nats_api, "_max_requests", 2)
+    monkeypatch.setattr(api_module, "MAX_CLIENT_SHARE", 1)
     running = [await api.send("chat", STREAMED) for _ in range(2)]
     await open_requests(api.cluster, 2)
     check_error(await api.reply("chat", STREAMED), 429, "overloaded", None)
@@ -158,16 +159,60 @@ async def test_deadline_ends_the_request(api: Api) -> None:
 # ── cancellation ─────────────────────────────────────────────────────────────────────────────────
 
 
+HERE = "gateway-1.-"
+
+
 async def test_cancelled_stream_ends_and_frees_its_worker(api: Api) -> None:
     decode = api.cluster.decodes[0]
     decode.hold_at = 3
     replies = await api.send("chat", STREAMED)
-    request_id = (await next_of(replies)).headers["Hearth-Request"]
-    assert await api.client.cancel(request_id)
+    headers = (await next_of(replies)).headers
+    assert headers["Hearth-Gateway"] == HERE
+    assert await api.client.cancel(headers["Hearth-Request"], HERE)
     check_error((await all_of(replies))[-1], 499, "request_cancelled", None)
     assert (await asyncio.wait_for(decode.aborts.get(), timeout=5)).reason == "client_gone"
-    assert not await api.client.cancel(request_id)
-    assert not await api.client.cancel("unknown")
+    assert not await api.client.cancel(headers["Hearth-Request"], HERE)
+    assert not await api.client.cancel("unknown", HERE)
+    with pytest.raises(ApiError, match="503"):
+        await api.client.cancel("unknown", "gateway-9.-")
+
+
+async def test_cancellation_to_any_gateway_says_where_it_belongs(api: Api) -> None:
+    """A client of one gateway may leave the gateway out."""
+    api.cluster.decodes[0].hold_at = 3
+    replies = await api.send("chat", STREAMED)
+    request_id = (await next_of(replies)).headers["Hearth-Request"]
+    refused = await api.reply("cancel", {"request": "of another gateway"})
+    check_error(refused, 400, "invalid_request", "request")
+    assert "cancel.client-1.{Hearth-Gateway}" in refused.headers["Nats-Service-Error"]
+    assert (await api.client.request("cancel", {"request": request_id}))["cancelled"]
+    check_error((await all_of(replies))[-1], 499, "request_cancelled", None)
+
+
+@pytest.mark.parametrize("gateway_id", ["", HERE])
+async def test_large_cancellation_is_not_decoded(api: Api, gateway_id: str) -> None:
+    body = {"request": "x" * api_module.MAX_CANCEL_BYTES}
+    refused = await api.reply("cancel", body, gateway_id=gateway_id)
+    check_error(refused, 413, "payload_too_large", None)
+
+
+async def test_one_client_has_a_share_of_the_open_requests(
+    api: Api, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.cluster.gateway._nats_api, "_max_requests", 8)
+    api.cluster.decodes[0].hold_at = api.cluster.decodes[1].hold_at = 3
+    running = [await api.send("chat", STREAMED) for _ in range(2)]
+    await open_requests(api.cluster, 2)
+    refused = await api.reply("chat", STREAMED)
+    check_error(refused, 429, "overloaded", None)
+    assert "of this client" in refused.headers["Nats-Service-Error"]
+    async with connected(nats_server, "client-2") as (other, _):
+        with pytest.raises(ApiError, match="401"):  # it may ask
+            await other.request("models", {})
+    for each in api.cluster.decodes:
+        each.released.set()
+    for replies in running:
+        assert ((await all_of(replies))[-1].headers or {})["Hearth-End"] == "stop"
 
 
 async def test_request_is_cancelled_while_it_is_prepared(
@@ -184,7 +229,7 @@ async def test_request_is_cancelled_while_it_is_prepared(
     await asyncio.wait_for(began.wait(), timeout=5)
     assert gateway._nats_api is not None
     ((_, request_id),) = gateway._nats_api._running
-    assert await api.client.cancel(request_id)
+    assert await api.client.cancel(request_id, HERE)
     check_error(await next_of(replies), 499, "request_cancelled", None)
     assert not api.cluster.scheduler.submitted
     await until(lambda: not gateway._limits.num_open)
@@ -197,21 +242,9 @@ async def test_client_cannot_cancel_the_request_of_another(
     replies = await api.send("chat", STREAMED)
     request_id = (await next_of(replies)).headers["Hearth-Request"]
     async with connected(nats_server, "client-2") as (other, _):
-        assert not await other.cancel(request_id)
+        assert not await other.cancel(request_id, HERE)
     api.cluster.decodes[0].released.set()
     assert ((await all_of(replies))[-1].headers or {})["Hearth-End"] == "stop"
-
-
-async def test_cancellations_of_one_client_do_not_answer_those_of_another(
-    api: Api, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nats_api, "MAX_CANCELLATIONS", 2)
-    unknown = [await api.send("cancel", {"request": f"unknown {n}"}) for n in range(3)]
-    async with connected(nats_server, "client-2") as (other, _):
-        assert not await other.cancel("unknown")
-    for replies in unknown[:2]:
-        assert json.loads((await next_of(replies)).data)["cancelled"] is False
-    assert unknown[2].empty(), "an error would come before the reply of the right gateway"
 
 
 async def test_closed_iterator_cancels(api: Api) -> None:

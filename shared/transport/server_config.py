@@ -1,0 +1,98 @@
+"""The configuration of a nats-server: an account for the processes, and one for API clients.
+
+Messages do not cross accounts. A gateway has a connection to each: what a client sends neither
+reaches a process nor waits in front of the messages of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from shared.nats_urls import api_user, authority
+from shared.subjects import CredentialRole, Permissions, api_permissions, permissions
+
+PROCESSES, CLIENTS = "HEARTH", "API"  # accounts
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
+
+class NatsUser(msgspec.Struct, frozen=True):
+    """One credential of a NATS server; its user name is the credential's name."""
+
+    role: CredentialRole
+    credential: str
+    password: str
+    region: str = ""  # its processes may announce this one only
+
+
+class Login(msgspec.Struct, frozen=True):
+    """What a credential may do in one account."""
+
+    account: str
+    user: str
+    allowed: Permissions
+
+
+def logins(role: CredentialRole, credential: str, region: str = "") -> Iterator[Login]:
+    account = CLIENTS if role == "client" else PROCESSES
+    yield Login(account, credential, permissions(role, credential, region))
+    if role == "gateway":
+        yield Login(CLIENTS, api_user(credential), api_permissions(credential))
+
+
+def nats_server_config(
+    users: Sequence[NatsUser],
+    *,
+    host: str,
+    port: int,
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+) -> str:
+    """A nats-server configuration.
+
+    The user name is the first token of the process id, so no process can impersonate one of
+    another credential. A gateway's user among the clients has its password.
+    """
+    entries: dict[str, list[str]] = {PROCESSES: [], CLIENTS: []}
+    for user in users:
+        for login in logins(user.role, user.credential, user.region):
+            identity = f'user: "{login.user}", password: "{user.password}"'
+            entries[login.account].append(user_entry(identity, login.allowed))
+    return server_options(host, port, max_payload_bytes) + accounts_block(entries)
+
+
+def server_options(host: str, port: int, max_payload_bytes: int) -> str:
+    """The server pings every second and disconnects after two misses, so a frozen member leaves its
+    queue group soon.
+    """
+    return (
+        f'listen: "{authority(host, port)}"\n'
+        f"max_payload: {max_payload_bytes}\n"
+        "max_pending: 268435456\n"
+        'ping_interval: "1s"\n'
+        "ping_max: 2\n"
+        'write_deadline: "2s"\n'
+    )
+
+
+def accounts_block(entries: dict[str, list[str]]) -> str:
+    accounts = "".join(
+        f"  {name} {{users: [\n{chr(10).join(users)}\n  ]}}\n" for name, users in entries.items()
+    )
+    return f"accounts {{\n{accounts}}}\n"
+
+
+def user_entry(identity: str, allowed: Permissions) -> str:
+    """`identity`: the fields that name the user and prove it."""
+
+    def quote(subjects: tuple[str, ...]) -> str:
+        return ", ".join(f'"{subject}"' for subject in subjects)
+
+    publish = f"allow: [{quote(allowed.publish)}]" if allowed.publish else 'deny: [">"]'
+    return (
+        f"    {{{identity}, permissions: {{\n"
+        f"      publish: {{{publish}}},\n"
+        f"      subscribe: {{allow: [{quote(allowed.subscribe)}]}},\n"
+        f"      allow_responses: {{max: {allowed.max_replies}, "
+        f'expires: "{allowed.reply_s:g}s"}}}}}}'
+    )
