@@ -7,10 +7,14 @@ from collections.abc import Iterator
 
 import nats
 import pytest
+import structlog.testing
+from msgspec import structs
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import subjects
+from shared.config import GatewayConfig
+from shared.lifecycle.identity import connect_to_clients
 from shared.subjects import api_request, sent_by
 from tests.servers import NatsServer
 from tests.shared.transport.test_bus import raw_client
@@ -118,6 +122,20 @@ async def test_only_gateways_receive_requests(server: NatsServer) -> None:
             await process.subscribe("$SRV.>")
             await process.publish(api_request("chat", "client-1"), b"{}")
             assert len(await rejections(process, errors)) == 3, name
+
+
+async def test_gateway_serves_clients_of_a_server_without_their_account(server: NatsServer) -> None:
+    """Its configuration is older than the account: no other credential has a user `.api`."""
+    config = GatewayConfig(nats_url=server.url("scheduler-1"), process_id="scheduler-1")
+    with structlog.testing.capture_logs() as logged:
+        bus = await connect_to_clients(config)
+    assert "no_account_of_clients" in [line["event"] for line in logged]
+    await bus.flush()
+    await bus.close()
+    gateway = structs.replace(config, nats_url=server.url("gateway-1"), process_id="gateway-1")
+    with structlog.testing.capture_logs() as logged:
+        await (await connect_to_clients(gateway)).close()
+    assert logged == []
 
 
 async def test_gateway_sends_many_replies_but_nothing_else_to_a_client(server: NatsServer) -> None:
