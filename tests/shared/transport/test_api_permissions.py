@@ -126,7 +126,9 @@ async def test_only_gateways_receive_requests(server: NatsServer) -> None:
 
 async def test_gateway_serves_clients_of_a_server_without_their_account(server: NatsServer) -> None:
     """Its configuration is older than the account: no other credential has a user `.api`."""
-    config = GatewayConfig(nats_url=server.url("scheduler-1"), process_id="scheduler-1")
+    config = GatewayConfig(
+        nats_url=server.url("scheduler-1"), process_id="scheduler-1", redis_url="redis://none"
+    )
     with structlog.testing.capture_logs() as logged:
         bus = await connect_to_clients(config)
     assert "no_account_of_clients" in [line["event"] for line in logged]
@@ -135,7 +137,7 @@ async def test_gateway_serves_clients_of_a_server_without_their_account(server: 
     gateway = structs.replace(config, nats_url=server.url("gateway-1"), process_id="gateway-1")
     with structlog.testing.capture_logs() as logged:
         await (await connect_to_clients(gateway)).close()
-    assert logged == []
+    assert "no_account_of_clients" not in [line["event"] for line in logged]
 
 
 async def test_gateway_sends_many_replies_but_nothing_else_to_a_client(server: NatsServer) -> None:
