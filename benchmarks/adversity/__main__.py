@@ -10,9 +10,8 @@ in the same run, so that a bar is a ratio or a count.
 | C1–C5 | `bounds.py` | one tenant, or a caller without a key, takes what the gateway has for all |
 | F1–F5 | `tenants.py` | one tenant sends what is expensive, another is the victim |
 | M1 | `slow_clients.py` | clients that do not read their responses |
-| S1, S2 | `devices.py` | a device fails every step; one request breaks every step |
+| S1, S2, U1 | `devices.py` | a device fails every step; one request breaks all; unequal caches |
 | I1, I2 | `identity.py` | two processes of one name; rolling replacements under load |
-| U1 | `uneven.py` | workers with unequal numbers of KV blocks |
 | D1 | `distance.py` | regions up to 300 ms apart |
 | P2, P3 | `wire.py` | relays that record, and forged commands |
 | R1 | `redis_loss.py` | Redis is killed and returns empty |
@@ -32,9 +31,8 @@ from rich.console import Console
 from benchmarks.report import Bar, Row, write_result
 
 MODULES = {
-    "devices": ("S1", "S2"),
+    "devices": ("S1", "S2", "U1"),
     "identity": ("I1", "I2"),
-    "uneven": ("U1",),
     "distance": ("D1",),
     "wire": ("P2", "P3"),
     "redis_loss": ("R1",),

@@ -1,4 +1,5 @@
 """S1: a device that fails every step. S2: a request that breaks every step with it.
+U1: long answers on a fleet of which one worker's KV cache is smaller than an answer.
 
 S1 sends the requests of one tenant. Where a worker serves several, steps that fail are counted
 against the device only if they are of two of them.
@@ -13,6 +14,7 @@ from benchmarks.adversity.load import completion, is_full, print_failures, send_
 from benchmarks.adversity.worker import StepFaults
 from benchmarks.report import Bar, at_least, at_most
 from services.worker import DEVICE_LOST_STATUS
+from shared.engine.runners.timing_runner import STATE_BYTES
 from tests.chaos.world.clients import Exchange
 
 NUM_REQUESTS, EVERY_S = 60, 0.05
@@ -20,10 +22,14 @@ FAILS_AFTER_S = 1.0
 MAX_FAILED_STEPS = 3
 NUM_ROWS, POISON = 32, 666
 STEP_S = 0.02
+NUM_LONG, LONG_TOKENS = 12, 200
+KV_TOKENS = {"decode-1": 128, "decode-2": 4096}
 
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
-    bars: list[Bar] = []
+    bars = await _uneven_caches() if "U1" in rows else []
+    if set(rows) == {"U1"}:
+        return bars
     async with cluster({"decode-1": "decode", "decode-2": "decode", "decode-3": "decode"}) as fleet:
         gateway = fleet.start_services()
         if "S2" in rows:
@@ -31,6 +37,23 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
         if "S1" in rows:
             bars += await _failing_device(fleet, gateway)
     return sorted(bars, key=lambda bar: bar.name)
+
+
+async def _uneven_caches() -> list[Bar]:
+    async with cluster(dict.fromkeys(KV_TOKENS, "decode")) as fleet:
+        gateway = fleet.start_services()
+        workers = [
+            fleet.start("decode", name, options={"kv-cache-bytes": STATE_BYTES * num_tokens})
+            for name, num_tokens in KV_TOKENS.items()
+        ]
+        await fleet.ready(gateway, *workers)
+        bodies = [
+            completion(n, num_prompt_tokens=40, max_tokens=LONG_TOKENS) for n in range(NUM_LONG)
+        ]
+        exchanges = await send_every(EVERY_S, gateway.url, fleet.api_key, bodies)
+    print_failures("U1", exchanges)
+    num_full = sum(map(is_full, exchanges))
+    return [at_least("U1 answers with 200 tokens, of 12", num_full, NUM_LONG, "requests")]
 
 
 async def _failing_device(fleet: Cluster, gateway: Process) -> list[Bar]:

@@ -246,7 +246,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="A JSON line instead of a table.")] = False,
     interval_s: Annotated[float, typer.Option(help="Poll interval in seconds.")] = 1.0,
 ) -> None:
-    """Show the workers and other processes of a cluster until Ctrl-C."""
+    """Show the workers and other processes of a cluster until Ctrl-C; once if not on a terminal."""
     from services.cli.status import run_status
 
     run_status(nats_url, is_once=once, is_json=json, interval_s=interval_s)

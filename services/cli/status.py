@@ -67,6 +67,7 @@ def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s
     """Returns after Ctrl-C, or after the first table. Raises ConfigError, DependencyUnavailable."""
     if interval_s <= 0:
         raise ConfigError(f"--interval-s {interval_s:g} is not positive")
+    is_once = is_once or not (is_json or sys.stdout.isatty())  # tables of a pipe have no screen
     configure_logging("status", level="error")  # the table shows what a warning would
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         asyncio.run(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -20,6 +19,7 @@ import structlog
 
 from services.host.budget import ModelKey
 from services.local.state import write_secret
+from services.local.state_home import state_home
 from shared.errors import ConfigError
 from shared.messages import ModelCard
 from shared.transport.wire_errors import UNREADABLE, one_line
@@ -42,9 +42,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_state_dir(process_id: str, environ: Mapping[str, str] = os.environ) -> Path:
-    root = environ.get("XDG_STATE_HOME")
-    base = Path(root) if root else Path(environ.get("HOME", tempfile.gettempdir()), ".local/state")
-    return base / "hearth" / "hosts" / process_id.partition(".")[0]
+    """Raises ConfigError."""
+    return state_home(environ) / "hearth" / "hosts" / process_id.partition(".")[0]
 
 
 class Records:

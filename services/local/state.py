@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from services.local.credentials import Credential
+from services.local.state_home import state_home
 from shared.errors import ConfigError
 from shared.lifecycle.socket_directory import make_socket_directory
 from shared.subjects import CredentialRole
@@ -53,9 +54,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clusters_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    root = environ.get("XDG_STATE_HOME")
-    base = Path(root) if root else Path(environ.get("HOME", tempfile.gettempdir()), ".local/state")
-    return base / "hearth" / "clusters"
+    """Raises ConfigError."""
+    return state_home(environ) / "hearth" / "clusters"
 
 
 class StateDir:

@@ -43,8 +43,9 @@ async def test_status_waits_for_the_first_heartbeat(tmp_path: Path, observed: Na
 
 
 def test_status_without_heartbeats_is_an_error(tmp_path: Path, observed: NatsServer) -> None:
+    """In a pipe it looks once."""
     url = observed.url("observer-1")
-    status = start_hearth(tmp_path, "status", "--once", HEARTH_NATS_URL=url)
+    status = start_hearth(tmp_path, "status", HEARTH_NATS_URL=url)
     output, _ = status.communicate(timeout=WAIT_S)
     assert status.returncode != 0
     address = f"nats://127.0.0.1:{observed.port}"

@@ -2,6 +2,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,36 @@ def test_unwritable_state_directory_is_a_config_error(tmp_path: Path) -> None:
 def test_state_directory_follows_xdg() -> None:
     assert clusters_dir({"XDG_STATE_HOME": "/state"}) == Path("/state/hearth/clusters")
     assert clusters_dir({"HOME": "/home/a"}) == Path("/home/a/.local/state/hearth/clusters")
+
+
+@pytest.mark.parametrize("planted", ["", "open", "link", "file"])
+def test_without_a_home_state_is_below_a_folder_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"hearth-{os.geteuid()}"
+    match planted:
+        case "open":
+            own.mkdir()
+            own.chmod(0o777)
+        case "link":
+            (tmp_path / "other").mkdir(mode=0o700)
+            own.symlink_to("other")
+        case "file":
+            own.touch(0o600)
+        case _:
+            assert clusters_dir({}) == clusters_dir({}) == own / "hearth" / "clusters"
+            assert mode(own) == 0o700
+            return
+    with pytest.raises(ConfigError, match=str(own)):
+        clusters_dir({})
+
+
+def test_folder_of_another_user_stores_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    (tmp_path / "hearth-4242").mkdir(mode=0o700)  # of the user who runs the test
+    with pytest.raises(ConfigError, match="HOME"):
+        clusters_dir({})
