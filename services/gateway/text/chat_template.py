@@ -17,16 +17,16 @@ import datetime
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jinja2
 import jinja2.defaults
 import jinja2.meta
-import jinja2.sandbox
 import msgspec
 
+from services.gateway.text.checkpoint.template_environment import Today, template_environment
 from services.gateway.text.history.argument_texts import with_argument_texts
 from services.gateway.text.history.call_arguments import CallArguments
 from services.gateway.text.history.call_ids import CallIds, with_call_ids
@@ -58,7 +58,6 @@ RESERVED_VARIABLES = frozenset(
 )
 TOKEN_VARIABLE = "_token"  # end of the names of special tokens
 
-Today = Callable[[], datetime.datetime]
 ToolFormat = Literal["template", "hermes"]
 
 
@@ -117,7 +116,7 @@ class ChatTemplate:
         self._pattern_in_answers = _any_of(_longest_first(special_tokens))
         self._variables = dict(variables)
         try:
-            environment = _environment(today)
+            environment = template_environment(today)
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self.takes_tools = "tools" in names
@@ -263,34 +262,6 @@ def _is_of_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
-def _environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The Jinja environment of transformers (`chat_template_utils`), which templates expect."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: today().strftime(layout)
-    return environment
-
-
 def _short(error: Exception) -> str:
     """Its message, which a template may make of any length."""
     return str(error)[:MAX_REASON_CHARS]
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's filter, which escapes HTML characters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
