@@ -72,12 +72,9 @@ class MessageEncoder:
     def of(cls, body: MessagesRequest, context: ResponseContext) -> MessageEncoder:
         return cls(context, warnings_of(body.tools))
 
-    @property
     def keep_alive(self) -> bytes:
-        framing = self._context.framing
-        if not self._is_begun or not framing.keep_alive:
-            return framing.keep_alive
-        return _event(framing, Ping())
+        """Also before the message: the vendor's clients skip pings wherever they come."""
+        return self._event(Ping())
 
     def events(self, events: Sequence[output.Event]) -> Iterator[bytes]:
         if not self._is_begun:

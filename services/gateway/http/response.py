@@ -161,8 +161,7 @@ class GenerationResponse:
             await self._send_error(send, error)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends what keeps the stream alive after each silence: clients ignore it, proxies see
-        activity.
+        """Sends what keeps the stream alive after each silence: clients and proxies see activity.
 
         Ends with the response: a client may take its last bytes long after they were sent.
         """
@@ -172,7 +171,7 @@ class GenerationResponse:
                 await self._clock.sleep(self._keep_alive_s - silent_s)
                 continue
             await self._start_events(send)
-            await self._send(send, self.encoder.keep_alive, more_body=True)
+            await self._send(send, self.encoder.keep_alive(), more_body=True)
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 

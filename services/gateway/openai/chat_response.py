@@ -53,6 +53,9 @@ class ChatEncoder(OpenAIEncoder):
     def of(cls, body: ChatCompletionRequest, context: ResponseContext) -> ChatEncoder:
         return cls(context, has_usage=body.has_usage, has_logprobs=bool(body.logprobs))
 
+    def keep_alive(self) -> bytes:
+        return self.context.framing.event(self._empty_chunk())
+
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Returns one chunk per text; a choice's first has the role, its last the finish reason."""
         for event, end in with_ends(events):
@@ -66,7 +69,7 @@ class ChatEncoder(OpenAIEncoder):
                 case Finished():
                     yield self._texts(event.choice_index, (), (), event.reason)
                 case Usage():
-                    yield self._usage(event) if self.has_usage else b""
+                    yield self._ending(event)
                 case _:
                     yield self._other(event)
 
@@ -117,13 +120,21 @@ class ChatEncoder(OpenAIEncoder):
         calls = () if known is None else known.rest()
         return b"".join(self._event(index, self._delta(index, tool_call=each)) for each in calls)
 
-    def _usage(self, usage: Usage) -> bytes:
-        chunk = self._chunk()
-        return self.context.framing.event(
-            msgspec.structs.replace(
-                chunk, usage=to_usage(usage), hearth=hearth_info_of(self.context)
-            )
-        )
+    def _ending(self, usage: Usage) -> bytes:
+        """What follows the last choice: the usage, or warnings alone, in a chunk with a choice, as
+        clients that ask for no usage expect.
+        """
+        if self.has_usage:
+            chunk = msgspec.structs.replace(self._chunk(), usage=to_usage(usage))
+        elif self.context.merger.warnings:
+            chunk = self._empty_chunk()
+        else:
+            return b""
+        hearth = hearth_info_of(self.context)
+        return self.context.framing.event(msgspec.structs.replace(chunk, hearth=hearth))
+
+    def _empty_chunk(self) -> ChatCompletionChunk:
+        return self._chunk(ChunkChoice(index=0, delta=Delta()))
 
     def _choice(self, result: ChoiceResult) -> Iterable[bytes]:
         choice = ChatChoice(

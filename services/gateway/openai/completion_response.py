@@ -57,6 +57,9 @@ class CompletionEncoder(OpenAIEncoder):
             num_shown=body.num_choices,
         )
 
+    def keep_alive(self) -> bytes:
+        return self.context.framing.event(self._empty_chunk())
+
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Returns one chunk per text; a choice's last has the finish reason."""
         for event, end in with_ends(events):
@@ -66,7 +69,7 @@ class CompletionEncoder(OpenAIEncoder):
                 case Finished():
                     yield self._texts(TextDelta(event.choice_index, ()), event.reason)
                 case Usage():
-                    yield self._usage(event) if self.has_usage else b""
+                    yield self._ending(event)
 
     def body(self, results: Results) -> Iterator[bytes]:
         """Raises HearthError if a worker sent a wrong number of prompt logprobs."""
@@ -94,11 +97,21 @@ class CompletionEncoder(OpenAIEncoder):
             last = self.context.framing.event(self._chunk(choice))
         return self._text_event(index).of(texts) + last
 
-    def _usage(self, usage: Usage) -> bytes:
-        chunk = msgspec.structs.replace(
-            self._chunk(), usage=to_usage(usage), hearth=hearth_info_of(self.context)
-        )
-        return self.context.framing.event(chunk)
+    def _ending(self, usage: Usage) -> bytes:
+        """What follows the last choice: the usage, or warnings alone, in a chunk with a choice, as
+        clients that ask for no usage expect.
+        """
+        if self.has_usage:
+            chunk = msgspec.structs.replace(self._chunk(), usage=to_usage(usage))
+        elif self.context.merger.warnings:
+            chunk = self._empty_chunk()
+        else:
+            return b""
+        hearth = hearth_info_of(self.context)
+        return self.context.framing.event(msgspec.structs.replace(chunk, hearth=hearth))
+
+    def _empty_chunk(self) -> CompletionChunk:
+        return self._chunk(CompletionChoice(index=0, text=""))
 
     def _best(self, results: list[ChoiceResult]) -> list[ChoiceResult]:
         shown: list[ChoiceResult] = []

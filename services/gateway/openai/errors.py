@@ -35,9 +35,9 @@ class OpenAIEncoder:
 
     context: ResponseContext
 
-    @property
     def keep_alive(self) -> bytes:
-        return self.context.framing.keep_alive
+        """Returns no bytes; for responses that are never streamed."""
+        return b""
 
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Returns no bytes; for responses that are never streamed."""

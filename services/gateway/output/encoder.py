@@ -13,9 +13,10 @@ from shared.errors import HearthError
 class Encoder(Protocol):
     """One instance writes one response."""
 
-    @property
     def keep_alive(self) -> bytes:
-        """What a silent stream sends."""
+        """Returns an event of the dialect that says nothing, for a silent stream: the timers of
+        clients do not count comments.
+        """
         ...
 
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:

@@ -22,15 +22,13 @@ _ENCODED_MARK = _encode(_MARK)
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """`before`, `after`: what surrounds an event. `done`: after the last one. `keep_alive`: what a
-    silent stream sends, and its reader ignores. `name_line`: a format of the line that names an
-    event.
+    """`before`, `after`: what surrounds an event. `done`: after the last one. `name_line`: a format
+    of the line that names an event.
     """
 
     before: bytes
     after: bytes
     done: bytes
-    keep_alive: bytes
     name_line: bytes = b""
 
     def named(self, name: str) -> Framing:
@@ -50,8 +48,8 @@ def on_one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-SSE = Framing(b"data: ", b"\n\n", b"data: [DONE]\n\n", b": keep-alive\n\n", b"event: %b\n")
-LINES = Framing(b"", b"\n", b"", b"")
+SSE = Framing(b"data: ", b"\n\n", b"data: [DONE]\n\n", b"event: %b\n")
+LINES = Framing(b"", b"\n", b"")
 
 
 class TextEvent:

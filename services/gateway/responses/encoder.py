@@ -68,9 +68,9 @@ class ResponsesEncoder:
         self._delta_of = ""  # the message of `_delta_parts`
         self._delta_parts = (b"", b"", b"")
 
-    @property
     def keep_alive(self) -> bytes:
-        return self._context.framing.keep_alive
+        """The head of the stream if it has not begun: no other event may be its first."""
+        return b"".join(self._head()) or self._in_progress()
 
     def closing(self) -> bytes:
         return b""
@@ -116,9 +116,14 @@ class ResponsesEncoder:
         if self._has_begun:
             return
         self._has_begun = True
-        numbers, made = self._items.numbers, self._object
-        yield self._event(objects.ResponseCreated(sequence_number=next(numbers), response=made))
-        yield self._event(objects.ResponseInProgress(sequence_number=next(numbers), response=made))
+        number = next(self._items.numbers)
+        yield self._event(objects.ResponseCreated(sequence_number=number, response=self._object))
+        yield self._in_progress()
+
+    def _in_progress(self) -> bytes:
+        number = next(self._items.numbers)
+        event = objects.ResponseInProgress(sequence_number=number, response=self._object)
+        return self._event(event)
 
     def _text(self, event: TextDelta) -> Iterator[bytes]:
         yield from map(self._event, self._items.start_message())

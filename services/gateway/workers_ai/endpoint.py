@@ -64,7 +64,10 @@ def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContex
     framing = context.framing
     if not body.is_embedding:
         return RunEncoder(
-            framing, text_events.of(framing), context.merger.warnings, is_json=body.is_json
+            framing,
+            text_events.of(framing),
+            lambda: context.merger.warnings,
+            is_json=body.is_json,
         )
     return EmbeddingEncoder(
         framing,

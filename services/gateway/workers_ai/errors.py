@@ -112,9 +112,9 @@ class DialectErrors:
     def __init__(self, framing: Framing) -> None:
         self.framing = framing
 
-    @property
     def keep_alive(self) -> bytes:
-        return self.framing.keep_alive
+        """Returns no bytes; for responses that are never streamed."""
+        return b""
 
     def closing(self) -> bytes:
         return self.framing.done

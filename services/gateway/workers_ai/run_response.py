@@ -9,7 +9,7 @@ Warnings are `messages` of the envelope, and `warnings` of the last event.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -71,15 +71,15 @@ class TextEvents(Protocol):
 
 
 class RunEncoder(DialectErrors):
-    """`warnings`: what of the request's schemas the output need not match. `is_json`: whether a
-    `response_format` demands JSON.
+    """`warnings`: returns what the output need not match, and what is cut, when it has ended.
+    `is_json`: whether a `response_format` demands JSON.
     """
 
     def __init__(
         self,
         framing: Framing,
         text_events: TextEvents,
-        warnings: Sequence[str] = (),
+        warnings: Callable[[], Sequence[str]] = tuple,
         *,
         is_json: bool = False,
     ) -> None:
@@ -89,6 +89,9 @@ class RunEncoder(DialectErrors):
         self._text_events = text_events
         self._calls: list[ToolCallResult] = []
         self._finish_reason = ""
+
+    def keep_alive(self) -> bytes:
+        return self._frame()
 
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
         for event in events:
@@ -118,14 +121,14 @@ class RunEncoder(DialectErrors):
             usage=_run_usage(results.usage),
             finish_reason=choice.finish_reason,
         )
-        messages = [Message(WARNING_CODE, each) for each in self._warnings]
+        messages = [Message(WARNING_CODE, each) for each in self._warnings()]
         return iter((_encode(Success(result=frame, messages=messages)),))
 
     def _ending(self, usage: Usage) -> bytes:
         calls = _tool_calls(self._calls, self._finish_reason)
         before = self._frame(tool_calls=calls) if calls else b""
         last = self._frame(
-            usage=_run_usage(usage), finish_reason=self._finish_reason, warnings=self._warnings
+            usage=_run_usage(usage), finish_reason=self._finish_reason, warnings=self._warnings()
         )
         return before + last
 

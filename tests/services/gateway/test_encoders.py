@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 from services.gateway.openai.chat_response import ChatEncoder
+from services.gateway.openai.completion_response import CompletionEncoder
 from services.gateway.openai.tool_calls import input_of
 from services.gateway.output.events import (
     Event,
@@ -83,6 +88,29 @@ def test_chat_stream_says_what_the_events_say(framing: Framing) -> None:
     assert heads == [(0, "call_1", "clock"), (1, "call_2", "noop")]
     arguments = [call.function and call.function.arguments for call in calls if call.index == 0]
     assert "".join(each or "" for each in arguments) == '{"zone":"UTC"}'
+
+
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_each_stream_says_its_warnings(has_usage: bool) -> None:
+    """In a last chunk, with a choice unless usage was asked for."""
+    warned: Any = SimpleNamespace(outputs=(), warnings=("w",), num_choices=1)
+    of = dataclasses.replace(context(), merger=warned)
+    chat = ChatEncoder(of, has_usage=has_usage, has_logprobs=False)
+    text = CompletionEncoder(of, has_usage=has_usage, has_logprobs=False, num_shown=1)
+    for encoder in (chat, text):
+        (ending,) = encoder.events([Usage(7, 3, 11, 4)])
+        chunk = json.loads(ending.removeprefix(b"data: "))
+        assert chunk["hearth"]["warnings"] == ["w"]
+        assert ("usage" in chunk, len(chunk["choices"])) == (has_usage, not has_usage)
+
+
+def test_silence_has_chunks_of_the_dialect() -> None:
+    chat = ChatEncoder(context(), has_usage=True, has_logprobs=False).keep_alive()
+    chunk = TypeAdapter(ChatCompletionChunk).validate_json(chat.removeprefix(b"data: "))
+    assert chunk.choices[0].delta.model_dump(exclude_unset=True) == {}
+    text = CompletionEncoder(context(), has_usage=True, has_logprobs=False, num_shown=1)
+    chunk = json.loads(text.keep_alive().removeprefix(b"data: "))
+    assert [(each["text"], each["finish_reason"]) for each in chunk["choices"]] == [("", None)]
 
 
 def test_chat_body_says_what_the_events_say() -> None:

@@ -51,7 +51,7 @@ def test_no_text_ends_a_line(framing: Framing, text: str) -> None:
 def test_named_events_have_a_line_with_their_name_over_http() -> None:
     named = SSE.named("ping")
     assert named.event({"a": 1}) == b'event: ping\ndata: {"a":1}\n\n'
-    assert (named.done, named.keep_alive) == (b"", SSE.keep_alive)
+    assert named.done == b""
     assert TextEvent(named, lambda text: {"t": text}).of(["x", "y"]) == (
         b'event: ping\ndata: {"t":"x"}\n\nevent: ping\ndata: {"t":"y"}\n\n'
     )

@@ -31,7 +31,7 @@ from tests.simulation.world.clock import VirtualClock, run
 BODY = "http.response.body"
 
 
-KEEP_ALIVE = SSE.keep_alive
+KEEP_ALIVE = b"(still here)"
 
 
 class ShortEncoder(OpenAIEncoder):
@@ -44,6 +44,9 @@ class ShortEncoder(OpenAIEncoder):
                     yield f"({event.text})".encode()
                 case Finished():
                     yield b"()"
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
 
     def closing(self) -> bytes:
         return b"(closing)"

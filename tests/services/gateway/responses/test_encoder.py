@@ -106,6 +106,16 @@ def test_stream_says_what_the_events_say() -> None:
     assert all(isinstance(response[f"{each}_at"], int) for each in ("created", "completed"))
 
 
+def test_silence_has_the_head_and_then_events_that_change_nothing() -> None:
+    encoder = encoder_of()
+    silent = [encoder.keep_alive(), encoder.keep_alive()]
+    encoded = b"".join((*silent, *encoder.events([TextDelta(0, ["a"])])))
+    events = events_of(encoded + b"".join(encoder.events([Finished(0, "stop"), USAGE])))
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    assert kinds[:4] == ["created", "in_progress", "in_progress", "output_item.added"]
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+
 def test_body_is_the_response_at_the_end_of_the_stream() -> None:
     events = stream_of(encoder_of(tools=[NAMESPACE, PATCH]), RECORDED)
     assert body_of(encoder_of(tools=[NAMESPACE, PATCH]), RECORDED) == events[-1]["response"]

@@ -140,7 +140,9 @@ def test_errors() -> None:
 
 
 def test_warnings() -> None:
-    own = RunEncoder(LINES, TextEvent(LINES, lambda text: RunFrame(response=text)), ("a", "b"))
+    own = RunEncoder(
+        LINES, TextEvent(LINES, lambda text: RunFrame(response=text)), lambda: ("a", "b")
+    )
     body = json.loads(b"".join(own.body(Results())))
     assert body["messages"] == [{"code": 1000, "message": "a"}, {"code": 1000, "message": "b"}]
     *_, last = b"".join(own.events([Finished(0, "stop"), Usage(2, 0, 0)])).split()
