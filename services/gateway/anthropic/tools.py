@@ -98,6 +98,7 @@ def _tool(field: ToolField, param: str) -> Tool:
         parameters=field.input_schema,
         is_strict=bool(field.strict),
         param=param,
+        schema_param=place,
     )
 
 

@@ -211,8 +211,8 @@ def _tool_parts(tools: ToolOptions) -> tuple[GrammarPart, ...]:
 def _tool_part(tool: Tool) -> GrammarPart | None:
     if tool.custom is None:
         grammar = json_grammar(tool.parameters, is_strict=tool.is_strict)
-        return GrammarPart(f"{tool.param}.function.parameters", grammar)
+        return GrammarPart(tool.schema_param, grammar)
     if tool.custom.syntax == "text":
         return None
     grammar = Grammar(tool.custom.syntax, tool.custom.definition)
-    return GrammarPart(f"{tool.param}.custom.format.definition", grammar)
+    return GrammarPart(tool.schema_param, grammar)

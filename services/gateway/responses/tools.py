@@ -135,7 +135,12 @@ def _placed(options: ToolOptions, places: Sequence[str]) -> ToolOptions:
 
     def placed(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         return tuple(
-            msgspec.structs.replace(each, param=_moved(each.param, places)) for each in tools
+            msgspec.structs.replace(
+                each,
+                param=_moved(each.param, places),
+                schema_param=_moved(each.schema_param, places),
+            )
+            for each in tools
         )
 
     return msgspec.structs.replace(

@@ -101,13 +101,8 @@ def argument_rules(
     except InvalidRequest as error:
         if error.param is not None:
             raise
-        param = parameters_param(tool)
-        raise type(error)(f"{param}: {error.message}", param=param) from error
-
-
-def parameters_param(tool: Tool) -> str:
-    """The request field of the tool's schema."""
-    return f"{tool.param}.function.parameters"
+        message = f"{tool.schema_param}: {error.message}"
+        raise type(error)(message, param=tool.schema_param) from error
 
 
 def _typed_rules(
@@ -117,7 +112,7 @@ def _typed_rules(
     if not graph.is_finite(ROOT):
         raise _unsatisfiable(tool)
     unenforced = dict.fromkeys(graph.unenforced())
-    param = parameters_param(tool)
+    param = tool.schema_param
     values = TypedValues(name, _NOTATIONS[style], graph, token_id_of, param=param)
     if style == "xml":
         arguments = xml_arguments(graph, values, param)
@@ -138,7 +133,7 @@ def _typed_rules(
 def _custom_rules(
     name: str, tool: Tool, custom: CustomFormat, style: ArgumentStyle, token_id_of: TokenIdOf
 ) -> ArgumentRules:
-    lines = [f"{name}_input: {_input(custom, style, tool.param)}"]
+    lines = [f"{name}_input: {_input(custom, style, tool.schema_param)}"]
     if style == "json":
         lines.append(rf'{name}: "{{\"input\":" " "? "\"" {name}_input "\"" " "? "}}"')
     elif style == "xml":
@@ -153,8 +148,7 @@ def _custom_rules(
 
 
 def _unsatisfiable(tool: Tool) -> InvalidRequest:
-    param = parameters_param(tool)
-    return InvalidRequest(f"{param}: {NO_FINITE_VALUE}", param=param)
+    return InvalidRequest(f"{tool.schema_param}: {NO_FINITE_VALUE}", param=tool.schema_param)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -192,7 +186,6 @@ def _input(custom: CustomFormat, style: ArgumentStyle, param: str) -> str:
             terminal = in_slashes(custom.definition) + (f" & {UNESCAPED}" if is_quoted else "")
             return f"%lark {{\nstart: INPUT\nINPUT: {terminal}\n}}"
         case "lark":
-            place = f"{param}.custom.format.definition"
-            rules = in_string(custom.definition, place) if is_quoted else custom.definition
+            rules = in_string(custom.definition, param) if is_quoted else custom.definition
             return f"%lark {{\n{rules}\n}}"
     raise ValueError(f"no grammar of {custom.syntax}")

@@ -18,7 +18,6 @@ import msgspec
 from services.gateway.tools.argument_grammars import (
     ArgumentStyle,
     argument_rules,
-    parameters_param,
 )
 from services.gateway.tools.family import CallFormat, Family
 from services.gateway.tools.lark import TokenIdOf, any_of, literal, marker
@@ -137,7 +136,7 @@ def call_grammar(
         rules.append(f"call_{index}: {_filled(call, places, token_id_of)}")
         arguments = argument_rules(places["arguments"], tool, frame.style, token_id_of)
         rules += arguments.lines
-        warnings += (f"{parameters_param(tool)}: ignored: {e}" for e in arguments.unenforced)
+        warnings += (f"{tool.schema_param}: ignored: {e}" for e in arguments.unenforced)
     each = any_of(f"call_{index}" for index in range(len(tools)))
     calls = each if is_single or frame.joint is None else f"{each} ({frame.joint} {each})*"
     start = _filled(section, {"calls": calls}, token_id_of)

@@ -18,7 +18,8 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """`parameters`: a JSON Schema of the arguments. `custom`: a tool whose input is text; the model
-    sees it as a function with one string, `input`.
+    sees it as a function with one string, `input`. `param`, `schema_param`: the request fields of
+    the tool and of its schema or definition, which errors name, such as `tools[2].input_schema`.
     """
 
     name: str
@@ -26,7 +27,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = msgspec.field(default_factory=dict)
     is_strict: bool = False
     custom: CustomFormat | None = None
-    param: str = "tools"  # the request field that holds it, for errors, such as `tools[2]`
+    param: str = "tools"
+    schema_param: str = "tools"
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

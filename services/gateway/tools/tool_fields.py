@@ -99,6 +99,7 @@ def _function(body: ToolBody, param: str) -> Tool:
         description=body.description or "",
         parameters=parameters,
         is_strict=bool(body.strict),
+        schema_param=f"{param}.parameters",
     )
 
 
@@ -112,6 +113,7 @@ def _custom(body: ToolBody, param: str) -> Tool:
             "required": ["input"],
         },
         custom=_format(body.format, f"{param}.format"),
+        schema_param=_definition_param(body.format, f"{param}.format"),
     )
 
 
@@ -123,6 +125,11 @@ def _format(field: FormatField | None, param: str) -> CustomFormat:
     if field.syntax is None or field.definition is None:
         raise InvalidRequest(f"{param}: a grammar needs syntax and definition", param=param)
     return CustomFormat(syntax=field.syntax, definition=field.definition)
+
+
+def _definition_param(field: FormatField | None, param: str) -> str:
+    is_nested = field is not None and field.grammar is not None
+    return f"{param}.grammar.definition" if is_nested else f"{param}.definition"
 
 
 def _name(body: ToolBody, param: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.gateway.anthropic.tools import Tools, tool_options
 from tests.services.gateway.anthropic.stream import MESSAGES, streamed, whole
 from tests.services.gateway.anthropic.test_messages_http import BODY, COUNT, submitted
 from tests.services.gateway.conftest import Cluster
@@ -88,3 +90,10 @@ async def test_choices(tools_cluster: Cluster) -> None:
     strict = {**body, "tools": [{**TOOLS[0], "strict": True}]}
     response = await tools_cluster.http.post(MESSAGES, json=strict)
     assert "tools[0]" in response.json()["error"]["message"]
+
+
+async def test_errors_name_the_field_of_a_schema() -> None:
+    options = tool_options(msgspec.convert([SERVER, *TOOLS], Tools), None)
+    assert options is not None
+    places = [each.schema_param for each in options.tools]
+    assert places == ["tools[1].input_schema", "tools[2].input_schema"]

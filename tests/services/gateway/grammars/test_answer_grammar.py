@@ -28,7 +28,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OBJECT = OutputConstraint(kind="json_schema", source=json.dumps(SCHEMA))
-CLOCK = Tool(name="clock", parameters=SCHEMA, param="tools[0]")
+CLOCK = Tool(name="clock", parameters=SCHEMA, schema_param="tools[0].parameters")
 CALL = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -200,7 +200,7 @@ def test_constraint_or_call(token_id_of: TokenIdOf, accepts: Accepts) -> None:
         each.param for each in plan(token_id_of, OBJECT, ToolOptions(tools=(CLOCK,))).parts
     ] == [
         "response_format",
-        "tools[0].function.parameters",
+        "tools[0].parameters",
     ]
 
 
@@ -220,11 +220,15 @@ def test_free_answers(token_id_of: TokenIdOf) -> None:
 def test_custom_tools_are_parts(token_id_of: TokenIdOf) -> None:
     tools = (
         CLOCK,
-        Tool(name="note", custom=CustomFormat(), param="tools[1]"),
-        Tool(name="sum", custom=CustomFormat(syntax="regex", definition="["), param="tools[2]"),
+        Tool(name="note", custom=CustomFormat()),
+        Tool(
+            name="sum",
+            custom=CustomFormat(syntax="regex", definition="["),
+            schema_param="tools[2].definition",
+        ),
     )
     found = plan(token_id_of, OBJECT, ToolOptions(tools=tools))
-    assert found.parts[-1].param == "tools[2].custom.format.definition"
+    assert found.parts[-1].param == "tools[2].definition"
     assert len(found.parts) == 3
 
 

@@ -266,14 +266,16 @@ async def test_no_schema_is_read_in_the_gateway(
 async def test_errors_name_the_tool(directory: Path) -> None:
     checks = PooledChecks(directory, FAMILIES["hermes"])
     grammars = RequestGrammars(checks, checks.setup)
-    odd = Tool(name="odd", param="tools[1]", parameters={"type": "text"})
+    odd = Tool(name="odd", schema_param="tools[1].parameters", parameters={"type": "text"})
     for offered in ((odd,), (tree_tool(0), odd, tree_tool(2))):
         options = ToolOptions(tools=offered, choice="required")
-        with pytest.raises(InvalidRequest, match=r"^tools\[1\]\.function\.parameters: ") as raised:
+        with pytest.raises(InvalidRequest, match=r"^tools\[1\]\.parameters: ") as raised:
             await grammars.checked_plan(None, options, "t")
-        assert raised.value.param == "tools[1].function.parameters"
+        assert raised.value.param == "tools[1].parameters"
     ignored = Tool(
-        name="i", param="tools[2]", parameters={"properties": {"a": {"not": {"type": "null"}}}}
+        name="i",
+        schema_param="tools[2].parameters",
+        parameters={"properties": {"a": {"not": {"type": "null"}}}},
     )
     options = ToolOptions(tools=(tree_tool(0), ignored), choice="required")
     found = await grammars.checked_plan(None, options, "t")

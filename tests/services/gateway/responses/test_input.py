@@ -139,9 +139,9 @@ def test_tools_of_a_namespace_have_both_names() -> None:
     tools = [{"type": "web_search"}, NAMESPACE, CLOCK]
     options = generation_of(tools=tools).tools
     assert options is not None
-    assert [(each.name, each.param) for each in options.tools] == [
-        ("fs__read", "tools[1].tools[0]"),
-        ("clock", "tools[2]"),
+    assert [(each.name, each.param, each.schema_param) for each in options.tools] == [
+        ("fs__read", "tools[1].tools[0]", "tools[1].tools[0].parameters"),
+        ("clock", "tools[2]", "tools[2].parameters"),
     ]
     choice = {"type": "function", "name": "read", "namespace": "fs"}
     options = generation_of(tools=tools, tool_choice=choice).tools

@@ -151,6 +151,8 @@ def test_constrained_input_of_a_custom_tool(
 @pytest.mark.parametrize("definition", ['start: X\nX: ~"a"', "start: <[3]>", "start: %json {}"])
 def test_input_that_cannot_stand_in_a_string_is_rejected(definition: str) -> None:
     custom = CustomFormat(syntax="lark", definition=definition)
-    options = ToolOptions(tools=(Tool(name="shell", custom=custom, param="tools[4]"),))
-    with pytest.raises(InvalidRequest, match=r"tools\[4\]\.custom\.format\.definition"):
+    options = ToolOptions(
+        tools=(Tool(name="shell", custom=custom, schema_param="tools[4].format.definition"),)
+    )
+    with pytest.raises(InvalidRequest, match=r"tools\[4\]\.format\.definition"):
         walks().grammar("hermes", options)

@@ -41,10 +41,23 @@ def offered(**fields: Any) -> list[str]:
     return [each["function"]["name"] for each in prompt.tools]
 
 
-@pytest.mark.parametrize("spelled", [NESTED_CLOCK, {"type": "function", **CLOCK}, CLOCK])
-def test_function_has_one_meaning(spelled: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("spelled", "place"),
+    [
+        (NESTED_CLOCK, "tools[0].function.parameters"),
+        ({"type": "function", **CLOCK}, "tools[0].parameters"),
+        (CLOCK, "tools[0].parameters"),
+    ],
+)
+def test_function_has_one_meaning(spelled: dict[str, Any], place: str) -> None:
     (tool,) = options(tools=[spelled]).tools
-    assert tool == Tool(name="clock", description="The time", parameters=SCHEMA, param="tools[0]")
+    assert tool == Tool(
+        name="clock",
+        description="The time",
+        parameters=SCHEMA,
+        param="tools[0]",
+        schema_param=place,
+    )
     prompt: Any = generation(tools=[spelled]).prompt
     assert prompt.tools == (NESTED_CLOCK,)
 
@@ -61,16 +74,21 @@ def test_function_without_parameters_has_an_object_s_schema_for_templates() -> N
 
 
 @pytest.mark.parametrize(
-    "spelled",
+    ("format", "place"),
     [
-        NESTED_PATCH,
-        {"type": "custom", "name": "patch", "format": {"type": "grammar", **REGEX}},
-        {"type": "custom", "name": "patch", "format": {"type": "grammar", "grammar": REGEX}},
+        ({"type": "grammar", **REGEX}, "format.definition"),
+        ({"type": "grammar", "grammar": REGEX}, "format.grammar.definition"),
     ],
 )
-def test_custom_tool_is_a_function_with_one_text(spelled: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_custom_tool_is_a_function_with_one_text(
+    format: dict[str, Any], place: str, is_nested: bool
+) -> None:
+    patch = {"name": "patch", "format": format}
+    spelled = {"type": "custom", **({"custom": patch} if is_nested else patch)}
     (tool,) = options(tools=[spelled]).tools
     assert tool.custom == CustomFormat(**REGEX)
+    assert tool.schema_param == f"tools[0].{'custom.' if is_nested else ''}{place}"
     prompt: Any = generation(tools=[spelled]).prompt
     function = prompt.tools[0]["function"]
     assert function["parameters"]["properties"] == {"input": {"type": "string"}}

@@ -171,18 +171,18 @@ def test_what_the_grammar_allows_is_valid(name: str, data: st.DataObject) -> Non
 def test_keyword_that_a_format_cannot_enforce(name: str, schema: Any, place: str) -> None:
     """Refused for a strict tool, whatever the choice is, else named."""
     root = {"type": "object", "properties": {"a": schema}}
-    tool = Tool(name=NAME, parameters=root, is_strict=True, param="tools[0]")
+    tool = Tool(name=NAME, parameters=root, is_strict=True, schema_param="tools[0].parameters")
     lenient = msgspec.structs.replace(tool, is_strict=False)
     for choice in ("auto", "required"):
         with pytest.raises(InvalidRequest, match=place) as caught:
             answer_grammar(
                 None, ToolOptions(tools=(tool,), choice=choice), FAMILIES[name], NO_TOKENS
             )
-        assert caught.value.param == "tools[0].function.parameters"
+        assert caught.value.param == "tools[0].parameters"
         options = ToolOptions(tools=(lenient,), choice=choice)
         plan = answer_grammar(None, options, FAMILIES[name], NO_TOKENS)
         assert plan is not None
-        assert plan.warnings == (f"tools[0].function.parameters: ignored: {place}",)
+        assert plan.warnings == (f"tools[0].parameters: ignored: {place}",)
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"plain"}))
