@@ -19,6 +19,7 @@ from litestar.utils.scope.state import ScopeState
 
 from services.gateway.dialects import dialect_of
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
@@ -106,7 +107,8 @@ class Admission:
         options: Mapping[str, Any],
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
-        data, kind = await self._read(scope, receive, body), options[BODY_KIND]
+        data = without_lone_surrogates(await self._read(scope, receive, body))
+        kind = options[BODY_KIND]
         if kind == RAW:
             return _replayed(data, receive, body)
         model_of = partial(options[MODEL_OF], scope) if MODEL_OF in options else None

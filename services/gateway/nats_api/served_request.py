@@ -17,6 +17,7 @@ import structlog
 
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.errors import RouteNotFound
+from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.nats_api.endpoints import API_ENDPOINTS, ApiEndpoint
 from services.gateway.nats_api.generation import write_response
@@ -165,6 +166,7 @@ class ServedRequest:
             self._reply.limit_headers = reservation.headers
             self._check_size()
             body.add(len(self.message.data))
+            self.message.data = without_lone_surrogates(self.message.data)
             held.release()
             if endpoint.generates is None:
                 await self._reply.finish(await self._answer(endpoint, tenant))

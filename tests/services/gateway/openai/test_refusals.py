@@ -161,8 +161,7 @@ async def test_missing_field(cluster: Cluster) -> None:
         b"\xff\xfe",
         b"[" * 30_000,
         b'{"temperature": NaN}',
-        rb'{"messages": [{"role": "user", "content": "half a pair: \ud83d"}]}',
-        rb'{"messages": [{"role": "user", "content": "the other half: \ude00"}]}',
+        rb'{"messages": [{"role": "user", "content": "no digits: \ud8"}]}',
     ],
 )
 async def test_malformed_json(cluster: Cluster, data: bytes) -> None:

@@ -35,7 +35,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/detokenize", {"tokens": [5], "model": "tiny"}),
 ]
 INVALID: list[tuple[str, bytes, int, str, str | None]] = [
-    ("/tokenize", b'{"prompt": "\\ud800"}', 400, "invalid_request", "prompt"),
+    ("/tokenize", b'{"prompt": "\xff"}', 400, "invalid_request", "prompt"),
     ("/tokenize", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', 400,
      "invalid_request", "messages"),
     ("/tokenize", b'{"messages": [{"role": "assistant", "content": "a"}]}', 400,
@@ -70,6 +70,8 @@ async def test_prompt_and_tokens_have_vllms_shapes(
             "tokens": tokens,
             "token_strs": None,
         }
+    halves = (await post(cluster.http, "/tokenize", rb'{"prompt": "a\ud83d \ude00"}')).json()
+    assert halves["tokens"] == model_files.tokenizer.encode(["a\ufffd \ufffd"])
     for path in ("/detokenize", "/v1/detokenize"):
         response = await cluster.http.post(path, json={"tokens": tokens})
         assert response.status_code == 200 and response.json() == {"prompt": TEXT}

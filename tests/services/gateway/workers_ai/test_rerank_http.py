@@ -40,16 +40,13 @@ async def test_scores_are_those_of_rerank(
         assert response.json()["success"] and response.json()["result"] == {"response": wanted}
 
 
-SURROGATE = '"\\ud800"'
 BAD: list[tuple[str, str, str]] = [
     ("query", '""', "query"),
-    ("query", SURROGATE, "query"),
     ("contexts", "null", "contexts"),
     ("contexts", "[]", "contexts"),
     ("contexts", json.dumps([{"text": "a"}] * 1001), "contexts"),
     ("contexts", '[{"text": "a"}, {"text": " "}]', "contexts[1].text"),
     ("contexts", '["a"]', "contexts"),
-    ("contexts", f'[{{"text": {SURROGATE}}}]', "contexts"),
     ("top_k", "0", "top_k"),
     ("stream", "true", "stream"),
     ("text", '"a"', "query"),
