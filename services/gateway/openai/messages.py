@@ -22,7 +22,7 @@ from shared.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 128
 
 
 class ContentPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 128
 SEPARATOR = "__"
 DIGEST_BYTES = 4
 

@@ -18,7 +18,7 @@ from services.gateway.tools.tool import MAX_TOOLS, CustomFormat, Tool
 from services.gateway.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # clients put the name of a server before it
 
 Syntax = Literal["lark", "regex"]
 
@@ -137,6 +137,6 @@ def _name(body: ToolBody, param: str) -> str:
     if body.name is None:
         raise InvalidRequest(f"{place}: a tool needs a name", param=place)
     if TOOL_NAME.fullmatch(body.name) is None:
-        reason = "must be 1 to 64 letters, digits, and characters of `_.-`"
+        reason = "must be 1 to 128 letters, digits, and characters of `_.-`"
         raise InvalidRequest(f"{place}: a name {reason}", param=place)
     return body.name

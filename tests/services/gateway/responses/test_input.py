@@ -153,10 +153,10 @@ def test_tools_of_a_namespace_have_both_names() -> None:
 
 
 def test_long_names_of_a_namespace_fit() -> None:
-    tools = [{**NAMESPACE, "name": "n" * 60}, {**NAMESPACE, "name": "n" * 61}]
+    tools = [{**NAMESPACE, "name": "n" * 124}, {**NAMESPACE, "name": "n" * 125}]
     options = generation_of(tools=tools).tools
     assert options is not None
-    assert [len(each.name) for each in options.tools] == [64, 64]
+    assert [len(each.name) for each in options.tools] == [128, 128]
 
 
 def test_options() -> None:

@@ -95,6 +95,17 @@ def test_custom_tool_is_a_function_with_one_text(
     assert "[0-9]+" in function["description"]
 
 
+def test_a_name_with_that_of_a_server_before_it() -> None:
+    name = "mcp__" + "n" * 123
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    history = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "name": name, "content": "1"},
+    ]
+    made = generation(tools=[{"name": name}], messages=[USER, *history])
+    assert made.tools is not None and made.tools.tools[0].name == name
+
+
 def test_choices() -> None:
     assert generation().tools is None
     assert generation(tools=[], tool_choice="auto", parallel_tool_calls=False).tools is None
@@ -143,7 +154,7 @@ NAMED = {"type": "function", "function": {"name": "other"}}
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"name": ""}]}, "tools[0].name"),
-        ({"tools": [{"name": "x" * 65}]}, "tools[0].name"),
+        ({"tools": [{"name": "x" * 129}]}, "tools[0].name"),
         ({"tools": [{"name": "f\n"}]}, "tools[0].name"),
         ({"tools": [{"name": 'f"'}]}, "tools[0].name"),
         ({"tools": [{**CLOCK, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
