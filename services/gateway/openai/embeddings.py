@@ -18,6 +18,8 @@ from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
 from shared.messages import Pooling
 
+MAX_INPUTS = 1000  # clients send so many by default; a scheduler queues as many
+
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`input`: a text, tokens, or a list of either. `pooling`, `normalize`: Hearth extensions."""
@@ -43,7 +45,9 @@ EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
 
 def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[GenerationRequest]:
     """Returns one request per input."""
-    prompts = to_prompts("input", body.input, add_special_tokens=body.add_special_tokens)
+    prompts = to_prompts(
+        "input", body.input, add_special_tokens=body.add_special_tokens, most=MAX_INPUTS
+    )
     return [
         GenerationRequest(
             model=default_model if body.model is None else body.model,

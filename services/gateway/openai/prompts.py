@@ -17,11 +17,11 @@ Prompts = str | list[str | TokenId | list[TokenId]]
 
 
 def to_prompts(
-    param: str, given: Prompts, *, add_special_tokens: bool = True
+    param: str, given: Prompts, *, add_special_tokens: bool = True, most: int = MAX_PROMPTS
 ) -> list[TextPrompt | TokenPrompt]:
     """Each prompt's `param` is its position, `prompt[3]`, which errors can then name.
 
-    Raises InvalidRequest if `given` mixes kinds or is empty, PayloadTooLarge if it is too long.
+    Raises InvalidRequest if `given` mixes kinds or is empty, PayloadTooLarge for more than `most`.
     """
     if isinstance(given, str):
         return [TextPrompt(given, param, add_special_tokens)]
@@ -31,7 +31,7 @@ def to_prompts(
         raise InvalidRequest(f"{param}: the list {kind}", param=param)
     if kinds == {int}:
         return [TokenPrompt(cast(list[int], given), param)]
-    check_count(param, len(given), MAX_PROMPTS)
+    check_count(param, len(given), most)
     places = [f"{param}[{index}]" for index in range(len(given))]
     if kinds == {str}:
         texts = zip(cast(list[str], given), places, strict=True)
