@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.openai.content_parts import ContentPart, text_part
 from services.gateway.request.conversation import (
     Part,
     Reasoning,
@@ -25,27 +26,13 @@ MAX_PARTS = 1024  # of one message
 MAX_NAME_CHARS = 128
 
 
-class ContentPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    text: str
-
-
-class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """Of an assistant."""
-
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """`tool_calls`, `reasoning_content`, or `reasoning` as others name it: of an assistant.
     `tool_call_id`: of a tool.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart | RefusalPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: CallFields | None = None
     tool_call_id: CallId | None = None
@@ -106,5 +93,7 @@ def _texts(place: str, message: ChatMessage) -> tuple[TextPart, ...]:
     content = message.content
     if isinstance(content, list):
         check_count(f"{place}.content", len(content), MAX_PARTS)
-        return tuple(TextPart(part.text) for part in content)
+        return tuple(
+            text_part(f"{place}.content[{index}]", part) for index, part in enumerate(content)
+        )
     return () if content is None else (TextPart(content),)

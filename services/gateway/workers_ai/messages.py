@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.openai.content_parts import ContentPart, text_part
 from services.gateway.request.conversation import (
     Reasoning,
     TextPart,
@@ -25,17 +26,13 @@ MAX_PARTS = 1024  # of one message
 MAX_NAME_CHARS = 128
 
 
-class RunPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    text: str
-
-
 class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
     """`tool_call_id`: of a tool; without it, the message answers the first open call, of its `name`
     if it has one.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | RunPart | list[RunPart] | None = None
+    content: str | ContentPart | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: CallFields | None = None
     tool_call_id: CallId | None = None
@@ -92,13 +89,15 @@ def _answered(message: RunMessage, open_calls: list[ToolCall]) -> str:
     return ""
 
 
-def _texts(place: str, content: str | RunPart | list[RunPart] | None) -> tuple[TextPart, ...]:
+def _texts(
+    place: str, content: str | ContentPart | list[ContentPart] | None
+) -> tuple[TextPart, ...]:
     match content:
         case None:
             return ()
         case str():
             return (TextPart(content),)
-        case RunPart():
-            return (TextPart(content.text),)
+        case ContentPart():
+            return (text_part(f"{place}.content", content),)
     check_count(f"{place}.content", len(content), MAX_PARTS)
-    return tuple(TextPart(each.text) for each in content)
+    return tuple(text_part(f"{place}.content[{index}]", each) for index, each in enumerate(content))

@@ -84,6 +84,21 @@ def test_refusal_is_text_if_there_is_one() -> None:
     assert message["content"] == "a\nno"
 
 
+def test_parts_as_the_responses_api_spells_them() -> None:
+    """Agents that speak both APIs send them to either."""
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    (message,) = messages_of({"role": "user", "content": [{"text": "0"}, *parts]})
+    assert message["content"] == "0\na\nb"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "file", "thinking"])
+def test_other_parts_are_refused_by_their_kind(kind: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "data:"}}]
+    with pytest.raises(InvalidRequest, match=f"this model reads no '{kind}', only text") as caught:
+        generation(messages=[{"role": "user", "content": parts}])
+    assert caught.value.param == "messages[0].content[1].type"
+
+
 def test_variables_of_the_template() -> None:
     prompt: Any = generation(
         reasoning_effort="none", chat_template_kwargs={"thinking_budget": 5}
@@ -113,6 +128,8 @@ def test_variables_of_the_template() -> None:
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [USER, CALLING, {**RESULT, "content": None}]}, "messages[2].content"),
         ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages[0].content[0].text"),
         ({"messages": [{**CALLING, "tool_calls": [{"type": "function"}]}]},
          "messages[0].tool_calls[0].id"),
         ({"messages": [{**CALLING, "tool_calls": [{"id": "a"}]}]},

@@ -1,0 +1,29 @@
+"""The parts of a chat message, also as the Responses API spells them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.request.conversation import TextPart
+from shared.errors import InvalidRequest
+
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One Struct for all kinds, so that the error for another kind than text says what is wrong."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+def text_part(place: str, part: ContentPart) -> TextPart:
+    """`place`: the part's. Raises InvalidRequest for a part that is no text."""
+    if part.type not in TEXT_KINDS:
+        param, kind = f"{place}.type", part.type[:64]
+        raise InvalidRequest(f"{param}: this model reads no {kind!r}, only text", param=param)
+    text = part.refusal if part.text is None else part.text
+    if text is None:
+        raise InvalidRequest(f"{place}.text: a part needs a text", param=f"{place}.text")
+    return TextPart(text)
