@@ -121,7 +121,7 @@ def _divergence(
     index = sum(1 for _ in same)
 
     def text(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode_with_offsets(token_ids)[0]
+        return tokenizer.decode(token_ids)
 
     def token_text(token_ids: Sequence[int]) -> str | None:
         return text(token_ids[index : index + 1]) if index < len(token_ids) else None

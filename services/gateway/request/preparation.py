@@ -171,7 +171,10 @@ def assembler_of(
     text = prepared.model.text
     tokenizer = text.files.tokenizer
     detokenizer = Detokenizer(
-        tokenizer.tokenizer, context[-CONTEXT_TOKENS:], complete_texts=tokenizer.complete_texts
+        tokenizer.tokenizer,
+        context[-CONTEXT_TOKENS:],
+        num_partial=tokenizer.token_bytes.num_partial(context),
+        complete_texts=tokenizer.complete_texts,
     )
     min_tokens = prepared.request.sampling.min_tokens
     generation = prepared.generation

@@ -20,7 +20,8 @@ class Detokenizer:
     The joined deltas equal `tokenizer.decode` of all tokens, by default without special tokens.
     `DecodeStream` handles the common case in 0.6 µs; this class adds the end of the text and the
     recovery after invalid UTF-8. `context`: the preceding tokens; a decoder must not strip the
-    first space of a continued text.
+    first space of a continued text. `num_partial`: the last ones of them, which end inside a
+    character: the first delta has this character, if it is completed, else U+FFFD.
 
     `complete_texts`, from `token_bytes`, avoids that cost for most tokens of many models: while no
     tail is buffered, their text is known. The text of other tokens does not depend on these, so
@@ -32,17 +33,21 @@ class Detokenizer:
         tokenizer: Tokenizer,
         context: Sequence[int] = (),
         *,
+        num_partial: int = 0,
         skips_special_tokens: bool = True,
         complete_texts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._skips = skips_special_tokens
         self._complete_texts = complete_texts
-        self._context = list(context)  # tokens of the last delta returned
-        if self._context and self._decode(self._context).endswith(REPLACEMENT):
-            self._context = []  # a partial character at its end would be returned again
+        end = len(context) - num_partial
+        self._context = list(context[:end])  # tokens of the last delta returned
         self._stream = DecodeStream(self._context, skip_special_tokens=self._skips)
         self._pending: list[int] = []  # tokens not returned yet
+        self._known_text = ""  # at the start of the next delta: the context's complete characters
+        if num_partial:
+            self.feed(context[end:])
+            self._known_text = self._pending_text().rstrip(REPLACEMENT)
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
         deltas = []
@@ -54,14 +59,18 @@ class Detokenizer:
             delta = self._step(token_id)
             if delta:
                 self._context, self._pending = self._pending, []
-                deltas.append(delta)
+                deltas.append(self._new_text(delta))
         return deltas
 
     def flush(self) -> str:
         """Returns the remaining text after the last token."""
         text = self._pending_text()
         self._context, self._pending = self._pending, []
-        return text
+        return self._new_text(text)
+
+    def _new_text(self, delta: str) -> str:
+        known, self._known_text = self._known_text, ""
+        return delta.removeprefix(known)
 
     def _step(self, token_id: int) -> str | None:
         try:

@@ -6,13 +6,16 @@ SentencePiece vocabularies (Llama 2) write `▁` for a space and `<0xF0>` for a 
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Sequence
 
 import msgspec
 from tokenizers import Tokenizer
 
 from shared.tokenizer.tiktoken_model import byte_characters
 
+MAX_CHAR_BYTES = 4
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,6 +55,17 @@ def complete_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
     return found
 
 
+def _is_continuation(byte: int) -> bool:
+    return byte & 0xC0 == 0x80
+
+
+def _ends_inside_character(text: bytes) -> bool:
+    """Whether the last bytes begin a character of UTF-8 that needs more of them."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(text)
+    return bool(decoder.getstate()[0])
+
+
 class TokenBytes:
     """Looks each id up once and caches the result, at most one per id of the vocabulary."""
 
@@ -68,6 +82,17 @@ class TokenBytes:
             token = self._tokenizer.id_to_token(token_id)
             known = self._known[token_id] = b"" if token is None else self._spelled(token)
         return known
+
+    def num_partial(self, token_ids: Sequence[int]) -> int:
+        """The tokens at the end that hold bytes of an incomplete character; 0 if it is complete."""
+        tail = b""
+        for number, token_id in enumerate(reversed(token_ids[-MAX_CHAR_BYTES:]), 1):
+            tail = self[token_id] + tail
+            if _ends_inside_character(tail):
+                return number
+            if tail and not _is_continuation(tail[0]):
+                return 0
+        return 0
 
     def _spelled(self, token: str) -> bytes:
         if self._table is not None:

@@ -151,14 +151,17 @@ class PromptTokenizer:
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def decode_with_offsets(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Decodes a token prompt, including special tokens. Returns the text and the offsets."""
+        """Decodes a token prompt, including special tokens. Returns the text and the offsets. An
+        incomplete character at its end is left out: the output may complete it.
+        """
         detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
         texts, offsets, end = [], [], 0
         for token_id in token_ids:
             offsets.append(end)
             texts.append("".join(detokenizer.feed((token_id,))))
             end += len(texts[-1])
-        texts.append(detokenizer.flush())
+        if not self.token_bytes.num_partial(token_ids):
+            texts.append(detokenizer.flush())
         return "".join(texts), offsets
 
     def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:

@@ -115,12 +115,36 @@ def test_text_continues_from_its_context() -> None:
     assert Detokenizer(tokenizer, (0,)).feed((1, 0)) == [" b", " a"]
 
 
-def test_partial_character_of_context_is_not_repeated(model_files: ModelFiles) -> None:
-    token_ids = model_files.tokenizer.encode(["hello 東 fox"])
-    end = len(model_files.tokenizer.encode(["hello 東"])) - 1
-    detokenizer = Detokenizer(model_files.tokenizer.tokenizer, token_ids[:end])
-    text = "".join(detokenizer.feed(token_ids[end:])) + detokenizer.flush()
-    assert text == "\ufffd fox"
+@pytest.mark.parametrize("text", ["hello 東 fox", "a😀", "é", "x\ufffdb", "x\ufffd", "東😀é"])
+def test_output_completes_the_last_character_of_its_prompt(
+    model_files: ModelFiles, text: str
+) -> None:
+    tokenizer = model_files.tokenizer
+    token_ids = tokenizer.encode([LiteralText(text)])
+    for end in range(len(token_ids) + 1):
+        before, _ = tokenizer.decode_with_offsets(token_ids[:end])
+        num_partial = tokenizer.token_bytes.num_partial(token_ids[:end])
+        detokenizer = Detokenizer(
+            tokenizer.tokenizer, token_ids[:end], num_partial=num_partial, complete_texts={}
+        )
+        after = "".join(detokenizer.feed(token_ids[end:])) + detokenizer.flush()
+        if end < len(token_ids):
+            assert before + after == text
+            assert text.startswith(before) and "\ufffd" not in before.removesuffix("\ufffd")
+
+
+def test_character_that_an_output_does_not_complete_is_a_replacement(
+    model_files: ModelFiles,
+) -> None:
+    """The token before also holds the complete text of the prompt's end."""
+    vocabulary = {"aðŁ": 0, "ĺ": 1, "Ģ": 2, "b": 3}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    num_partial = TokenBytes(tokenizer, is_byte_level=True).num_partial([3, 0])
+    assert num_partial == 1
+    for output, text in [([1, 2], "😀"), ([3], "\ufffdb"), ([1, 3], "\ufffdb")]:
+        detokenizer = Detokenizer(tokenizer, [3, 0], num_partial=num_partial)
+        assert "".join(detokenizer.feed(output)) + detokenizer.flush() == text
 
 
 @given(
