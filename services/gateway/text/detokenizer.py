@@ -42,6 +42,8 @@ class Detokenizer:
         self._complete_texts = complete_texts
         end = len(context) - num_partial
         self._context = list(context[:end])  # tokens of the last delta returned
+        if self._context and self._decode(self._context).endswith(REPLACEMENT):
+            self._context = []  # DecodeStream takes it for a partial character and repeats the text
         self._stream = DecodeStream(self._context, skip_special_tokens=self._skips)
         self._pending: list[int] = []  # tokens not returned yet
         self._known_text = ""  # at the start of the next delta: the context's complete characters

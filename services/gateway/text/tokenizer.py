@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.text.chat_template import LiteralText
+from services.gateway.text.checkpoint.prepended_text import prepends_text
 from services.gateway.text.checkpoint.tokenizer_costs import check_decoding, has_known_cost
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.tiktoken_bpe import MAX_CHARS, encoders
@@ -44,6 +46,7 @@ class PromptTokenizer:
             self.complete_texts = complete_texts(text, self.tokenizer)
             self.longest_token_chars = longest_token_chars(text, self.tokenizer)
             is_known = has_known_cost(text)
+            self._prepends = prepends_text(text)
             check_decoding(text)
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -56,6 +59,9 @@ class PromptTokenizer:
             # others. Without the cache, encoding takes as long as with all words cached.
             each.model._resize_cache(0)
         self._literal.encode_special_tokens = True
+        if self._prepends:
+            self._begin = f"<{secrets.token_hex(16)}>"  # no client can know it
+            self._literal.add_tokens([AddedToken(self._begin, normalized=False)])
         self._encode, self._encode_literal, is_fast = encoders(text, self.tokenizer, self._literal)
         most = MAX_CHARS if is_fast else MAX_BLOCKING_CHARS
         self.max_chars_here = most if is_known else 0
@@ -113,11 +119,46 @@ class PromptTokenizer:
 
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Encodes without adding tokens: a chat template includes the BOS token."""
+        if self._prepends and len(parts) > 1:
+            return self._encode_runs(parts)
         token_ids: list[int] = []
         for part in parts:
             is_literal = isinstance(part, LiteralText)
             token_ids += self._encode_literal(part) if is_literal else self._encode(part)
         return token_ids
+
+    def _encode_runs(self, parts: Sequence[str]) -> list[int]:
+        """Encodes the text between two added tokens of the template at once: the tokenizer writes a
+        space before each text, and parts are not texts of their own.
+        """
+        token_ids: list[int] = []
+        run = ""
+        for part in parts:
+            end = 0
+            for token_id, (start, next_end) in self._added_in(part):
+                token_ids += self._encode_run(run + part[end:start], is_first=not token_ids)
+                token_ids.append(token_id)
+                run, end = "", next_end
+            run += part[end:]
+        return token_ids + self._encode_run(run, is_first=not token_ids)
+
+    def _encode_run(self, text: str, *, is_first: bool) -> list[int]:
+        if not text:
+            return []
+        if is_first:
+            return self._encode_literal(text)
+        return self._encode_literal(self._begin + text)[1:]
+
+    def _added_in(self, part: str) -> list[tuple[int, tuple[int, int]]]:
+        """The added tokens of a template's part, and where they are."""
+        if isinstance(part, LiteralText):
+            return []
+        found = self.tokenizer.encode(part, add_special_tokens=False)
+        return [
+            (token_id, (start, end))
+            for token_id, (start, end) in zip(found.ids, found.offsets, strict=True)
+            if self._added_ids.get(part[start:end].strip()) == token_id  # none for unknown text
+        ]
 
     def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.gateway.text import tokenizer
@@ -105,6 +105,37 @@ def test_sentencepiece_spaces_are_preserved() -> None:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], fuse_unk=True))
     tokenizer.decoder = decoders.Metaspace()
     check_parts(tokenizer, [0, 1, 2, 0, 0, 1])
+
+
+_LEGACY = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+METASPACES = {
+    "prepend": (_LEGACY, None),
+    "first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "always": (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+    "never": (None, pre_tokenizers.Metaspace(prepend_scheme="never", split=False)),
+    "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+
+
+@pytest.mark.parametrize("scheme", METASPACES)
+def test_literal_text_gets_no_spaces_that_the_client_did_not_send(
+    tmp_path: Path, scheme: str
+) -> None:
+    """`<s>` of the template is a token, that of a client is text within the text around it."""
+    pieces = ("▁", "Ġ", "a", "b", "<", "s", ">", "▁a", "Ġa", "<unk>", "<s>")
+    made = Tokenizer(models.BPE({each: n for n, each in enumerate(pieces)}, [], unk_token="<unk>"))
+    made.normalizer, made.pre_tokenizer = METASPACES[scheme]  # type: ignore[assignment]
+    made.add_special_tokens(["<unk>", "<s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = PromptTokenizer(tmp_path / "tokenizer.json")
+    whole = "<s>a b<s> a?b<s>b a"
+    assert tokenizer.encode([whole]) == tokenizer.encode(["<s>a b", "<s> a?", "b<s>", "b a"])
+    plain = made.encode("<s>a b a?", add_special_tokens=False).ids
+    assert tokenizer.encode(["<s>a", LiteralText(" b"), LiteralText(" "), "a?"]) == plain
+    made.encode_special_tokens = True
+    text = made.encode("a<s>b", add_special_tokens=False).ids
+    assert tokenizer.encode(["a", LiteralText("<s>"), "b"]) == text
+    assert tokenizer.encode([LiteralText("a<s>b")]) == text
 
 
 def test_text_continues_from_its_context() -> None:
