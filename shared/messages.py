@@ -870,8 +870,28 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostLoad(Message, frozen=True, kw_only=True):
+    """`models`: all, in the process; on the wire those that have changed after the version
+    `changed_since` (`shared/lifecycle/host_models.py`). `removed`: names and revisions.
+    """
+
     devices: Annotated[tuple[DeviceMemory, ...], Meta(max_length=64)]
     models: Annotated[tuple[HostedModel, ...], Meta(max_length=1024)] = ()
+    models_version: Count = 0
+    changed_since: Count = 0
+    changed: Annotated[tuple[HostedModel, ...], Meta(max_length=64)] = ()
+    removed: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
+
+
+class ListHostModels(Message, frozen=True, kw_only=True):
+    """The reply is HostModelPage, of models from the `first` on."""
+
+    first: Count = 0
+
+
+class HostModelPage(Message, frozen=True, kw_only=True):
+    version: Count
+    num_models: Count
+    models: Annotated[tuple[HostedModel, ...], Meta(max_length=256)]
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -190,6 +190,11 @@ def host_models(host_id: str) -> str:
     return command("host", host_id, "models")
 
 
+def list_host_models(host_id: str) -> str:
+    """Carries ListHostModels."""
+    return command("host", host_id, "list_models")
+
+
 # ranks of a worker on other hosts, which use the worker's credential
 def join_ranks(worker_id: str) -> str:
     """Carries JoinRanks."""
@@ -242,6 +247,7 @@ class Permissions(msgspec.Struct, frozen=True):
 _LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
 _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
+_LIST_MODELS = f"{PREFIX}.host.*.*.list_models"
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
         MATCH,
@@ -250,6 +256,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         f"{PREFIX}.scheduler.*.*.cancel",
         f"{PREFIX}.decode.*.*.control",
         f"{PREFIX}.decode.*.*.resend",
+        _LIST_MODELS,
     ),
     "scheduler": (
         MATCH,
@@ -258,6 +265,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         f"{PREFIX}.gateway.*.*.placement",
         *_LIFECYCLE,
         _HOST_MODELS,
+        _LIST_MODELS,
     ),
     "decode": (
         f"{PREFIX}.prefill.*.*.run",
@@ -283,7 +291,9 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     """The minimal permissions that the credential's processes need."""
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
-        commands = (_TRACE,) if role == "observer" else (_TRACE, *_LIFECYCLE, _HOST_MODELS)
+        commands: tuple[str, ...] = (_TRACE, _LIST_MODELS)
+        if role == "operator":
+            commands = (*commands, *_LIFECYCLE, _HOST_MODELS)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)
         return Permissions(
             publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))

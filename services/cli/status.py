@@ -27,6 +27,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
+from shared.lifecycle.host_models import ReceivedModels
 from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.nats_urls import without_password
@@ -86,8 +87,10 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
     )
     received = asyncio.Event()
 
+    models = ReceivedModels(bus, clock, background)
+
     def on_heartbeat(beat: Heartbeat) -> None:
-        view.observe(beat, clock.now())
+        view.observe(models.complete(beat), clock.now())
         if view.rows():
             received.set()
 

@@ -143,6 +143,7 @@ class GatewayService:
             clock,
             randomness,
             roles=("gateway",),
+            reads_models=True,
             region=config.region,
             gateway=self.metrics.load,
             store=store.load,

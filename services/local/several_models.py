@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from services.local.named_models import NamedModel
+from shared.background import Background
 from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import Clock
 from shared.errors import ConfigError, HearthError
+from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import Heartbeat, HostedModel, ModelWaking, WakeModel
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, host_models
@@ -52,8 +54,11 @@ async def wait_until_served(
     """
     bus = await NatsBus.connect(nats_url, process_id=operator_id)
     hosted: dict[str, tuple[str, HostedModel]] = {}
+    background = Background()
+    received = ReceivedModels(bus, clock, background)
 
     def observe(message: Heartbeat) -> None:
+        message = received.complete(message)
         if message.host is not None:
             hosted.update({each.name: (message.process_id, each) for each in message.host.models})
 
@@ -75,6 +80,7 @@ async def wait_until_served(
                     await _wake(bus, host_id, model)
             await clock.sleep(POLL_S)
     finally:
+        await background.stop()
         await bus.close()
 
 

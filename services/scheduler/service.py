@@ -90,6 +90,7 @@ class SchedulerService:
             clock,
             randomness,
             roles=("scheduler",),
+            reads_models=True,
             region=config.region,
             scheduler=self._load,
         )

@@ -8,11 +8,13 @@ from math import inf
 from socket import gethostname
 
 import structlog
+from msgspec import structs
 
 from shared.background import Background, failing_alone, is_logged
 from shared.clock import Clock
 from shared.errors import HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
+from shared.lifecycle.host_models import AnnouncedModels, ReceivedModels
 from shared.lifecycle.identity import name_in_use
 from shared.lifecycle.release import installed_release
 from shared.messages import (
@@ -22,6 +24,7 @@ from shared.messages import (
     HostLoad,
     IndexLoad,
     KvTargets,
+    ListHostModels,
     ModelCard,
     ProcessState,
     ReportAlive,
@@ -33,7 +36,7 @@ from shared.messages import (
 )
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness
-from shared.subjects import HEARTBEATS, alive, heartbeat
+from shared.subjects import HEARTBEATS, alive, heartbeat, list_host_models
 from shared.transport.bus import Bus
 from shared.transport.timed_requests import TimedRequests
 
@@ -50,7 +53,8 @@ class HealthMonitor:
     """Calls `load`, `index`, `gateway`, `scheduler`, `host` and `store` for every heartbeat, to
     report the state of an engine, an index, a gateway, a scheduler, a host or a Redis connection.
 
-    `requests` measures the round trip to each peer; peers in use are probed.
+    `requests` measures the round trip to each peer; peers in use are probed. Without `reads_models`
+    the heartbeats of hosts have no models.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class HealthMonitor:
         scheduler: Callable[[], SchedulerLoad] | None = None,
         host: Callable[[], HostLoad] | None = None,
         store: Callable[[], StoreLoad] | None = None,
+        reads_models: bool = False,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
@@ -99,6 +104,8 @@ class HealthMonitor:
         self._heartbeat_handlers: list[Callable[[Heartbeat], None]] = []
         self._requested: set[str] = set()
         self._background = Background()
+        self._announced = AnnouncedModels(clock)
+        self._received = ReceivedModels(bus, clock, self._background) if reads_models else None
 
     def on_lost(self, handler: LostHandler) -> None:
         self._lost_handlers.append(handler)
@@ -110,6 +117,11 @@ class HealthMonitor:
         for role in self._possible_roles or self._roles[:1]:  # peers use the first announced role
             own = alive(role, self._bus.process_id)
             await self._bus.serve(own, ReportAlive, lambda _: self._alive())
+        if self._host is not None:
+            own = list_host_models(self._bus.process_id)
+            await self._bus.serve(
+                own, ListHostModels, lambda each: self._announced.page(each.first)
+            )
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
         self._background.start_own(self._beat())
         self._background.start_own(self._watch())
@@ -140,6 +152,8 @@ class HealthMonitor:
         if message.process_id == self._bus.process_id and message.epoch != self.epoch:
             self._on_same_name(message)
             return
+        if self._received is not None:
+            message = self._received.complete(message)
         loss = self.fleet.observe(message, self._clock.now())
         if loss is not None:
             self._lost(message.process_id, loss)
@@ -183,6 +197,8 @@ class HealthMonitor:
 
     def _lost(self, process_id: str, loss: Loss) -> None:
         log.warning("peer_lost", peer=process_id, loss=loss.value)
+        if self._received is not None:
+            self._received.forget(process_id)
         for handler in self._lost_handlers:
             with failing_alone("peer_loss_not_handled", peer=process_id):
                 handler(process_id, loss)
@@ -278,6 +294,10 @@ class HealthMonitor:
     async def _send(self) -> None:
         self._sequence_number += 1
         try:
-            await self._bus.publish(self._subject, self.describe())
+            described = self.describe()
+            if described.host is not None:
+                announced = self._announced.announced(described.host)
+                described = structs.replace(described, host=announced)
+            await self._bus.publish(self._subject, described)
         except HearthError as error:  # also a catalogue too large for the bus
             log.warning("heartbeat_send_failed", error=error.message)

@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 
 from services.cli.status import find_nats
 from services.local.credentials import process_id_for
+from shared.background import Background
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.fleet.fleet_view import FleetView
 from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.lifecycle.host_models import ReceivedModels
 from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
@@ -21,7 +23,7 @@ from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 
 CONNECT_TIMEOUT_S = 1.0
-LISTEN_S = 2 * HEARTBEAT_INTERVAL_S
+LISTEN_S = 4 * HEARTBEAT_INTERVAL_S  # two of each host, and its list between them
 
 
 def live_models(redis_url: str | None, nats_url: str | None) -> list[ModelView]:
@@ -57,8 +59,14 @@ async def connected(nats_url: str, role: str, timeout_s: float) -> AsyncIterator
 
 async def observed_models(bus: Bus) -> list[ModelView]:
     """Those of all hosts that send a heartbeat within LISTEN_S."""
-    clock, view = MonotonicClock(), FleetView()
-    leave = await bus.subscribe(HEARTBEATS, Heartbeat, lambda each: view.observe(each, clock.now()))
+    clock, view, background = MonotonicClock(), FleetView(), Background()
+    received = ReceivedModels(bus, clock, background)
+
+    def observe(heartbeat: Heartbeat) -> None:
+        view.observe(received.complete(heartbeat), clock.now())
+
+    leave = await bus.subscribe(HEARTBEATS, Heartbeat, observe)
     await clock.sleep(LISTEN_S)
     await leave()
+    await background.stop()
     return view.models()

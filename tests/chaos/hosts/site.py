@@ -21,8 +21,10 @@ from services.cli.service_options import DEMO_MODEL_DIR
 from services.local.cluster import LocalCluster
 from services.local.named_models import NamedModel
 from services.local.plan import UpOptions
+from shared.background import Background
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
+from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import (
     Done,
     Heartbeat,
@@ -54,8 +56,12 @@ class HostSite:
     received_at: dict[str, float] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.background = Background()
+        self._models = ReceivedModels(self.bus, MonotonicClock(), self.background)
+
     def receive(self, heartbeat: Heartbeat) -> None:
-        self.newest[heartbeat.process_id] = heartbeat
+        self.newest[heartbeat.process_id] = self._models.complete(heartbeat)
         self.received_at[heartbeat.process_id] = time.monotonic()
         self._changed.set()
 
@@ -203,6 +209,7 @@ async def running_site(folder: Path) -> AsyncIterator[HostSite]:
                 await bus.subscribe(HEARTBEATS, Heartbeat, site.receive)
                 yield site
             finally:
+                await site.background.stop()
                 await bus.close()
 
 

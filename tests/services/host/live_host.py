@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.cli.service_options import DEMO_MODEL_DIR
+from shared.background import Background
 from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import MonotonicClock
+from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import (
     Done,
     Heartbeat,
@@ -112,8 +114,12 @@ class Operator:
     newest: dict[str, Heartbeat] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.background = Background()
+        self._models = ReceivedModels(self.bus, MonotonicClock(), self.background)
+
     def receive(self, message: Heartbeat) -> None:
-        self.newest[message.process_id] = message
+        self.newest[message.process_id] = self._models.complete(message)
         self.changed.set()
 
     @property
@@ -170,6 +176,7 @@ async def operator(host: LiveHost) -> AsyncIterator[Operator]:
         await bus.subscribe(HEARTBEATS, Heartbeat, found.receive)
         yield found
     finally:
+        await found.background.stop()
         await store.close()
         await bus.close()
 
