@@ -226,6 +226,7 @@ class GatewayService:
             max_payload_bytes=lambda: self._bus.max_payload_bytes,
             unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
             slots_per_tenant=config.preparations_per_tenant,
+            timeout_s=config.request_timeout_s,
             telemetry=self.telemetry,
         )
 

@@ -2,6 +2,9 @@
 
 waiting in the tenant's own queue ──a slot is free──▶ in preparation ──▶ released
    └──queue full, or `max_wait_s`: Overloaded, for this tenant alone
+
+A tenant has more slots while no other one prepares anything: each slot is work that the event loop
+does between two steps of another tenant's request.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 
+from shared.clock import Clock
 from shared.errors import Overloaded
 
-MAX_WAITING = 512  # of one tenant
-MAX_WAIT_S = 5.0
+ALONE_AFTER_S = 1.0  # without a request of another tenant
 
 
 @dataclass(slots=True)
@@ -24,11 +28,41 @@ class _Tenant:
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
+class RecentTenants:
+    """Whether a tenant is the only one with requests. Shared by all slots of a gateway."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last, self._last_at = "", -inf
+        self._other_at = -inf  # of the tenant before, whichever it was
+
+    def arrived(self, tenant_id: str) -> None:
+        if tenant_id != self._last:
+            self._last, self._other_at = tenant_id, self._last_at
+        self._last_at = self._clock.now()
+
+    def is_alone(self, tenant_id: str) -> bool:
+        other_at = self._other_at if tenant_id == self._last else self._last_at
+        return self._clock.now() - other_at >= ALONE_AFTER_S
+
+
 class PreparationSlots:
+    """`per_tenant`: slots; `alone`: of a tenant without others (default: the same). `max_waiting`:
+    of one tenant.
+    """
+
     def __init__(
-        self, per_tenant: int, *, max_waiting: int = MAX_WAITING, max_wait_s: float = MAX_WAIT_S
+        self,
+        per_tenant: int,
+        recent: RecentTenants,
+        *,
+        max_waiting: int,
+        max_wait_s: float,
+        alone: int | None = None,
     ) -> None:
         self._per_tenant = per_tenant
+        self._alone = per_tenant if alone is None else alone
+        self._recent = recent
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._tenants: dict[str, _Tenant] = {}
@@ -36,8 +70,9 @@ class PreparationSlots:
     @asynccontextmanager
     async def slot(self, tenant_id: str) -> AsyncIterator[None]:
         """Holds one slot of the tenant, first come first served. Raises Overloaded."""
+        self._recent.arrived(tenant_id)
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        if tenant.num_taken < self._per_tenant:
+        if not tenant.waiting and tenant.num_taken < self._limit(tenant_id):
             tenant.num_taken += 1
         else:
             await self._wait(tenant_id, tenant)
@@ -46,8 +81,11 @@ class PreparationSlots:
         finally:
             self._release(tenant_id, tenant)
 
+    def _limit(self, tenant_id: str) -> int:
+        return self._alone if self._recent.is_alone(tenant_id) else self._per_tenant
+
     async def _wait(self, tenant_id: str, tenant: _Tenant) -> None:
-        """Returns when a slot was passed on to this caller."""
+        """Returns when a slot was given to this caller."""
         if len(tenant.waiting) >= self._max_waiting:
             raise _too_many()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -65,18 +103,14 @@ class PreparationSlots:
             raise
 
     def _release(self, tenant_id: str, tenant: _Tenant) -> None:
-        self._pass_on(tenant)
-        if not tenant.num_taken:
-            self._tenants.pop(tenant_id, None)
-
-    def _pass_on(self, tenant: _Tenant) -> None:
-        """Skips those that stopped waiting."""
-        while tenant.waiting:
-            turn = tenant.waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
         tenant.num_taken -= 1
+        while tenant.waiting and tenant.num_taken < self._limit(tenant_id):
+            turn = tenant.waiting.popleft()
+            if not turn.done():  # done: it stopped waiting
+                tenant.num_taken += 1
+                turn.set_result(None)
+        if not tenant.num_taken and not tenant.waiting:
+            self._tenants.pop(tenant_id, None)
 
 
 def _too_many() -> Overloaded:

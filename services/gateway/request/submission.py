@@ -37,7 +37,7 @@ from services.gateway.request.preparation import (
     check_logprobs,
     check_min_tokens_of,
 )
-from services.gateway.request.preparation_slots import PreparationSlots
+from services.gateway.request.preparation_slots import PreparationSlots, RecentTenants
 from services.gateway.request.prepared_bodies import may_tokenize_here, tokenized_elsewhere
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
@@ -51,6 +51,7 @@ from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
 from services.gateway.tenancy.request_cost import RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
+from services.gateway.text.preparation_pool import MAX_BATCH
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.template_renderer import NO_VARIABLES, Messages
 from shared.clock import Clock
@@ -64,7 +65,8 @@ MAX_INLINE_CHARS = 8192
 class Submission:
     """`max_requests`: limit of the requests open or in preparation at the same time.
 
-    `slots_per_tenant`: limit of one tenant's requests in preparation; the rest waits.
+    `slots_per_tenant`: limit of one tenant's requests in preparation that take a process or a
+    thread for themselves; `timeout_s`: for which the rest waits at most.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Submission:
         max_payload_bytes: Callable[[], int],
         unsent: UnsentOutput,
         slots_per_tenant: int,
+        timeout_s: float,
         telemetry: RequestTelemetry,
     ) -> None:
         self._max_requests = max_requests
@@ -93,7 +96,15 @@ class Submission:
         self._clock = clock
         self._max_payload_bytes = max_payload_bytes
         self._unsent = unsent
-        self._slots = PreparationSlots(slots_per_tenant)
+        recent = RecentTenants(clock)
+        slots = partial(
+            PreparationSlots,
+            slots_per_tenant,
+            recent,
+            max_waiting=max_requests // 2,  # others find room
+            max_wait_s=timeout_s,
+        )
+        self._slots, self._small = slots(), slots(alone=MAX_BATCH)
         self._telemetry = telemetry
         self._num_preparing = 0
         self._reservations: set[Reservation] = set()
@@ -195,7 +206,7 @@ class Submission:
         check_dimensions(generation, model.text.files.limits.hidden_size)
         check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
-        async with self._preparing(tenant.tenant_id):
+        async with self._preparing(tenant.tenant_id, self._slots_of(generation)):
             if record is not None:
                 record.begin("render", self._clock.now())
             generation, checked = await self._rendered_and_checked(
@@ -373,14 +384,21 @@ class Submission:
         return msgspec.structs.replace(generation, prompt=rendered)
 
     @asynccontextmanager
-    async def _preparing(self, tenant_id: str) -> AsyncIterator[None]:
-        """Holds one of the tenant's slots. Raises Overloaded."""
+    async def _preparing(
+        self, tenant_id: str, slots: PreparationSlots | None = None
+    ) -> AsyncIterator[None]:
+        """Holds one of the tenant's slots (default: one of a large request). Raises Overloaded."""
         self._num_preparing += 1
         try:
-            async with self._slots.slot(tenant_id):
+            async with (slots or self._slots).slot(tenant_id):
                 yield
         finally:
             self._num_preparing -= 1
+
+    def _slots_of(self, generation: GenerationRequest) -> PreparationSlots:
+        is_checked = generation.output is not None or generation.tools is not None
+        is_small = generation.prompt.num_chars <= MAX_INLINE_CHARS and not is_checked
+        return self._small if is_small else self._slots
 
     def _check_draining(self) -> None:
         if self.is_draining:

@@ -11,6 +11,7 @@ counts less and idle tenants are forgotten. A tenant holds at most `max_running`
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -66,8 +67,20 @@ class FairTurns(Generic[Job]):
         tenant.num_running += 1
         return tenant_id, tenant.waiting.popleft()
 
+    def take_more(self, tenant_id: str, max_jobs: int, is_like: Callable[[Job], bool]) -> list[Job]:
+        """The tenant's next jobs while they are alike: they share the turn that `next` returned."""
+        waiting = self._tenants[tenant_id].waiting
+        taken: list[Job] = []
+        while waiting and len(taken) < max_jobs and is_like(waiting[0]):
+            taken.append(waiting.popleft())
+        return taken
+
+    def put_back(self, tenant_id: str, jobs: Sequence[Job]) -> None:
+        """Jobs of a turn that have not run are the tenant's next ones."""
+        self._tenants[tenant_id].waiting.extendleft(reversed(jobs))
+
     def ended(self, tenant_id: str, cpu_s: float, *, reached_limit: bool = False) -> None:
-        """Ends a job that `next` returned."""
+        """Ends a turn that `next` returned. `cpu_s`: of all its jobs."""
         tenant = self._tenants[tenant_id]
         tenant.num_running -= 1
         tenant.cpu_s += cpu_s

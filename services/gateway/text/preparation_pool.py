@@ -4,6 +4,10 @@ tenants.
     waiting ──a process is free──▶ running ──reply, or its process ended──▶ settled
        └──`max_wait_s`: Overloaded
 
+Small conversations of one tenant and model, of some 0.1 ms each, share a turn: a process gets up to
+MAX_BATCH of them at once, since each round trip waits for the event loop. If one ends the process,
+those after it run in the tenant's next turn.
+
 The pool starts further processes when all are busy, and unless it `grows`, some seconds after its
 start. One more is a spare: it takes the place of a process that was killed, so that no job waits
 for a start; in a pool that grows, also that of one that is busy.
@@ -15,7 +19,9 @@ import asyncio
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +36,7 @@ from services.gateway.text.process_jobs import (
     Finished,
     Job,
     ProcessSetup,
+    RenderJob,
     Reply,
     SelectModel,
     frame,
@@ -42,6 +49,8 @@ from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import lower_priority, send_signal
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
+MAX_BATCH = 16
+MAX_SMALL_BYTES = 4096  # of a conversation that shares a turn: a pipe holds all of them
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
 TEMPLATE_PROCESS = "services.gateway.text.template_process"
@@ -118,10 +127,12 @@ class _PoolProcess:
 
 @dataclass(eq=False, slots=True)
 class _Seat:
-    """One place in the pool. `process`: None until its first job, and after a process ended."""
+    """One place in the pool. `process`: None until its first job, and after a process ended.
+    `running`: jobs of one turn without a reply, in their order.
+    """
 
     process: _PoolProcess | None = None
-    running: _Waiting | None = None
+    running: deque[_Waiting] = field(default_factory=deque)
 
 
 class PreparationPool:
@@ -171,7 +182,7 @@ class PreparationPool:
 
     @property
     def num_running(self) -> int:
-        return sum(each.running is not None for each in self._seats)
+        return sum(len(each.running) for each in self._seats)
 
     async def start(self) -> None:
         """Optional first call: starts one process, so that the first job does not wait for it."""
@@ -202,8 +213,8 @@ class PreparationPool:
         for waiting in self._turns.take_all():
             _fail(waiting, _stopped())
         for seat in self._seats:
-            if seat.running is not None:
-                _fail(seat.running, _stopped())
+            for waiting in seat.running:
+                _fail(waiting, _stopped())
         await self._background.stop()
         for seat in self._seats:
             await self._end(seat)
@@ -213,59 +224,77 @@ class PreparationPool:
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
     def _start_jobs(self) -> None:
-        while any(each.running is None for each in self._seats):
+        while not all(each.running for each in self._seats):
             turn = self._turns.next()
             if turn is None:
                 return
-            _, waiting = turn
-            seat = self._free_seat(waiting.setup)
-            seat.running = waiting
-            self._background.start_item(self._run(seat, waiting), partial(_fail_job, waiting))
+            jobs = self._batch(*turn)
+            seat = self._free_seat(jobs[0].setup)
+            seat.running.extend(jobs)
+            self._background.start_item(self._run(seat, jobs[0]), partial(_fail_jobs, jobs))
+
+    def _batch(self, tenant_id: str, first: _Waiting) -> list[_Waiting]:
+        if not _is_small(first.job):
+            return [first]
+        key = first.setup.key
+        more = self._turns.take_more(
+            tenant_id, MAX_BATCH - 1, lambda each: _is_small(each.job) and each.setup.key == key
+        )
+        return [first, *more]
 
     def _free_seat(self, setup: ProcessSetup) -> _Seat:
         """A seat whose process has this model, else one whose process runs, else any free one."""
-        free = [each for each in self._seats if each.running is None]
+        free = [each for each in self._seats if not each.running]
         return min(free, key=lambda each: _order(each.process, setup))
 
-    async def _run(self, seat: _Seat, waiting: _Waiting) -> None:
-        cpu_s, has_lost = limit_s(waiting.job), True
+    async def _run(self, seat: _Seat, first: _Waiting) -> None:
+        running, cpu_s, has_lost = seat.running, 0.0, True
         try:
-            async with asyncio.timeout(limit_s(waiting.job) + self.hang_s):
-                self._setup = waiting.setup
-                process = await self._started(seat, waiting.setup)
-                process.send_setup(waiting.setup)
-                process.send(frame(waiting.job))
+            async with asyncio.timeout(limit_s(first.job) + self.hang_s):
+                self._setup = first.setup
+                process = await self._started(seat, first.setup)
+                process.send_setup(first.setup)
+                process.send(b"".join(frame(each.job) for each in running))
                 self._start_spares()
-                finished = await process.finished()
-            cpu_s, has_lost = finished.cpu_s, False
-            _settle(waiting, finished.reply)
+            while running:
+                async with asyncio.timeout(limit_s(running[0].job) + self.hang_s):
+                    finished = await process.finished()
+                cpu_s += finished.cpu_s
+                _settle(running.popleft(), finished.reply)
+            has_lost = False
         except (ConnectionError, EOFError):
-            _settle_lost(waiting, await self._end(seat))
+            process_ended = await self._end(seat)
+            _settle_lost(running.popleft(), process_ended)
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end(seat)
-            _fail(waiting, NoCapacity("the preparation process hangs", retry_after_s=1.0))
+            error = NoCapacity("the preparation process hangs", retry_after_s=1.0)
+            _fail(running.popleft(), error)
         except Exception:  # of a client's data
             await self._end(seat)
+            running.clear()
             raise
         finally:
-            seat.running = None
+            left = [each for each in running if not each.reply.done()]
+            running.clear()
             self.num_lost += has_lost and not self._is_closed
-            self._turns.ended(waiting.tenant_id, cpu_s, reached_limit=has_lost)
+            cpu_s += limit_s(first.job) if has_lost else 0.0
+            self._turns.ended(first.tenant_id, cpu_s, reached_limit=has_lost)
             if not self._is_closed:
+                self._turns.put_back(first.tenant_id, left)
                 self._start_jobs()
                 self._start_spares()
 
     def _leave(self, waiting: _Waiting) -> None:
-        """Kills the process that runs a cancelled job, so that the next job need not wait."""
+        """Kills the process that runs a cancelled job alone, so that the next job need not wait."""
         self._turns.remove(waiting.tenant_id, waiting)
         for seat in self._seats:
-            if seat.running is waiting and seat.process is not None:
+            if [*seat.running] == [waiting] and seat.process is not None:
                 process, seat.process = seat.process, None  # the next job takes another
                 process.kill()
                 self._dying = [*filter(_is_alive, self._dying), process]
 
     def _give_up(self, waiting: _Waiting) -> None:
-        if all(seat.running is not waiting for seat in self._seats):
+        if all(waiting not in seat.running for seat in self._seats):
             self._turns.remove(waiting.tenant_id, waiting)
             _fail(waiting, Overloaded("too many requests wait to be prepared", retry_after_s=1.0))
 
@@ -313,12 +342,12 @@ class PreparationPool:
         """Without the spare."""
         if not self._grows:
             return len(self._seats)
-        return max(1, sum(each.running is not None for each in self._seats))
+        return max(1, sum(bool(each.running) for each in self._seats))
 
     def _num_alive(self) -> int:
         """With those that are starting for a job."""
         self._spares = [each for each in self._spares if _is_alive(each)]
-        seated = (_is_alive(each.process) or each.running is not None for each in self._seats)
+        seated = (_is_alive(each.process) or bool(each.running) for each in self._seats)
         return len(self._spares) + sum(seated)
 
     async def _end(self, seat: _Seat) -> Process | None:
@@ -357,8 +386,13 @@ def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
         _settle(waiting, over_limit(waiting.job))
 
 
-def _fail_job(waiting: _Waiting, error: Exception) -> None:
-    _fail(waiting, InvalidRequest("the request cannot be prepared"))
+def _is_small(job: Job) -> bool:
+    return isinstance(job, RenderJob) and len(job.values) <= MAX_SMALL_BYTES
+
+
+def _fail_jobs(jobs: Sequence[_Waiting], error: Exception) -> None:
+    for waiting in jobs:
+        _fail(waiting, InvalidRequest("the request cannot be prepared"))
 
 
 def _fail(waiting: _Waiting, error: HearthError) -> None:

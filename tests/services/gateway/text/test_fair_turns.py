@@ -75,3 +75,16 @@ def test_removed_job_is_not_taken_and_idle_tenants_are_forgotten() -> None:
         assert turns.next() == ("b", job)
         turns.ended("b", 1.0)
     assert list(turns._tenants) == ["b"]
+
+
+def test_jobs_that_are_alike_share_a_turn() -> None:
+    turns: FairTurns[str] = FairTurns(max_running=1)
+    for tenant_id, job in (("a", "a1"), ("a", "a2"), ("b", "b1"), ("a", "A"), ("a", "a3")):
+        turns.add(tenant_id, job)
+    assert turns.next() == ("a", "a1")
+    assert turns.take_more("a", 9, str.islower) == ["a2"]
+    assert turns.next() == ("b", "b1")
+    turns.put_back("a", ["a1", "a2"])
+    turns.ended("a", 1.0)
+    assert turns.next() == ("a", "a1")
+    assert turns.take_more("a", 1, str.islower) == ["a2"]

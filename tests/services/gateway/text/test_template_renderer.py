@@ -302,3 +302,27 @@ async def test_error_of_a_job_fails_that_job_alone(
         with pytest.raises((InvalidRequest, NoCapacity)):
             await renderer.render(MESSAGES)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+
+
+async def test_small_jobs_of_a_tenant_share_a_turn(make: Make) -> None:
+    """A job that ends the process ends alone: those after it run again."""
+    renderer = await make(ENDLESS_TEMPLATE)
+    pool = renderer.pool
+    await renderer.render(MESSAGES, tenant_id="b")
+    sent = []
+    send = _PoolProcess.send
+
+    def record(self: _PoolProcess, data: bytes) -> None:
+        sent.append(data)
+        send(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_PoolProcess, "send", record)
+        given = [MESSAGES, MESSAGES, [*MESSAGES, *MESSAGES], *[MESSAGES] * 5]
+        jobs = [asyncio.create_task(renderer.render(each, tenant_id="a")) for each in given]
+        await asyncio.sleep(0)
+        assert pool.num_running + pool.num_waiting == len(jobs)
+        replies = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [isinstance(each, InvalidRequest) for each in replies] == [n == 2 for n in range(8)]
+    assert len(sent) <= 4  # of which one or two have the setup of a new process
+    assert pool.num_lost == 1

@@ -1,0 +1,29 @@
+"""Many chats of one tenant at once: none is refused, whatever waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.openai.test_chat_http import BODY, CHAT
+
+NUM_CHATS = 64
+
+
+async def test_chats_of_one_tenant_wait_for_their_turn(cluster: Cluster) -> None:
+    gateway, most = cluster.gateway, 0
+    pool, config = gateway._pool, gateway._config
+    statuses: list[int] = []
+
+    async def chat() -> None:
+        nonlocal most
+        response = await cluster.http.post(CHAT, json=BODY)
+        most = max(most, pool.num_running)
+        statuses.append(response.status_code)
+
+    await asyncio.gather(*(chat() for _ in range(NUM_CHATS)))
+    assert statuses == [200] * NUM_CHATS
+    assert most > 1, "they share turns"
+    for slots in (gateway.submission._small, gateway.submission._slots):
+        assert slots._max_waiting == config.max_requests // 2
+        assert slots._max_wait_s == config.request_timeout_s
