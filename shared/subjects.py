@@ -16,6 +16,7 @@ its credential, its inbox and the public events.
 
 from __future__ import annotations
 
+import secrets
 from functools import lru_cache
 from typing import Literal
 
@@ -53,6 +54,11 @@ KV_EVENTS = f"{PREFIX}.*.*.*.kv_events"
 
 def process_id_of(credential: str, instance: str) -> str:
     return credential if instance in ("", NO_INSTANCE) else f"{credential}.{instance}"
+
+
+def random_instance() -> str:
+    """48 bits: of 1,000 processes of one credential, two share it with probability 2e-9."""
+    return secrets.token_hex(6)
 
 
 def credential_of(process_id: str) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from socket import gethostname
 
 from shared.errors import ConfigError, HearthError
 from shared.messages import Alive, Heartbeat, ReportAlive
 from shared.nats_urls import user_of
-from shared.subjects import HEARTBEATS, alive, credential_of, process_id_of
+from shared.subjects import HEARTBEATS, alive, credential_of, process_id_of, random_instance
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
@@ -29,7 +28,7 @@ async def receives_heartbeat(
     """
     bus = await NatsBus.connect(
         nats_url,
-        process_id=process_id_of(credential_of(process_id), secrets.token_hex(3)),
+        process_id=process_id_of(credential_of(process_id), random_instance()),
         timeout_s=timeout_s,
         tls=TlsFiles.of_environ("NATS", os.environ),
     )

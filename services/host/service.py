@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import time
 from collections.abc import Coroutine
@@ -42,7 +41,7 @@ from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, 
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.subjects import host_models
+from shared.subjects import host_models, random_instance
 from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
@@ -86,7 +85,8 @@ class HostService:
         admin = CatalogueAdmin(store, time.time)
         self._admission = Admission(self.states, admin, records, clock)
         self._by_worker: dict[str, HostedRevision] = {}
-        self._run = secrets.token_hex(2)  # so that no worker has the id of one before a restart
+        # so that no worker has the id of one before a restart, or of another host's
+        self._run = random_instance()
         self._num_starts = 0
         self._is_leaving = False
         self._announced: set[tuple[ModelKey, ModelState]] = set()
@@ -297,7 +297,7 @@ class HostService:
     async def _start(self, hosted: HostedRevision, device: str, kv_bytes: int | None) -> None:
         self._num_starts += 1
         worker_id = worker_id_of(
-            self._config.worker_nats_url, hosted.key.name, f"{self._run}{self._num_starts}"
+            self._config.worker_nats_url, hosted.key.name, f"{self._run}-{self._num_starts}"
         )
         state = self.states.find(hosted.key)
         assert state is not None

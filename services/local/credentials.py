@@ -10,7 +10,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import authority, user_of
-from shared.subjects import CredentialRole, process_id_of
+from shared.subjects import CredentialRole, process_id_of, random_instance
 from shared.transport.server_config import NatsUser, nats_server_config
 
 ROLES: tuple[CredentialRole, ...] = (
@@ -49,7 +49,7 @@ def role_of(text: str) -> CredentialRole:
 
 
 def random_process_id(role: str) -> str:
-    return f"{role}-{secrets.token_hex(3)}"
+    return f"{role}-{random_instance()}"
 
 
 def process_id_for(
@@ -59,7 +59,7 @@ def process_id_for(
     (default: random, so that replicas may share a credential; "-": none).
     """
     name = credential or user_of(nats_url) or random_process_id(role)
-    return process_id_of(name, secrets.token_hex(3) if instance is None else instance)
+    return process_id_of(name, random_instance() if instance is None else instance)
 
 
 def nats_config(credentials: Sequence[Credential], *, host: str, port: int) -> str:

@@ -334,7 +334,7 @@ def test_check_with_external_servers_leaves_them_running(
         *("--nats", f"nats://127.0.0.1:{open_nats.port}"),
     )
     assert result.returncode == 0, result.stderr
-    assert re.search(r"cached \d+ of \d+ prompt tokens .* decode worker-\w{6}", result.stdout)
+    assert re.search(r"cached \d+ of \d+ prompt tokens .* decode worker-\w{12}", result.stdout)
     assert "redis ready" not in result.stdout
     assert "nats ready" not in result.stdout
     assert processes_of(tmp_path) == {}

@@ -13,6 +13,7 @@ from services.local.credentials import (
     role_of,
 )
 from shared.errors import ConfigError
+from shared.subjects import random_instance
 
 
 def test_every_credential_has_its_own_password() -> None:
@@ -45,9 +46,9 @@ def test_url_user_is_the_process_id() -> None:
     assert process_id_for("decode", url, credential="other", instance="-") == "other"
     replicas = {process_id_for("decode", url) for _ in range(2)}
     assert len(replicas) == 2
-    assert all(re.fullmatch(r"decode-7\.[0-9a-f]{6}", each) for each in replicas)
+    assert all(re.fullmatch(r"decode-7\.[0-9a-f]{12}", each) for each in replicas)
     name = process_id_for("decode", "nats://host:4222", instance="-")
-    assert re.fullmatch(r"decode-[0-9a-f]{6}", name)
+    assert re.fullmatch(r"decode-[0-9a-f]{12}", name)
 
 
 def test_roles_are_parsed_with_dash_or_underscore() -> None:
@@ -106,3 +107,10 @@ def test_tls_block_follows_the_configuration(capsys: pytest.CaptureFixture[str])
         '  handshake_first: "auto"',
         "}",
     ]
+
+
+def test_workers_of_two_hosts_have_other_ids() -> None:
+    """100 hosts of one worker credential: 48 bits leave 2e-11 for any two of them."""
+    runs = {random_instance() for _ in range(10_000)}
+    assert len(runs) == 10_000
+    assert {len(bytes.fromhex(each)) for each in runs} == {6}
