@@ -7,8 +7,9 @@ by a reference (two Unicode noncharacters around a number) before the template r
 returns the parts: template text, where special tokens are recognized, and literal text, where the
 same characters are ordinary. The model reads the client's text unchanged. The same is done for
 markers, which are added tokens but not special ones, such as `<tool_call>`; only not in the content
-of an answer, where templates look for them. Role markers that a model writes with ordinary tokens
-cannot be distinguished from text; this is true of every server of such a model.
+of an answer, where templates look for them, as they do for special tokens around reasoning. Role
+markers that a model writes with ordinary tokens cannot be distinguished from text; this is true of
+every server of such a model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _REFERENCE = re.compile(f"{_OPEN}[0-9]+{_CLOSE}")
 # A template that compares a content with none expects none beside calls; others expect a text.
 _NULL_CONTENT = re.compile(r"""(?<![\w])content['"\]]*\s+is\s+(not\s+)?none""", re.IGNORECASE)
 _THINKING = re.compile(r"""message(\.|\[['"])thinking\b""")
+_REASONING = re.compile(r"[<\[]/?(think|thinking|thought|reasoning)[>\]]", re.IGNORECASE)
 _EMPTY: Mapping[str, Any] = {}
 
 # Variables that a client cannot set: what the gateway passes, and what templates call.
@@ -113,7 +115,8 @@ class ChatTemplate:
         self._references = {each: f"{_OPEN}{i}{_CLOSE}" for i, each in enumerate(literals)}
         self._literals = {reference: each for each, reference in self._references.items()}
         self._pattern = _any_of(literals)
-        self._pattern_in_answers = _any_of(_longest_first(special_tokens))
+        roles = [each for each in special_tokens if not _is_split_off(each, source)]
+        self._pattern_in_answers = _any_of(_longest_first(roles))
         self._variables = dict(variables)
         try:
             environment = template_environment(today)
@@ -256,6 +259,11 @@ def _longest_first(*tokens: Sequence[str]) -> list[str]:
 
 def _any_of(literals: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(each) for each in literals))
+
+
+def _is_split_off(token: str, source: str) -> bool:
+    """Whether this special token encloses reasoning, which the template takes out of answers."""
+    return _REASONING.fullmatch(token) is not None and token in source
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:

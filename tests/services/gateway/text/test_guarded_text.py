@@ -179,3 +179,19 @@ def test_client_text_is_no_marker_of_the_template(tmp_path: Path) -> None:
     assert token_ids.count(think) == 1
     assert token_ids.count(EOS_TOKEN_ID) == 2
     assert call in files.tokenizer.encode(["<tool_call>"])
+
+
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_template_splits_reasoning_off_that_special_tokens_enclose(marks: tuple[str, str]) -> None:
+    opening, close = marks
+    source = (
+        "{% for m in messages %}<|im_start|>"
+        f"{{{{ m.content.split('{close}')[-1] }}}}"
+        "<|im_end|>{% endfor %}"
+    )
+    template = ChatTemplate(source, special_tokens=[*SPECIAL_TOKENS, *marks], variables={})
+    answer = f"{opening}secret<|im_end|>{close}fine<|im_end|>"
+    parts = template.render([{"role": "assistant", "content": answer}])
+    assert parts == ["<|im_start|>fine", LiteralText("<|im_end|>"), "<|im_end|>"]
+    parts = template.render([{"role": "user", "content": answer}])
+    assert LiteralText(close) in parts and type(parts[parts.index(close)]) is LiteralText
