@@ -109,18 +109,21 @@ class HostedCatalogue:
     async def _search(self, hosted: HostedRevision) -> None:
         while self.revisions.get(hosted.key) is hosted:
             try:
-                found = await asyncio.to_thread(
-                    find_source, hosted.model, hosted.revision, self._device
-                )
-            except HearthError as error:
-                if hosted.failure != error.message:
-                    log.error("source_not_found", model=str(hosted.key), reason=error.message)
-                hosted.failure = error.message
+                hosted.source = await find_source(hosted.model, hosted.revision, self._device)
+                self._on_found(hosted)
+            except Exception as error:  # of a hub or a folder: the failure of this model alone
+                hosted.source = None
+                self._fail(hosted, error)
                 await self._clock.sleep(RETRY_S)
             else:
-                hosted.source, hosted.failure = found, ""
-                self._on_found(hosted)
+                hosted.failure = ""
                 return
+
+    def _fail(self, hosted: HostedRevision, error: Exception) -> None:
+        reason = error.message if isinstance(error, HearthError) else repr(error)
+        if hosted.failure != reason:
+            log.error("source_not_found", model=str(hosted.key), reason=reason)
+        hosted.failure = reason
 
 
 def _all(

@@ -1,16 +1,18 @@
 """Where the weights of a model are on this host, and what a worker of it will take: found before
-its first start, from the config alone. Blocking: call on a thread.
+its first start, from the config alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 
 from services.host.budget import ModelKey, ModelMemory
 from services.host.devices import weight_item_bytes
-from services.local.hub_download import is_hub_id, local_copy
+from services.local.hub_download import is_hub_id
+from services.local.hub_process import downloaded
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.planning.memory_plan import plan_memory
@@ -57,9 +59,19 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def find_source(model: CatalogueModel, revision: CatalogueRevision, device: str) -> ModelSource:
-    """Downloads a hub model that is not cached. Raises ConfigError, CheckpointError."""
-    found = local_copy(Path(revision.source))
+async def find_source(
+    model: CatalogueModel, revision: CatalogueRevision, device: str
+) -> ModelSource:
+    """Downloads a hub model that is not cached. Raises ConfigError."""
+    found = Path(revision.source).expanduser()  # noqa: ASYNC240  # reads no file but of users
+    if is_hub_id(found):
+        found = await downloaded(found)
+    return await asyncio.to_thread(_source_in, found, model, revision, device)
+
+
+def _source_in(
+    found: Path, model: CatalogueModel, revision: CatalogueRevision, device: str
+) -> ModelSource:
     if not found.is_dir():
         hint = "" if is_hub_id(found) else ", and no hub id such as org/name"
         raise ConfigError(f"source {revision.source!r} is not a directory on this host{hint}")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from shared.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "README.md")
 WEIGHT_FILES = ("*.safetensors",)
+MAX_REASON_CHARS = 300
 NOT_OURS = ("*/*", "consolidated*")  # other formats of the same weights, examples
 
 
@@ -44,6 +46,7 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     what = f"model {model_id!r} is not a directory here"
     try:
+        _limit_waits()
         found = snapshot_download(
             model_id, allow_patterns=list(patterns), ignore_patterns=list(NOT_OURS)
         )
@@ -60,9 +63,34 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
         ) from None
     except errors.LocalEntryNotFoundError as error:
         raise ConfigError(f"{what}, not in {cache}, and {_why_offline(hub, error)}") from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"{what}, and the download from {hub} failed: {error}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of HTTP clients, decoders, native code: nobody lists them all
+        raise ConfigError(f"{what}, and the download from {hub} failed: {_line(error)}") from None
     return Path(found)
+
+
+def _limit_waits() -> None:
+    """huggingface_hub limits the waits for files alone, not for answers about a model."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    def limit(request: Any) -> None:
+        waits = request.extensions.get("timeout") or {}
+        given = {each: wait for each, wait in waits.items() if wait is not None}
+        wait_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        default = dict.fromkeys(("connect", "read", "write", "pool"), wait_s)
+        request.extensions["timeout"] = {**default, **given}
+
+    hooks = getattr(get_session(), "event_hooks", None)  # else of an older release, on requests
+    if hooks is not None:
+        session: Any = get_session()
+        session.event_hooks = {**hooks, "request": [*hooks["request"], limit]}
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:MAX_REASON_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _why_offline(hub: str, error: Exception) -> str:

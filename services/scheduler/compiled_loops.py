@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 
 import structlog
 
 from services.scheduler import cost_kernel
-from shared.lifecycle.child_process import send_signal
+from shared.lifecycle.child_process import engine_environ, send_signal
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +31,9 @@ async def use_compiled_loops() -> None:
 
 async def _fill_cache() -> int:
     """Returns the exit status of the child."""
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", cost_kernel.FILL_CACHE)
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", cost_kernel.FILL_CACHE), env=engine_environ(os.environ)
+    )
     try:
         return await child.wait()
     finally:

@@ -1,4 +1,4 @@
-"""Signals and priorities of child processes that an event loop waits for."""
+"""Signals, priorities and environments of child processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,47 @@ import contextlib
 import os
 import signal
 from asyncio.subprocess import Process
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Secrets are never passed on by accident: a child gets what is named here, and what it needs.
+PASSED = (
+    *("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LANGUAGE", "TERM", "VIRTUAL_ENV"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "COVERAGE_PROCESS_START"),
+    *("HEARTH_CACHE_DIR", "XDG_CACHE_HOME"),
+)
+PASSED_PREFIXES = ("LC_", "PYTHON", "MALLOC_", "OMP_")
+# What a process that computes reads besides: settings of devices, compilers and math libraries.
+ENGINE_NAMES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "CC", "CXX")
+ENGINE_PREFIXES = (
+    *("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_"),
+    *("NUMBA_", "MKL_", "KMP_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_"),
+)
+NETWORK_NAMES = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+
+
+def child_environ(
+    environ: Mapping[str, str], *, names: Iterable[str] = (), prefixes: Iterable[str] = ()
+) -> dict[str, str]:
+    """The environment of a child process: the PASSED variables of `environ`, and those that are
+    named. This copy of the packages comes first on its path, installed or not.
+    """
+    passed, starts = {*PASSED, *names}, (*PASSED_PREFIXES, *prefixes)
+    found = {name: each for name, each in environ.items() if name in passed}
+    found |= {name: each for name, each in environ.items() if name.startswith(starts)}
+    inherited = environ.get("PYTHONPATH")
+    found["PYTHONPATH"] = str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}"
+    return {**found, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def engine_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that computes."""
+    return child_environ(environ, names=ENGINE_NAMES, prefixes=ENGINE_PREFIXES)
 
 
 def send_signal(process: Process, number: signal.Signals) -> None:

@@ -16,7 +16,6 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -24,7 +23,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-import services
 from services.gateway.telemetry.trace_context import TraceContext, caller_context
 from services.gateway.telemetry.traced_request import (
     SETTLED,
@@ -34,7 +32,7 @@ from services.gateway.telemetry.traced_request import (
 )
 from shared.background import Background
 from shared.clock import Clock
-from shared.lifecycle.child_process import lower_priority, send_signal
+from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, lower_priority, send_signal
 from shared.telemetry.timeline import Timeline
 
 log = structlog.get_logger(__name__)
@@ -45,7 +43,6 @@ CLOSE_S = 2.0
 RESTART_S = 1.0
 NICENESS = 5  # at 5, a third of the share of a busy core that other processes get
 SPAN_PROCESS = "services.gateway.telemetry.span_process"
-ROOT = Path(services.__file__).resolve().parents[1]
 
 
 class SpanTracing:
@@ -172,7 +169,7 @@ class SpanTracing:
             *(sys.executable, "-m", SPAN_PROCESS, self._process_id),
             stdin=PIPE,
             stdout=PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=child_environ(os.environ, names=NETWORK_NAMES, prefixes=("OTEL_",)),
         )
         lower_priority(process.pid, NICENESS)
         return process

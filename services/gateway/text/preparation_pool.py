@@ -23,12 +23,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import structlog
 
-import services
 from services.gateway.text.fair_turns import FairTurns
 from services.gateway.text.process_jobs import (
     MAX_SETUPS,
@@ -46,7 +44,7 @@ from services.gateway.text.process_jobs import (
 from services.gateway.text.recently_used import RecentlyUsed
 from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
-from shared.lifecycle.child_process import lower_priority, send_signal
+from shared.lifecycle.child_process import child_environ, lower_priority, send_signal
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
@@ -56,7 +54,6 @@ SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
 TEMPLATE_PROCESS = "services.gateway.text.template_process"
 # Of a process that its alarm ended, or whose native code found no memory or no stack.
 OVER_LIMIT = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
-ROOT = Path(services.__file__).resolve().parents[1]
 
 log = structlog.get_logger(__name__)
 
@@ -312,7 +309,7 @@ class PreparationPool:
             *(sys.executable, "-m", self._module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+            env=child_environ(os.environ),
         )
         if self._niceness:
             lower_priority(process.pid, self._niceness)  # also while it starts

@@ -22,12 +22,12 @@ import structlog
 from services.host.workers.worker_process import WorkerSpec, encode_spec
 from services.host.workers.worker_template import TemplateReport
 from services.processes.child_processes import die_with_parent, ending
-from services.processes.environ import python_path
 from services.processes.log_files import bound_logs_while_running, last_line, open_log
 from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
+from shared.lifecycle.child_process import engine_environ
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
@@ -75,8 +75,7 @@ class Workers:
     ) -> None:
         self._logs = directory / "logs"
         self._directory = directory
-        self._environ = {name: each for name, each in environ.items() if not _is_secret(name)}
-        self._environ["PYTHONPATH"] = python_path(environ)
+        self._environ = engine_environ(environ)
         self._clock = clock
         self._num_threads = num_threads
         self._on_end = on_end
@@ -223,7 +222,3 @@ class Workers:
         template.starting.append((spec, future))
         template.process.stdin.write(encode_spec(spec))
         return await asyncio.shield(future)
-
-
-def _is_secret(variable: str) -> bool:
-    return variable.startswith("HEARTH_") and ("URL" in variable or "SECRET" in variable)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,7 @@ class LiveHost:
     redis: RedisServer
     folder: Path
     budget: str
+    environ: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
@@ -65,7 +66,8 @@ class LiveHost:
         command += ["--state-dir", str(self.folder / "state"), "--num-threads", "1"]
         command += ["--drain-timeout-s", str(DRAIN_S)]
         with (self.folder / "host.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            environ = {**os.environ, **self.environ}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -93,9 +95,11 @@ def children(pid: int) -> list[int]:
 
 
 @contextmanager
-def live_host(folder: Path, *, budget: str = "cpu=3GiB") -> Iterator[LiveHost]:
+def live_host(
+    folder: Path, *, budget: str = "cpu=3GiB", environ: Mapping[str, str] = {}
+) -> Iterator[LiveHost]:
     nats, redis = NatsServer(folder, USERS), RedisServer()
-    host = LiveHost(nats, redis, folder, budget)
+    host = LiveHost(nats, redis, folder, budget, environ)
     try:
         host.start()
         yield host

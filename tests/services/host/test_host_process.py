@@ -19,6 +19,14 @@ from tests.services.host.live_host import (
     live_host,
     operator,
 )
+from tests.services.local.faulty_hub import FAULTS, faulty_hub, hub_environ
+
+SECRETS = {
+    "HF_TOKEN": "secret-of-the-hub",
+    "HEARTH_OPERATOR_TOKEN": "secret-of-an-operator",
+    "HEARTH_CLUSTER_SECRET": "secret-of-a-cluster",
+    "AWS_SECRET_ACCESS_KEY": "secret-of-a-cloud",
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +34,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveHost]:
     folder = tmp_path_factory.mktemp("host")
     link_model(folder / "demo-a")
     link_model(folder / "demo-b")
-    with live_host(folder) as found:
-        yield found
+    with faulty_hub() as url:
+        environ = {**hub_environ(url, str(folder)), **SECRETS}
+        with live_host(folder, environ=environ) as found:
+            yield found
 
 
 @pytest.fixture
@@ -66,6 +76,32 @@ async def test_unknown_model_and_missing_source_are_clear_lines(
     assert failed.public_failure.startswith("its source is missing")
     await op.catalogue.remove("missing")
     await op.until(lambda: op.model("missing") is None)
+
+
+async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: LiveHost) -> None:
+    before = await op.state("demo-a", "standby", "hot")
+    pid = host.process.pid
+    for fault in FAULTS:
+        await op.catalogue.add(fault, f"org/{fault}")
+    for fault in FAULTS:
+        failed = await op.state(fault, "failed")
+        assert failed.failure.startswith(f"model 'org/{fault}'"), failed.failure
+        assert len(failed.failure.splitlines()) == 1
+    for fault in FAULTS:
+        await op.catalogue.remove(fault)
+    await op.until(lambda: all(op.model(fault) is None for fault in FAULTS))
+    after = await op.state("demo-a", "standby", "hot")
+    assert (host.process.pid, host.process.poll()) == (pid, None)
+    assert after.worker_id == before.worker_id
+
+
+def test_workers_inherit_no_secret(host: LiveHost) -> None:
+    found = [*children(host.process.pid), *host.worker_pids()]
+    assert len(found) >= 2
+    for pid in found:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"secret-of" not in environ and b"nats://" not in environ
+        assert b"PATH=" in environ
 
 
 async def test_other_content_than_recorded_is_refused(op: Operator, host: LiveHost) -> None:

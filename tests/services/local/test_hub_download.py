@@ -24,6 +24,7 @@ from tests.services.cli.running import (
     run_hearth,
     start_hearth,
 )
+from tests.services.local.faulty_hub import FAULTS, faulty_hub, hub_environ
 
 MODEL = "org/tiny-1.5"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -212,6 +213,13 @@ def test_error_of_the_hub_is_one_line(tmp_path: Path, status: int, code: str, wo
         line = error_line(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url)
     assert words in line
     assert MODEL in line
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_any_failure_of_a_download_is_one_line(tmp_path: Path, fault: str) -> None:
+    with faulty_hub() as url:
+        line = error_line(f"org/{fault}", **hub_environ(url, str(tmp_path)))
+    assert f"'org/{fault}'" in line and url in line
 
 
 def test_safetensors_are_required_only_with_weights(hub_home: Path) -> None:

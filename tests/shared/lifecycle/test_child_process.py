@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.lifecycle.child_process import send_signal
+from shared.lifecycle.child_process import ROOT, child_environ, engine_environ, send_signal
 
 
 @pytest.fixture
@@ -57,3 +57,24 @@ async def start_child(code: str) -> Process:
 def wait_without_reaping(process: Process) -> None:
     """Blocks the event loop until the child has ended, so that the loop cannot reap it."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_child_inherits_what_it_needs_and_no_secret() -> None:
+    secrets = {
+        "HEARTH_NATS_URL": "nats://gateway-1:s@host",
+        "HEARTH_CLUSTER_SECRET": "s",
+        "HEARTH_OPERATOR_TOKEN": "s",
+        "HEARTH_PASSWORD_OF_TOMORROW": "s",
+        "HF_TOKEN": "s",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "OPENAI_API_KEY": "s",
+    }
+    usual = {"PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "HEARTH_CACHE_DIR": "/c"}
+    engine = {"CUDA_VISIBLE_DEVICES": "1", "TRITON_CACHE_DIR": "/t", "HF_HUB_CACHE": "/f"}
+    given = {**usual, **engine, **secrets, "PYTHONPATH": "/mine"}
+    own = {"PYTHONPATH": f"{ROOT}:/mine", "TOKENIZERS_PARALLELISM": "false"}
+    assert child_environ(given) == {**usual, **own}
+    assert engine_environ(given) == {**usual, **engine, **own}
+    wanted = child_environ(given, names=("HF_TOKEN",), prefixes=("OTEL_",))
+    assert wanted.keys() - usual.keys() - own.keys() == {"HF_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS"}

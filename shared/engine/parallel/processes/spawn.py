@@ -19,6 +19,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.rank_messages import Start, encode
 from shared.engine.parallel.processes.ring import RingFiles, create_ring
 from shared.engine.parallel.processes.watchdog import RankHandle
+from shared.lifecycle.child_process import engine_environ
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -81,7 +82,7 @@ def spawn_rank(
                 str(theirs.fileno()),
             ],
             pass_fds=(*files.fds, *inherited, theirs.fileno()),
-            env={**os.environ, **environment},
+            env={**engine_environ(os.environ), **environment},
             stdin=subprocess.DEVNULL,
         )
     handle = RankHandle(start.rank, process, os.pidfd_open(process.pid), ours)

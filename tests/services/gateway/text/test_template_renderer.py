@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -145,6 +146,18 @@ async def test_tenant_does_not_wait_for_endless_jobs_of_another(make: Make) -> N
     assert not any(each.done() for each in attacks)
     for each in attacks:
         each.cancel()
+
+
+async def test_process_of_templates_inherits_no_secret(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HEARTH_CLUSTER_SECRET", "HEARTH_NATS_URL", "HF_TOKEN", "DATABASE_PASSWORD"):
+        monkeypatch.setenv(name, "secret-of-the-gateway")
+    renderer = await make(TEMPLATE)
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+    (pid,) = renderer.pool.process_ids
+    environ = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
+    assert b"PATH=" in environ and b"secret-of" not in environ
 
 
 async def test_only_current_job_waits_for_hung_process(make: Make) -> None:

@@ -1,0 +1,75 @@
+"""Downloads one hub model in a process of its own: python -m … ORG/NAME [reply on stdout].
+
+A hub may send anything, and native code takes part in a download: at worst this process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from services.local.hub_download import local_copy
+from services.processes.child_processes import die_with_parent, ending
+from shared.errors import ConfigError
+from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, send_signal
+
+MAX_MEMORY_BYTES = 4 << 30  # of data: files are not kept in memory
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`failure`: why there is no directory."""
+
+    directory: str = ""
+    failure: str = ""
+
+
+async def downloaded(model: Path) -> Path:
+    """Returns the directory of a hub model. A cancellation ends the download. Call on the main
+    thread. Raises ConfigError, whatever the hub does.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.local.hub_process", str(model)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={
+                **child_environ(os.environ, names=NETWORK_NAMES, prefixes=("HF_", "HUGGING")),
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            },
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot start a download: {error.strerror}") from None
+    try:
+        output, _ = await process.communicate()
+    finally:
+        send_signal(process, signal.SIGKILL)
+    if process.returncode or not output:
+        how = ending(process.returncode or 0)
+        raise ConfigError(f"model {str(model)!r}: its download ended with {how}")
+    reply = msgspec.json.decode(output, type=Reply)
+    if reply.failure:
+        raise ConfigError(reply.failure)
+    return Path(reply.directory)
+
+
+def main(model: str) -> None:
+    output = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no reply
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    try:
+        reply = Reply(directory=str(local_copy(Path(model))))
+    except ConfigError as error:
+        reply = Reply(failure=error.message)
+    os.write(output, msgspec.json.encode(reply))
+    os._exit(0)  # threads of a client must not delay the end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
