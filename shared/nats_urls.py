@@ -1,14 +1,16 @@
 """The NATS URL of a process: one server, or a comma list of the servers of one cluster.
 
 The servers share one credential, which stands in at least one of the URLs:
-`nats://ID:PASSWORD@near:4222,nats://far:4222`. They are tried in the order of the list.
+`nats://ID:PASSWORD@near:4222,nats://far:4222`, or with the file of a key's seed
+`nats://ID@near:4222?seed=FILE,nats://far:4222`. They are tried in the order of the list.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
 
 from shared.errors import ConfigError
 
@@ -17,11 +19,12 @@ _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[a-z]+://)")  # a password may contain a 
 
 
 class NatsServers(NamedTuple):
-    """`urls` have no credential, unless it is a token: a user without a password."""
+    """`urls` have no credential, unless it is a token: a user without a password or a seed."""
 
     urls: list[str]
     user: str | None
     password: str | None
+    seed_file: Path | None = None
 
 
 def nats_servers(text: str) -> NatsServers:
@@ -32,6 +35,13 @@ def nats_servers(text: str) -> NatsServers:
     if len(credentials) > 1:
         raise ConfigError("nats_url has two credentials: its servers must share one")
     credential = credentials.pop() if credentials else ""
+    seeds = {_seed_file(each) for each in parts} - {None}
+    if len(seeds) > 1:
+        raise ConfigError("nats_url has two seeds: its servers must share one")
+    if seeds:
+        if not credential or ":" in credential:
+            raise ConfigError("nats_url with a seed has the name of its credential: nats://NAME@…")
+        return NatsServers([_url(each) for each in parts], None, None, seeds.pop())
     user, has_password, password = credential.partition(":")
     if has_password:
         return NatsServers([_url(each) for each in parts], user, password)
@@ -81,8 +91,18 @@ def _check_servers(parts: list[SplitResult]) -> None:
         raise ConfigError("nats_url mixes nats:// and tls://")
 
 
+def _seed_file(parts: SplitResult) -> Path | None:
+    """Raises ConfigError."""
+    options = parse_qs(parts.query, keep_blank_values=True)
+    unknown = options.keys() - {"seed"}
+    if unknown or parts.fragment:
+        raise ConfigError(f"nats_url: unknown option {min(unknown, default='#')!r}, only seed is")
+    found = options.get("seed")
+    return None if found is None else Path(found[-1])
+
+
 def _url(parts: SplitResult, prefix: str = "") -> str:
-    return urlunsplit(parts._replace(netloc=prefix + _host_and_port(parts)))
+    return urlunsplit(parts._replace(netloc=prefix + _host_and_port(parts), query=""))
 
 
 def _host_and_port(parts: SplitResult) -> str:

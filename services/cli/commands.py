@@ -339,22 +339,37 @@ def nats_config(
             "must have a certificate of that authority, too.",
         ),
     ] = None,
+    nkeys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Users by public keys in place of passwords. The seed of each is NAME.nk of this "
+            "directory, created if it is missing: nats://NAME@HOST:PORT?seed=NAME.nk",
+        ),
+    ] = None,
 ) -> None:
     """Print a nats-server configuration: credentials with least permissions.
 
     The replicas of one service may share a credential. A process announces the credential's region,
     or none.
 
-    Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD.
+    Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD. With
+    --nkeys there are none.
     """
     from services.local.credentials import (
         named_credentials,
+        nats_config_with_nkeys,
         nats_config_with_variables,
         tls_block,
     )
 
-    text = nats_config_with_variables(named_credentials(processes), host=host, port=port)
+    named = named_credentials(processes)
     options = f"--host {host} --port {port}" + ("" if tls is None else f" --tls {tls}")
+    if nkeys is None:
+        text = nats_config_with_variables(named, host=host, port=port)
+    else:
+        text = nats_config_with_nkeys(named, nkeys, host=host, port=port)
+        options += f" --nkeys {nkeys}"
     print(f"# hearth nats-config {' '.join(processes)} {options}")
     print(text + ("" if tls is None else tls_block(tls)), end="")
 

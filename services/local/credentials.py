@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import authority, user_of
 from shared.subjects import CredentialRole, process_id_of, random_instance
-from shared.transport.server_config import NatsUser, nats_server_config
+from shared.transport.nkeys import UserKey
+from shared.transport.server_config import NatsUser, NkeyUser, nats_server_config
 
 ROLES: tuple[CredentialRole, ...] = (
     "gateway",
@@ -83,6 +87,32 @@ def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: 
     for variable in variables:
         text = text.replace(f'"{variable}"', variable)
     return text
+
+
+def nats_config_with_nkeys(
+    named: Sequence[Credential], seeds: Path, *, host: str, port: int
+) -> str:
+    """A configuration without secrets: each user by the public key of `seeds`/NAME.nk, which is
+    created if it is missing. Raises ConfigError.
+    """
+    users = [
+        NkeyUser(each.role, each.process_id, _key(seeds / f"{each.process_id}.nk"), each.region)
+        for each in named
+    ]
+    return nats_server_config(users, host=host, port=port)
+
+
+def _key(path: Path) -> UserKey:
+    if path.exists():
+        return UserKey.of_file(path)
+    key = UserKey.create()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+            file.write(f"{key.seed}\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return key
 
 
 def tls_block(directory: str) -> str:

@@ -38,6 +38,7 @@ from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.tls import TlsFiles
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient
+from shared.transport.nkeys import API_KEY, UserKey
 from shared.transport.sender_check import SenderCheck
 from shared.transport.untyped_messages import UntypedMessages
 from shared.transport.wire_errors import UNREADABLE
@@ -280,14 +281,18 @@ class NatsBus:
         user = servers.user
         if to_clients and user is not None:
             user = api_user(user)
+        key = None if servers.seed_file is None else UserKey.of_file(servers.seed_file)
+        if to_clients and key is not None:
+            key = key.derived(API_KEY)
         requires_tls = "tls://" in url
-        client = DirectClient(requires_tls=requires_tls)
+        client = DirectClient(requires_tls=requires_tls, key=key)
         events = _ConnectionEvents(client)
         connecting = asyncio.ensure_future(
             client.connect(
                 servers.urls,
                 user=user,  # also for the servers that the first one names
                 password=servers.password,
+                signature_cb=None if key is None else key.sign,
                 dont_randomize=True,
                 name=process_id,
                 inbox_prefix=inbox_prefix(process_id),

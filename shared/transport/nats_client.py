@@ -21,6 +21,8 @@ from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError, TimeoutError
 from nats.js.api import Header
 
+from shared.transport.nkeys import UserKey
+
 LATE_REPLY_S = 2.0  # how long after its timeout a reply is still taken, if the caller wants it
 Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or "", data
 # subject, reply subject or "", data, the encoded headers or b""
@@ -37,7 +39,7 @@ INTERNALS = {
 }
 # Attributes of a Client and of a Subscription that are read or written here.
 CLIENT_ATTRIBUTES = (
-    *("_subs", "_pongs", "_error_cb", "_transport"),
+    *("_subs", "_pongs", "_error_cb", "_transport", "_public_nkey"),
     *("_reading_task", "_reconnection_task"),
 )
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
@@ -48,8 +50,9 @@ class TlsRequired(Exception):
 
 
 class DirectClient(Client):
-    def __init__(self, *, requires_tls: bool = False) -> None:
+    def __init__(self, *, requires_tls: bool = False, key: UserKey | None = None) -> None:
         super().__init__()
+        self._public_nkey = None if key is None else key.public
         self._requires_tls = requires_tls
         self._takers: dict[int, Take] = {}  # by subscription
         self._header_takers: dict[int, TakeWithHeaders] = {}  # by subscription

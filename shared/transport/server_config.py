@@ -12,6 +12,7 @@ import msgspec
 
 from shared.nats_urls import api_user, authority
 from shared.subjects import CredentialRole, Permissions, api_permissions, permissions
+from shared.transport.nkeys import API_KEY, UserKey
 
 PROCESSES, CLIENTS = "HEARTH", "API"  # accounts
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -24,6 +25,15 @@ class NatsUser(msgspec.Struct, frozen=True):
     credential: str
     password: str
     region: str = ""  # its processes may announce this one only
+
+
+class NkeyUser(msgspec.Struct, frozen=True):
+    """One credential that signs with its key; the server knows the public keys alone."""
+
+    role: CredentialRole
+    credential: str
+    key: UserKey
+    region: str = ""
 
 
 class Login(msgspec.Struct, frozen=True):
@@ -42,7 +52,7 @@ def logins(role: CredentialRole, credential: str, region: str = "") -> Iterator[
 
 
 def nats_server_config(
-    users: Sequence[NatsUser],
+    users: Sequence[NatsUser | NkeyUser],
     *,
     host: str,
     port: int,
@@ -56,9 +66,15 @@ def nats_server_config(
     entries: dict[str, list[str]] = {PROCESSES: [], CLIENTS: []}
     for user in users:
         for login in logins(user.role, user.credential, user.region):
-            identity = f'user: "{login.user}", password: "{user.password}"'
-            entries[login.account].append(user_entry(identity, login.allowed))
+            entries[login.account].append(user_entry(_identity(user, login), login.allowed))
     return server_options(host, port, max_payload_bytes) + accounts_block(entries)
+
+
+def _identity(user: NatsUser | NkeyUser, login: Login) -> str:
+    if isinstance(user, NatsUser):
+        return f'user: "{login.user}", password: "{user.password}"'
+    key = user.key if login.user == user.credential else user.key.derived(API_KEY)
+    return f"nkey: {key.public}"
 
 
 def server_options(host: str, port: int, max_payload_bytes: int) -> str:

@@ -22,7 +22,7 @@ from shared.nats_urls import nats_servers, user_of, without_password
 def test_servers_share_one_credential(
     text: str, urls: list[str], user: str | None, password: str | None
 ) -> None:
-    assert nats_servers(text) == (urls, user, password)
+    assert nats_servers(text) == (urls, user, password, None)
 
 
 @pytest.mark.parametrize(
