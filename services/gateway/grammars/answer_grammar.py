@@ -12,6 +12,7 @@ yes        │ auto        │ the constraint's, or the calls           │ from
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -81,7 +82,7 @@ def _constrained(
     output: OutputConstraint, tools: ToolOptions | None, family: Family, token_id_of: TokenIdOf
 ) -> GrammarPlan:
     _check_finite(output)
-    part = GrammarPart(output.param, grammar_of(output))
+    part = _part(output.param, lambda: grammar_of(output))
     prefix = _final_channel(token_id_of) if family.call_format == "harmony" else ""
     rules = None
     if tools is not None:
@@ -210,9 +211,18 @@ def _tool_parts(tools: ToolOptions) -> tuple[GrammarPart, ...]:
 
 def _tool_part(tool: Tool) -> GrammarPart | None:
     if tool.custom is None:
-        grammar = json_grammar(tool.parameters, is_strict=tool.is_strict)
-        return GrammarPart(tool.schema_param, grammar)
+        return _part(
+            tool.schema_param, lambda: json_grammar(tool.parameters, is_strict=tool.is_strict)
+        )
     if tool.custom.syntax == "text":
         return None
     grammar = Grammar(tool.custom.syntax, tool.custom.definition)
     return GrammarPart(tool.schema_param, grammar)
+
+
+def _part(param: str, make: Callable[[], Grammar]) -> GrammarPart:
+    """Raises InvalidRequest with the field's name."""
+    try:
+        return GrammarPart(param, make())
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {error.message}", param=param) from error

@@ -11,16 +11,18 @@ from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.whitespace import DEFAULT_PATTERN
 from services.gateway.schemas.disjoint import without_disjoint_one_of
 from services.gateway.schemas.endless import without_endless
+from services.gateway.schemas.enforceable import enforceable
 from shared.grammar.spec import GrammarKind
 
 TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else None
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`gbnf` becomes Lark when it is checked."""
+    """`gbnf` becomes Lark when it is checked. `warnings`: what of the client's schema it lacks."""
 
     kind: GrammarKind | Literal["gbnf"]
     source: str
+    warnings: tuple[str, ...] = ()
 
 
 def grammar_of(constraint: OutputConstraint) -> Grammar:
@@ -43,7 +45,9 @@ def _json(constraint: OutputConstraint, schema: Any) -> Grammar:
 def json_grammar(
     schema: Any, *, is_strict: bool = False, whitespace_pattern: str | None = None
 ) -> Grammar:
-    """The schema without spaces and endless parts, with llguidance's options at its root."""
+    """The schema without spaces, endless parts, and what cannot be enforced, with llguidance's
+    options at its root. Raises InvalidRequest for a strict one with such a part.
+    """
     options: dict[str, Any] = {"lenient": not is_strict}
     if whitespace_pattern == "":
         options["whitespace_flexible"] = False
@@ -52,8 +56,9 @@ def json_grammar(
     fields = {} if schema is True else without_endless(schema)
     if is_strict:
         fields = without_disjoint_one_of(fields)
+    fields, warnings = enforceable(fields, is_strict=is_strict)
     source = msgspec.json.encode({**fields, "x-guidance": options}).decode()
-    return Grammar("json_schema", source)
+    return Grammar("json_schema", source, warnings)
 
 
 def choice_grammar(choices: list[str]) -> Grammar:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from services.gateway.schemas.enforceable import escaped
+
 # Keywords whose values are schemas by name, lists of schemas, or no schemas at all. Others hold a
 # schema if they hold an object, and a list of schemas if they hold a list.
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -29,22 +31,18 @@ def _pointers(schema: Any, keyword: str) -> Iterator[str]:
         if not isinstance(each, dict):
             continue
         if keyword in each:
-            yield f"{pointer}/{_escaped(keyword)}"
+            yield f"{pointer}/{escaped(keyword)}"
         waiting += reversed(list(_children(pointer, each)))
 
 
 def _children(pointer: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in schema.items():
-        place = f"{pointer}/{_escaped(key)}"
+        place = f"{pointer}/{escaped(key)}"
         if key in _NO_SCHEMA:
             continue
         if isinstance(value, list):
             yield from ((f"{place}/{index}", each) for index, each in enumerate(value))
         elif isinstance(value, dict) and key in _BY_NAME:
-            yield from ((f"{place}/{_escaped(name)}", each) for name, each in value.items())
+            yield from ((f"{place}/{escaped(name)}", each) for name, each in value.items())
         else:
             yield place, value
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")

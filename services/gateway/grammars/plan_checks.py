@@ -50,7 +50,9 @@ class PlanChecks:
             return None
         _check_size(plan)
         try:
-            has_warnings = bool(self._tried(plan.grammar))
+            has_warnings = bool(self._tried(plan.grammar)) or any(
+                each.grammar.warnings for each in plan.parts
+            )
         except InvalidRequest as error:
             self._blame_part(plan)
             raise _named(error, GrammarPart(plan.param, plan.grammar)) from error
@@ -97,7 +99,7 @@ class PlanChecks:
 
     def _part_warnings(self, part: GrammarPart, *, walks: bool) -> list[str]:
         try:
-            return self._tried(part.grammar, walks=walks)
+            return [*part.grammar.warnings, *self._tried(part.grammar, walks=walks)]
         except InvalidRequest as error:
             raise _named(error, part) from error
 

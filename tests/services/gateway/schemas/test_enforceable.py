@@ -1,0 +1,123 @@
+"""What llguidance cannot enforce is left out and named, or refused by keyword and place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway.grammars.constraint import OutputConstraint
+from services.gateway.grammars.grammar import json_grammar
+from services.gateway.grammars.grammar_request import GrammarRequest
+from services.gateway.grammars.plan_checks import PlanChecks
+from services.gateway.schemas.enforceable import enforceable, is_regular
+from services.gateway.tools.families import PLAIN
+from shared.errors import InvalidRequest
+from shared.grammar.spec import GrammarSpec
+from shared.grammar.vocabulary import Vocabulary
+from tests.services.gateway.grammars.conftest import Accepts, accepts, tokenizer, vocabulary
+
+__all__ = ["accepts", "tokenizer", "vocabulary"]
+
+LEAP = "2016-12-31T23:59:60"
+LOCAL = "a" * 64
+
+
+def warnings_of(vocabulary: Vocabulary, schema: Any, *, is_strict: bool) -> tuple[str, ...]:
+    """Of a request with this schema. Raises InvalidRequest."""
+    source = json.dumps(schema)
+    output = OutputConstraint(kind="json_schema", source=source, is_strict=is_strict, param="p")
+    checks = PlanChecks(vocabulary, PLAIN, lambda _: None)
+    found = checks.check(GrammarRequest(output, b"", continues_text=False))
+    assert found is not None
+    return found.warnings
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {"type": "object", "properties": {"a/b": {"pattern": "^(?!x)"}}},
+            "pattern: look-around|/properties/a~1b/",
+        ),
+        ({"items": {"pattern": r"(a)\1"}}, "pattern: look-around|at /items/pattern"),
+        ({"pattern": r"\bword\b"}, "bounds of words|at /pattern"),
+        ({"patternProperties": {"(?<=x)": {}}, "additionalProperties": False}, "at /patternProp"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf: |at /oneOf"),
+        ({"uniqueItems": True}, "not enforced: |at /uniqueItems"),
+        (
+            {"type": "object", "properties": {"a": {"format": "iri"}}},
+            "format: iri|at /properties/a/format",
+        ),
+    ],
+)
+def test_warnings_and_refusals_name_keyword_and_place(
+    vocabulary: Vocabulary, schema: Any, words: str
+) -> None:
+    """In our own words: those of the library name its options."""
+    with pytest.raises(InvalidRequest) as refusal:
+        warnings_of(vocabulary, schema, is_strict=True)
+    warnings = warnings_of(vocabulary, schema, is_strict=False)
+    assert refusal.value.param == "p"
+    for text in (refusal.value.message, " ".join(warnings)):
+        assert all(each in text for each in words.split("|")), text
+        assert not any(each in text for each in ("coerce", "regex parse", "Unimplemented")), text
+
+
+def test_an_invalid_pattern_is_refused_by_place(vocabulary: Vocabulary) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": "("}}
+    with pytest.raises(InvalidRequest, match="pattern: invalid: unclosed group at /items/pattern"):
+        warnings_of(vocabulary, schema, is_strict=False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"^[\b]$", True),
+        (r"\\b(?:a)[(?=]", True),
+        ("(?i)a(?P<n>b)", True),
+        ("a(?!b)", False),
+        (r"\\\1", False),
+        ("(?<name>a)", True),
+        ("(?<!a)", False),
+    ],
+)
+def test_is_regular(pattern: str, expected: bool) -> None:
+    assert is_regular(pattern) is expected
+
+
+def test_other_names_stay_allowed_without_a_pattern_of_names() -> None:
+    schema = {"patternProperties": {"^(?!x)": {}, "^a": {}}, "additionalProperties": False}
+    found, _ = enforceable({"type": "object", **schema}, is_strict=False)
+    assert found == {"type": "object", "patternProperties": {"^a": {}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_valid"),
+    [
+        ({"properties": {"a": {}}}, "null", False),
+        ({"properties": {"a": {"properties": {}}}}, '{"a": 1}', False),
+        ({"properties": {"a": {}}, "type": ["object", "null"]}, "null", True),
+        ({"properties": {"a": {}}, "enum": [None]}, "null", True),
+        ({"format": "date-time"}, f'"{LEAP}Z"', True),
+        ({"format": "date-time"}, f'"{LEAP}.5+00:00"', True),
+        ({"format": "date-time"}, f'"{LEAP}+01:00"', False),
+        ({"format": "date-time"}, '"2016-12-30T23:59:60Z"', False),
+        ({"format": "date-time"}, '"2016-12-30T12:12:60z"', False),
+        ({"format": "date-time"}, '"2016-12-30T12:12:59-03:30"', True),
+        ({"format": "time"}, '"12:12:60Z"', False),
+        ({"format": "time"}, '"23:59:60Z"', True),
+        ({"format": "email"}, f'"{LOCAL}@example.org"', True),
+        ({"format": "email"}, f'"{LOCAL}a@example.org"', False),
+        ({"format": "email"}, f'"a@{LOCAL}.org"', False),
+        ({"format": "email", "allOf": [{"pattern": "^b"}]}, '"a@example.org"', False),
+    ],
+)
+def test_values(accepts: Accepts, schema: Any, text: str, is_valid: bool) -> None:
+    if "format" in schema:
+        schema = {"type": "string", **schema}
+    for is_strict in (True, False):
+        grammar = json_grammar(schema, is_strict=is_strict)
+        assert accepts(GrammarSpec(kind="json_schema", source=grammar.source), text) is is_valid
+    assert bool(json_grammar(schema).warnings) == ("format" not in schema and len(schema) == 1)
