@@ -148,8 +148,12 @@ class Routes:
             raise AuthenticationFailed("the token for metrics is not valid")
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        """Lists the models that the tenant may use, each by its name and then by its aliases."""
+        """Lists the models that the tenant may use, each by its name and then by its aliases.
+        `client_version`: adds the empty list `models`.
+        """
         models = await self._models.all(request.state.tenant)
+        if "client_version" in request.query_params:  # sent by Codex alone
+            models = msgspec.structs.replace(models, models=[])
         return Response(models, headers={"x-request-id": request.state.request_id})
 
     async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:

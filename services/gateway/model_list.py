@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -30,13 +31,16 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Always complete: there is no next page."""
+    """Always complete: there is no next page. `models`: of Codex, whose entries hold its prompts:
+    an empty list leaves it its own.
+    """
 
     object: str = "list"
     data: list[ModelEntry]
     has_more: bool = False
     first_id: str | None
     last_id: str | None
+    models: list[Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TenantModels:

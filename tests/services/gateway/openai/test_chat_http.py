@@ -190,6 +190,8 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
     assert models["object"] == "list"
     assert models["data"][0]["id"] == "tiny"
     assert models["data"][0]["max_context"] == CARD.max_context_tokens
+    of_codex = (await cluster.http.get("/v1/models?client_version=0.153.4")).json()
+    assert of_codex == {**models, "models": []}
     assert (await cluster.http.get("/health")).json() == {"status": "ok"}
     ready = await cluster.http.get("/ready")
     assert ready.status_code == 200
