@@ -22,6 +22,7 @@ from services.gateway.request.prompt import (
     Prompt,
     TextPrompt,
     echo_of,
+    naming_field_of,
     prompt_tokens,
 )
 from services.gateway.text.chat_template import ChatTemplate
@@ -88,8 +89,9 @@ def _rendered(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
     if not isinstance(prompt, ChatPrompt):
         return prompt
     if template is None:
-        raise InvalidRequest("this model has no chat template", param="messages")
-    parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
+        raise InvalidRequest("this model has no chat template", param=prompt.param)
+    with naming_field_of(prompt):
+        parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
     return msgspec.structs.replace(prompt, parts=tuple(parts))
 
 

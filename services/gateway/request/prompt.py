@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,6 +24,9 @@ class Echo(msgspec.Struct, frozen=True):
     offsets: list[int]
 
 
+MESSAGES = "messages"  # the field that errors of a rendering name
+
+
 class ChatPrompt(msgspec.Struct, frozen=True):
     """`tools`, `variables`: given to the model's template besides the messages. `parts`: what it
     rendered.
@@ -32,7 +36,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    param: str = "messages"  # the request field that holds them
+    param: str = MESSAGES  # the request field that holds them
 
     @property
     def num_chars(self) -> int:
@@ -52,6 +56,17 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         """
         sent = (each["content"] for each in self.messages if each["role"] != "assistant")
         return sum(len(content.strip()) for content in sent)
+
+
+@contextmanager
+def naming_field_of(prompt: ChatPrompt) -> Iterator[None]:
+    """An error of the prompt's rendering names the field that the client sent."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param != MESSAGES:
+            raise
+        raise type(error)(error.message, param=prompt.param) from error
 
 
 class TextPrompt(msgspec.Struct, frozen=True):

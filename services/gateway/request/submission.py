@@ -39,7 +39,7 @@ from services.gateway.request.preparation import (
 )
 from services.gateway.request.preparation_slots import PreparationSlots, RecentTenants
 from services.gateway.request.prepared_bodies import may_tokenize_here, tokenized_elsewhere
-from services.gateway.request.prompt import ChatPrompt
+from services.gateway.request.prompt import ChatPrompt, naming_field_of
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
@@ -376,9 +376,10 @@ class Submission:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        parts = await text.renderer.render(
-            prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
-        )
+        with naming_field_of(prompt):
+            parts = await text.renderer.render(
+                prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
+            )
         self._check_draining()
         rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
         return msgspec.structs.replace(generation, prompt=rendered)

@@ -146,13 +146,18 @@ async def test_unknown_response(cluster: Cluster, method: str, path: str, respon
     assert response.json()["error"]["code"] == "response_not_found"
 
 
-async def test_refusals(cluster: Cluster) -> None:
+@pytest.mark.parametrize("max_inline_bytes", [opener.MAX_INLINE_BYTES, 0])
+async def test_refusals(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, max_inline_bytes: int
+) -> None:
+    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", max_inline_bytes)
     unknown = "resp_" + "0" * 32
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"background": True}, 400, "background"),
         ({"previous_response_id": unknown}, 404, "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "input[0].id"),
         ({"hearth_history": []}, 400, "hearth_history"),
+        ({"input": [{"role": "assistant", "content": "a"}]}, 400, "input"),  # by the template
         ({"model": "none"}, 404, "model"),
     ]
     for fields, status, param in cases:
