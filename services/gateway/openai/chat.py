@@ -75,7 +75,7 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         sampling=body,
     )
     return GenerationRequest(
-        model=default_model if body.model is None else body.model,
+        model=body.model or default_model,
         prompt=chat_prompt(conversation),
         sampling=conversation.sampling,
         max_tokens=_max_tokens(body),

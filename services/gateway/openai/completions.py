@@ -66,7 +66,7 @@ def to_generation_requests(body: CompletionRequest, default_model: str) -> list[
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [
         GenerationRequest(
-            model=default_model if body.model is None else body.model,
+            model=body.model or default_model,
             prompt=prompt,
             sampling=body,
             max_tokens=max(max_tokens, 1),  # a worker samples at least one

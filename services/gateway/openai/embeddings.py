@@ -50,7 +50,7 @@ def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[G
     )
     return [
         GenerationRequest(
-            model=default_model if body.model is None else body.model,
+            model=body.model or default_model,
             prompt=prompt,
             sampling=SamplingFields(),
             max_tokens=1,

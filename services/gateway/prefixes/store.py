@@ -91,7 +91,7 @@ class PrefixStore:
                 "starts with a letter or digit",
                 param="name",
             )
-        named = self._models.default_name if body.model is None else body.model
+        named = body.model or self._models.default_name
         self._models.check(tenant, named)
         model = await self._models.main(named)
         card = model.card

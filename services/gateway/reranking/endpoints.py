@@ -25,7 +25,7 @@ def _requests(body: Body, default_model: str) -> list[GenerationRequest]:
     """Raises InvalidRequest."""
     return embedding_requests(
         body.pairs,
-        default_model if body.model is None else body.model,
+        body.model or default_model,
         cache_salt=body.cache_salt or "",
         priority=body.priority,
     )

@@ -32,7 +32,7 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
         sampling=body,
     )
     return GenerationRequest(
-        model=default_model if body.model is None else body.model,
+        model=body.model or default_model,
         prompt=chat_prompt(conversation, param="input"),
         sampling=conversation.sampling,
         max_tokens=body.max_output_tokens,

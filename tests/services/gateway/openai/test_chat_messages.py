@@ -99,6 +99,10 @@ def test_other_parts_are_refused_by_their_kind(kind: str) -> None:
     assert caught.value.param == "messages[0].content[1].type"
 
 
+def test_an_empty_name_of_a_model_is_none() -> None:
+    assert generation(model="").model == generation(model=None).model == "tiny"
+
+
 def test_variables_of_the_template() -> None:
     prompt: Any = generation(
         reasoning_effort="none", chat_template_kwargs={"thinking_budget": 5}
