@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 
 TOKENIZER_FILE, RANKS_FILE = "tokenizer.json", "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
+OTHER_FORMS = ("tokenizer.model", "spiece.model", "tekken.json", "merges.txt", "vocab.json")
 VERSION = 1  # changes with the conversion
 
 
@@ -60,6 +61,7 @@ def tokenizer_file(model_dir: Path, environ: Mapping[str, str] = os.environ) -> 
     config = _read_config(model_dir / CONFIG_FILE)
     if not exists(ranks):
         if not config.own_class:
+            _check_other_forms(model_dir)
             return path  # missing: whoever reads it says so
         raise CheckpointError(
             f"{model_dir / CONFIG_FILE}: tokenizer {config.own_class} is code of the checkpoint, "
@@ -71,6 +73,17 @@ def tokenizer_file(model_dir: Path, environ: Mapping[str, str] = os.environ) -> 
             f"that of {KIMI_MODULE}*"
         )
     return _converted(ranks, config, _cache_dir(environ))
+
+
+def _check_other_forms(model_dir: Path) -> None:
+    """Raises CheckpointError for a folder whose tokenizer only transformers can convert."""
+    found = next((each for each in OTHER_FORMS if exists(model_dir / each)), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{model_dir} has {found} and no {TOKENIZER_FILE}, which Hearth reads: make it with "
+            f"transformers (pip install sentencepiece protobuf): AutoTokenizer.from_pretrained"
+            f"({str(model_dir)!r}).save_pretrained({str(model_dir)!r})"
+        )
 
 
 def _read_config(path: Path) -> _TokenizerConfig:

@@ -190,3 +190,12 @@ def test_a_bad_folder_is_one_line(
 def test_bad_ranks_are_one_line(data: bytes, error: str) -> None:
     with pytest.raises(CheckpointError, match=error):
         read_ranks(data)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "merges.txt"])
+def test_folder_with_another_form_of_tokenizer_says_how_to_convert_it(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"\n\x05")
+    with pytest.raises(CheckpointError, match=f"has {name} and no tokenizer.json.*AutoTokenizer"):
+        tokenizer_file(tmp_path, environ(tmp_path))
