@@ -42,9 +42,7 @@ class SchemaFile(msgspec.Struct, frozen=True):
 
 async def measure(clone: Path) -> tuple[list[Row], list[Bar]]:
     files = ModelFiles(DEMO_MODEL_DIR)
-    vocabulary = load_vocabulary(
-        DEMO_MODEL_DIR, vocab_size=None, eos_token_ids=files.defaults.eos_token_ids
-    )
+    vocabulary = load_vocabulary(DEMO_MODEL_DIR, vocab_size=None, eos_token_ids=files.end_token_ids)
     paths = sorted((clone / DATA).glob("*.json"))[::EVERY]
     rows = [_row(vocabulary, paths, is_strict=strict) for strict in (True, False)]
     strict, lenient = rows

@@ -12,8 +12,9 @@ from llguidance import LLTokenizer
 
 from shared.errors import CheckpointError, GrammarFailed
 from shared.grammar.matcher import Matcher, compile_grammar
-from shared.tokenizer.checkpoint_file import MAX_TOKENIZER_BYTES, read_checkpoint_file
-from shared.tokenizer.tokenizer_file import TOKENIZER_FILE, tokenizer_file
+from shared.tokenizer.special_tokens import read_special_tokens
+from shared.tokenizer.tokenizer_file import TOKENIZER_FILE
+from shared.tokenizer.tokenizer_text import tokenizer_text
 
 
 class Vocabulary:
@@ -92,11 +93,7 @@ def load_vocabulary(
 
 
 def _read(model_dir: Path) -> str:
-    try:
-        path = tokenizer_file(model_dir)
-        return read_checkpoint_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
+    return tokenizer_text(model_dir, read_special_tokens(model_dir))
 
 
 def _digest(text: str) -> bytes:

@@ -11,8 +11,11 @@ import os
 import stat
 from pathlib import Path
 
+import msgspec
+
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of a JSON decoder
 
 
 def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
@@ -25,6 +28,11 @@ def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> by
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes", str(path))
     return data
+
+
+def reason_of(error: Exception) -> str:
+    """On one line."""
+    return " ".join(str(error).split())
 
 
 def exists(path: Path) -> bool:

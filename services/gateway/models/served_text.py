@@ -82,7 +82,7 @@ def process_setup(
     return ProcessSetup(
         template_source(files, family, tool_format),
         str(files.model_dir),
-        files.defaults.eos_token_ids,
+        files.end_token_ids,
         msgspec.msgpack.encode(family),
         files.tokenizer.added_ids,
         key,

@@ -128,7 +128,8 @@ def min_tokens(prompt: Prompt, longest_token_chars: int | None) -> int:
 def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
     """Raises InvalidRequest for a prompt without tokens or with one not in the vocabulary."""
     token_ids = prompt_tokens(prompt, files)
-    if isinstance(prompt, TokenPrompt | PackedPrompt):
+    is_given = isinstance(prompt, TokenPrompt | PackedPrompt)
+    if is_given or files.tokenizer.highest_id >= card.vocab_size:
         _check_vocabulary(token_ids, prompt.param, card)
     return token_ids
 
@@ -168,6 +169,6 @@ def _text_tokens(prompt: TextPrompt, files: ModelFiles) -> tuple[list[int], list
 
 
 def _check_vocabulary(token_ids: list[int], param: str, card: ModelCard) -> None:
-    highest = max(token_ids)
+    highest = max(token_ids, default=0)
     if highest >= card.vocab_size:
         raise InvalidRequest(f"{param}: {highest} is not in this model's vocabulary", param=param)

@@ -83,7 +83,8 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         _check_vocabulary("stop_token_ids", stop_token_ids, card)
         _check_vocabulary("logit_bias", logit_bias, card)
         defaults = files.defaults
-        eos = () if self.ignore_eos else defaults.eos_token_ids
+        ends = () if self.ignore_eos else files.end_token_ids
+        eos = (each for each in ends if each < card.vocab_size)
         return SamplingParams(
             seed=(default_seed if self.seed is None else self.seed) & (2**64 - 1),
             max_tokens=max_tokens,

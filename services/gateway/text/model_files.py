@@ -10,24 +10,29 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+import structlog
 from msgspec import Meta
 
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import CheckpointError, ConfigError
-from shared.messages import NumTokens, TokenId
+from shared.messages import NumTokens
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
-from shared.tokenizer.tokenizer_file import tokenizer_file
+from shared.tokenizer.end_tokens import end_token_ids
+from shared.tokenizer.special_tokens import read_special_tokens
+from shared.tokenizer.tokenizer_text import tokenizer_text
 from shared.transport.wire_errors import UNREADABLE
 
+log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
-NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 NO_AND_YES = ("no", "yes")
 # The front matter of a model card on Hugging Face's hub.
 _FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _IS_RERANKER = re.compile(r"^pipeline_tag: *['\"]?text-ranking\b", re.MULTILINE)
 MAX_CARD_BYTES = 1 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+MAX_SHOWN_TOKENS = 8
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -45,15 +50,6 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     max_new_tokens: NumTokens | None = None
-    eos_token_id: TokenId | Annotated[list[TokenId], Meta(max_length=256)] | None = None
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        if self.eos_token_id is None:
-            return ()
-        return (
-            (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
-        )
 
 
 class RankingTokens(NamedTuple):
@@ -74,41 +70,50 @@ class Ranking(msgspec.Struct, frozen=True):
 class ModelConfig(msgspec.Struct, frozen=True):
     """Of `config.json`. `classifier_from_token`: the texts of no and yes, as vLLM calls them."""
 
+    vocab_size: int | None = None
     max_position_embeddings: int | None = None
     hidden_size: int | None = None
     classifier_from_token: tuple[str, ...] | None = None
 
 
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str | None = None
-
-
 class _TokenizerConfig(msgspec.Struct, frozen=True):
     chat_template: str | list[dict[str, str]] | None = None
-    bos_token: str | _AddedToken | None = None
-    eos_token: str | _AddedToken | None = None
-    pad_token: str | _AddedToken | None = None
-    unk_token: str | _AddedToken | None = None
     response_template: dict[str, Any] | None = None
 
 
 class ModelFiles:
     """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`,
     `ranking`: None if there is none; the template is text, which no process of ours has compiled.
-    `token_texts`: of special tokens, by names such as eos_token.
+    `token_texts`: of special tokens, by names such as eos_token. `end_token_ids`: of answers.
     """
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         source = _template_source(model_dir, config)
-        self.tokenizer = PromptTokenizer(_tokenizer_file(model_dir), source or "")
+        try:
+            special = read_special_tokens(model_dir)
+            text = tokenizer_text(model_dir, special)
+            self.end_token_ids = end_token_ids(model_dir, text)
+        except CheckpointError as error:
+            raise ConfigError(error.message) from error
+        self.tokenizer = PromptTokenizer(text, source or "", place=str(model_dir))
         self.defaults = _defaults(model_dir / "generation_config.json")
         self.limits = _read(model_dir / "config.json", ModelConfig)
-        self.token_texts = _token_texts(config)
+        self.token_texts = special.texts
+        self._report_excess()
         self.response_template = config.response_template
         self.ranking = self._ranking()
         self.chat_template = None if source is None else self._template(source)
+
+    def _report_excess(self) -> None:
+        most = self.limits.vocab_size
+        added = self.tokenizer.added_ids
+        excess = [] if most is None else [text for text, each in added.items() if each >= most]
+        if excess:
+            effect = "prompts with them are rejected"
+            tokens = sorted(excess)[:MAX_SHOWN_TOKENS]
+            log.warning("tokens_beyond_the_model", tokens=tokens, vocab_size=most, effect=effect)
 
     def _ranking(self) -> Ranking | None:
         """Of a model that answers yes or no to a query and a document."""
@@ -130,17 +135,6 @@ class ModelFiles:
         )
 
 
-def _token_texts(config: _TokenizerConfig) -> dict[str, str]:
-    """The texts of the named special tokens that the tokenizer has."""
-    texts = {}
-    for name in NAMED_TOKENS:
-        token = getattr(config, name)
-        text = token.content if isinstance(token, _AddedToken) else token
-        if text is not None:
-            texts[name] = text
-    return texts
-
-
 def _is_reranker(card: Path) -> bool:
     """Whether the model card calls the model one that ranks texts."""
     try:
@@ -149,13 +143,6 @@ def _is_reranker(card: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return found is not None and _IS_RERANKER.search(found[1]) is not None
-
-
-def _tokenizer_file(model_dir: Path) -> Path:
-    try:
-        return tokenizer_file(model_dir)
-    except CheckpointError as error:
-        raise ConfigError(error.message) from error
 
 
 def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:

@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -19,7 +18,6 @@ from services.gateway.text.tiktoken_bpe import MAX_CHARS, encoders
 from services.gateway.text.token_bounds import longest_token_chars
 from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
-from shared.tokenizer.checkpoint_file import MAX_TOKENIZER_BYTES, read_checkpoint_file
 
 # What models write before and after a marker, which tokens may hold together with it.
 _AROUND = tuple(product(("", " ", "\n", "\n\n", ".", ".\n", ".\n\n"), ("", "\n", "\n\n")))
@@ -35,10 +33,11 @@ class PromptTokenizer:
     `max_chars_here`: of a text to encode outside of a preparation process.
     """
 
-    def __init__(self, path: Path, chat_template: str = "") -> None:
-        """Raises ConfigError if the file cannot be read as a tokenizer."""
+    def __init__(self, text: str, chat_template: str = "", *, place: str = "") -> None:
+        """`text`: of a `tokenizer.json`. Raises ConfigError, which names the `place` that it is
+        from, for one that cannot be read.
+        """
         try:
-            text = read_checkpoint_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
             self.tokenizer = Tokenizer.from_str(text)
             self.markers = _markers(self.tokenizer, chat_template)
             self._literal = Tokenizer.from_str(_with_special(text, self.markers))
@@ -51,7 +50,7 @@ class PromptTokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # tokenizers raises a bare Exception; its panic is none
-            raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
+            raise ConfigError(f"cannot read the tokenizer of {place}: {error}") from error
         for each in (self.tokenizer, self._literal):
             each.no_padding()
             each.no_truncation()
@@ -116,6 +115,11 @@ class PromptTokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def highest_id(self) -> int:
+        """Of all tokens; a model may have fewer."""
+        return max(self.vocab_size - 1, *self._added_ids.values(), 0)
 
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Encodes without adding tokens: a chat template includes the BOS token."""

@@ -64,6 +64,9 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token: str | None = None
     pad_token: str | None = None
     unk_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
     chat_template: str | None = None
     model_max_length: int
 

@@ -27,6 +27,7 @@ from services.gateway.tokenization.conversion import detokenize, tokenize
 from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
+from shared.tokenizer.special_tokens import STANDARD
 
 MAX_BODY_BYTES = 1 << 20
 MAX_INLINE_BYTES = 8 << 10  # some 2 ms of decoding, converting and encoding on the event loop
@@ -76,7 +77,7 @@ class Tokenization:
             model=model.card.name,
             chat_template=None if template is None else template.source,
             model_max_length=model.card.max_context_tokens,
-            **files.token_texts,
+            **{name: files.token_texts.get(name) for name in STANDARD},
         )
 
     async def _chat_tokens(

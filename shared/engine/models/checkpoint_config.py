@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
 from shared.engine.checkpoint_plan.stored_head import with_stored_head
 from shared.engine.model_config import ModelConfig
@@ -16,21 +17,17 @@ from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
 from shared.engine.quantisation.quantization_config import quantisation_of
 from shared.errors import CheckpointError
-from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
+from shared.tokenizer.checkpoint_file import read_checkpoint_file
+from shared.tokenizer.end_tokens import end_token_ids
 from shared.transport.wire_errors import UNREADABLE
 
-EosTokenId = int | list[int] | None
 _T = TypeVar("_T")
+log = structlog.get_logger(__name__)
 
 
-class _Generation(msgspec.Struct):
-    eos_token_id: EosTokenId = None
-
-
-class _Head(_Generation):
+class _Head(msgspec.Struct):
     architectures: list[str] | None = None
     model_type: str | None = None
-    text_config: _Generation | None = None
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -48,15 +45,11 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
         raise CheckpointError(f"{path}: numbers out of range: {error}") from None
-    eos = head.eos_token_id
-    if eos is None and head.text_config is not None:
-        eos = head.text_config.eos_token_id
-    eos_token_ids = _eos_token_ids(model_dir, eos)
-    if eos_token_ids is not None:
-        for token_id in eos_token_ids:
-            if not 0 <= token_id < config.vocab_size:
-                raise CheckpointError(f"{path}: eos_token_id {token_id} is not in the vocabulary")
-        config = msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
+    ends = end_token_ids(model_dir)
+    known = tuple(each for each in ends if 0 <= each < config.vocab_size)
+    if len(known) < len(ends):
+        log.warning("end_tokens_left_out", path=str(path), token_ids=sorted({*ends} - {*known}))
+    config = msgspec.structs.replace(config, eos_token_ids=known)
     return with_stored_head(msgspec.structs.replace(config, architecture=architecture), model_dir)
 
 
@@ -80,14 +73,3 @@ def _read(path: Path, kind: type[_T]) -> _T:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except UNREADABLE as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _eos_token_ids(model_dir: Path, eos: EosTokenId) -> tuple[int, ...] | None:
-    """generation_config.json has priority, as in transformers' generate; None if both lack it."""
-    path = model_dir / "generation_config.json"
-    if exists(path):
-        generation = _read(path, _Generation)
-        eos = generation.eos_token_id if generation.eos_token_id is not None else eos
-    if eos is None:
-        return None
-    return (eos,) if isinstance(eos, int) else tuple(eos)

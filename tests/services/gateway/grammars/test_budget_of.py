@@ -21,7 +21,7 @@ def spelled(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
     """With the markers of several families as added tokens."""
     path = tmp_path_factory.mktemp("spelled") / "tokenizer.json"
     tokenizer.save(str(path))
-    return PromptTokenizer(path)
+    return PromptTokenizer(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_spellings_of_a_text_hold_what_tokens_join_with_it(tmp_path: Path) -> No
     """A model writes the marker after a line's end, and a vocabulary has tokens over both."""
     corpus = ["\n</think>\n\nyes", ".</think>\n"] * 20
     path = write_model_dir(tmp_path / "text", corpus=corpus) / "tokenizer.json"
-    tokenizer = PromptTokenizer(path)
+    tokenizer = PromptTokenizer(path.read_text())
     found = tokenizer.spellings("</think>")
     assert found[0] == tuple(tokenizer.encode(["</think>"]))
     assert len(set(found)) == len(found) > 1

@@ -82,7 +82,7 @@ async def use(fleet: Fleet, text: ServedText, tenant_id: str) -> None:
         await asyncio.sleep(0)
     detokenizer = Detokenizer(tokenizer.tokenizer)
     detokenizer.feed(range(min(tokenizer.vocab_size, 300)))
-    for each in (text.files.defaults.eos_token_ids, tokenizer.special_tokens):
+    for each in (text.files.end_token_ids, tokenizer.special_tokens):
         assert len(each) <= 200_000
     await fleet.gateway.submission.tokenize(text, tenant_id, MESSAGES, ())
 

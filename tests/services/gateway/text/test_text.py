@@ -60,7 +60,7 @@ def check_parts(
 
 
 def test_complete_texts_cover_90_percent_of_tokens(model_files: ModelFiles) -> None:
-    tokenizer = PromptTokenizer(DEMO_MODEL_DIR / "tokenizer.json")
+    tokenizer = PromptTokenizer((DEMO_MODEL_DIR / "tokenizer.json").read_text())
     texts, vocab_size = tokenizer.complete_texts, tokenizer.vocab_size
     assert 0.9 * vocab_size < len(texts) < vocab_size
     for token_id in range(vocab_size):
@@ -330,7 +330,7 @@ def test_model_files_are_read_or_rejected(tmp_path: Path) -> None:
     files = ModelFiles(model_dir)
     assert files.chat_template is not None
     assert files.chat_template.compiled().render([]) == ["from the file"]
-    assert (files.defaults.eos_token_ids, files.defaults.top_k) == ((7,), 20)
+    assert (files.end_token_ids, files.defaults.top_k) == ((7, 2), 20)
     (model_dir / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         ModelFiles(model_dir)
@@ -366,7 +366,7 @@ class RecordingTokenizer:
 def test_tokenizer_caches_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached word is tokenized faster: the timing would show tenants the words of others."""
     monkeypatch.setattr(tokenizer, "Tokenizer", RecordingTokenizer)
-    prompt_tokenizer = tokenizer.PromptTokenizer(DEMO_MODEL_DIR / "tokenizer.json")
+    prompt_tokenizer = tokenizer.PromptTokenizer((DEMO_MODEL_DIR / "tokenizer.json").read_text())
     assert RecordingTokenizer.sizes == [0, 0]
     assert prompt_tokenizer.encode(["a word", LiteralText("<s>")])
 

@@ -82,7 +82,7 @@ class TokenizerPair:
     """PromptTokenizer and the two views of tokenizers, for one file."""
 
     def __init__(self, path: Path) -> None:
-        self.prompt_tokenizer = PromptTokenizer(path)
+        self.prompt_tokenizer = PromptTokenizer(path.read_text())
         self.marked = Tokenizer.from_file(str(path))
         self.literal = Tokenizer.from_file(str(path))
         self.literal.encode_special_tokens = True

@@ -82,10 +82,10 @@ def test_old_and_new_config_fields_are_equivalent(tmp_path: Path) -> None:
     assert new.revision == old.revision
 
 
-def test_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
+def test_end_ids_come_from_both_configs(tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
-    assert _load(tmp_path).eos_token_ids == (0, 7)
+    assert _load(tmp_path).eos_token_ids == (0, 7, 2)
 
 
 def test_saved_rotary_buffer_and_tied_head_copy_are_ignored(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""The text of a checkpoint's `tokenizer.json`, with the added tokens that its other files name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import (
+    MAX_TOKENIZER_BYTES,
+    UNREADABLE,
+    read_checkpoint_file,
+    reason_of,
+)
+from shared.tokenizer.special_tokens import SpecialTokens
+from shared.tokenizer.tiktoken_model import AddedToken
+from shared.tokenizer.tokenizer_file import tokenizer_file
+
+
+class _Entry(AddedToken, frozen=True, kw_only=True):
+    id: int
+
+
+class _AddedTokens(msgspec.Struct, frozen=True):
+    added_tokens: list[_Entry] = []
+
+
+class _Model(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    model: _Model = _Model()
+
+    @property
+    def ids(self) -> dict[str, int]:
+        vocab = self.model.vocab
+        if isinstance(vocab, dict):
+            return vocab
+        return {text: token_id for token_id, (text, _) in enumerate(vocab)}
+
+
+def tokenizer_text(model_dir: Path, special: SpecialTokens) -> str:
+    """Raises CheckpointError."""
+    path = tokenizer_file(model_dir)
+    try:
+        text = read_checkpoint_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
+        return _with_added(text, special)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: {reason_of(error)}") from None
+
+
+def token_id(text: str, content: str) -> int | None:
+    """`text`: of a `tokenizer.json`. Raises msgspec.MsgspecError."""
+    added = msgspec.json.decode(text, type=_AddedTokens).added_tokens
+    found = next((entry.id for entry in added if entry.content == content), None)
+    if found is not None:
+        return found
+    return msgspec.json.decode(text, type=_Vocabulary).ids.get(content)
+
+
+def _with_added(text: str, special: SpecialTokens) -> str:
+    """A new token has the id of the vocabulary's token of this text, else the next one."""
+    known = {
+        each.content: each for each in msgspec.json.decode(text, type=_AddedTokens).added_tokens
+    }
+    wanted = {token.content: token for token in special.added}
+    for token in special.needed:
+        if token.content not in known and token.content not in wanted:
+            wanted[token.content] = token
+    changed = {
+        content: token
+        for content, token in wanted.items()
+        if content and (content not in known or _flags(known[content]) != _flags(token))
+    }
+    if not changed:
+        return text
+    ids = msgspec.json.decode(text, type=_Vocabulary).ids
+    next_id = max([len(ids), *(each.id + 1 for each in known.values())])
+    for content, token in changed.items():
+        entry_id = known[content].id if content in known else ids.get(content, next_id)
+        next_id = max(next_id, entry_id + 1)
+        known[content] = _Entry(id=entry_id, **_flags(token))
+    fields = msgspec.json.decode(text, type=dict[str, Any])
+    entries = sorted(known.values(), key=lambda each: each.id)
+    fields["added_tokens"] = [{"id": each.id, **_flags(each)} for each in entries]
+    return msgspec.json.encode(fields).decode()
+
+
+def _flags(token: AddedToken) -> dict[str, Any]:
+    return {name: getattr(token, name) for name in AddedToken.__struct_fields__}
