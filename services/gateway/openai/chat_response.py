@@ -45,13 +45,19 @@ _encode = msgspec.json.Encoder().encode
 class ChatEncoder(OpenAIEncoder):
     has_usage: bool
     has_logprobs: bool
+    has_running_usage: bool = False
     _begun: set[int] = field(default_factory=set)  # choices whose role was sent
     _calls: dict[int, ToolCallDeltas] = field(default_factory=dict)  # by choice
     _text_events: dict[int, TextEvent] = field(default_factory=dict)  # by choice
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, context: ResponseContext) -> ChatEncoder:
-        return cls(context, has_usage=body.has_usage, has_logprobs=bool(body.logprobs))
+        return cls(
+            context,
+            has_usage=body.has_usage,
+            has_logprobs=bool(body.logprobs),
+            has_running_usage=body.has_running_usage,
+        )
 
     def keep_alive(self) -> bytes:
         return self.context.framing.event(self._empty_chunk())
@@ -104,7 +110,12 @@ class ChatEncoder(OpenAIEncoder):
                 logprobs=self._logprobs(tokens) if tokens else None,
             )
             last = self.context.framing.event(self._chunk(choice))
-        return first + self._text_event(index).of(texts) + last
+        return first + self._plain_texts(index, texts) + last
+
+    def _plain_texts(self, index: int, texts: Sequence[str]) -> bytes:
+        if not self.has_running_usage:
+            return self._text_event(index).of(texts)
+        return self._event(index, Delta(content="".join(texts))) if texts else b""
 
     def _other(
         self, event: ReasoningDelta | ToolCallStart | ToolArgumentsDelta | ToolCallEnd
@@ -184,6 +195,7 @@ class ChatEncoder(OpenAIEncoder):
             created=self.context.created,
             model=self.context.model,
             choices=choices,
+            usage=to_usage(self.context.merger.usage) if self.has_running_usage else None,
         )
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> ChatLogprobs | None:

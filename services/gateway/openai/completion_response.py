@@ -45,6 +45,7 @@ class CompletionEncoder(OpenAIEncoder):
     has_usage: bool
     has_logprobs: bool
     num_shown: int
+    has_running_usage: bool = False
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt was sent
     _text_events: dict[int, TextEvent] = field(default_factory=dict)  # by choice
 
@@ -55,6 +56,7 @@ class CompletionEncoder(OpenAIEncoder):
             has_usage=body.has_usage,
             has_logprobs=body.logprobs is not None,
             num_shown=body.num_choices,
+            has_running_usage=body.has_running_usage,
         )
 
     def keep_alive(self) -> bytes:
@@ -95,7 +97,15 @@ class CompletionEncoder(OpenAIEncoder):
             text = texts.pop() if texts else ""
             choice = self._choice(index, text, delta.tokens, finish_reason)
             last = self.context.framing.event(self._chunk(choice))
-        return self._text_event(index).of(texts) + last
+        return self._plain_texts(index, texts) + last
+
+    def _plain_texts(self, index: int, texts: Sequence[str]) -> bytes:
+        if not self.has_running_usage:
+            return self._text_event(index).of(texts)
+        if not texts:
+            return b""
+        choice = CompletionChoice(index=index, text="".join(texts))
+        return self.context.framing.event(self._chunk(choice))
 
     def _ending(self, usage: Usage) -> bytes:
         """What follows the last choice: the usage, or warnings alone, in a chunk with a choice, as
@@ -185,6 +195,7 @@ class CompletionEncoder(OpenAIEncoder):
             created=self.context.created,
             model=self.context.model,
             choices=choices,
+            usage=to_usage(self.context.merger.usage) if self.has_running_usage else None,
         )
 
     @property

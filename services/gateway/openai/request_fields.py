@@ -22,7 +22,10 @@ NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`continuous_usage_stats`: vLLM's: with `include_usage`, each chunk has the usage so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class RequestFields(SamplingFields, frozen=True, kw_only=True):
@@ -43,6 +46,11 @@ class RequestFields(SamplingFields, frozen=True, kw_only=True):
     @property
     def has_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        options = self.stream_options
+        return self.has_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 def check_stream_options(body: RequestFields) -> None:

@@ -97,7 +97,7 @@ class OutputMerger:
             elif output.end is not None:
                 self._end(output, has_more=bool(events))
         if self.is_complete and not was_complete:
-            events.append(self._usage())
+            events.append(self.usage)
         return events
 
     def _end(self, output: RequestOutput, *, has_more: bool) -> None:
@@ -110,7 +110,9 @@ class OutputMerger:
         else:
             raise error
 
-    def _usage(self) -> Usage:
+    @property
+    def usage(self) -> Usage:
+        """Of what `next` has returned so far."""
         cached = [each.num_cached_tokens for each in self.outputs]
         known = [each for each in cached if each is not None]
         return Usage(

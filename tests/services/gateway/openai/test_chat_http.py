@@ -124,7 +124,29 @@ async def test_stream(cluster: Cluster) -> None:
     assert len({event["id"] for event in events[:-1]}) == 1
 
 
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": None}, {"include_usage": False}])
+RUNNING = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_usage_so_far_in_each_chunk(cluster: Cluster, num_choices: int) -> None:
+    events = await events_of(cluster, stream_options=RUNNING, n=num_choices)
+    usages = [event["usage"] for event in events[:-1]]
+    outputs = [each["completion_tokens"] for each in usages]
+    assert outputs == sorted(outputs) and outputs[0] > 0
+    assert {each["prompt_tokens"] for each in usages} == {usages[-1]["prompt_tokens"]}
+    assert text_of([each for each in events if each == "[DONE]" or not _of_others(each)]) == ANSWER
+    plain = await events_of(cluster, stream_options={"include_usage": True}, n=num_choices)
+    assert plain[-2]["usage"]["completion_tokens"] == outputs[-1]
+
+
+def _of_others(event: dict[str, Any]) -> bool:
+    return any(each["index"] for each in event["choices"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, {"include_usage": None}, {"include_usage": False}, {"continuous_usage_stats": True}],
+)
 async def test_stream_without_usage(cluster: Cluster, options: Any) -> None:
     events = await events_of(cluster, stream_options=options)
     assert not any("usage" in event for event in events[:-1])

@@ -67,6 +67,13 @@ async def test_stream(cluster: Cluster) -> None:
     assert {each["object"] for each in events} == {"text_completion"}
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] > 16
+    running = {"include_usage": True, "continuous_usage_stats": True}
+    for echo in (False, True):
+        *chunks, last = await events_of(cluster, stream_options=running, echo=echo)
+        assert chunks[-1]["usage"] == last["usage"]
+        shown = "".join(each["choices"][0]["text"] for each in chunks)
+        assert shown.endswith(ANSWER) and (shown == ANSWER) is not echo
+        assert all(each["usage"]["prompt_tokens"] for each in chunks)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
