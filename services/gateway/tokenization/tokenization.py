@@ -103,7 +103,7 @@ class Tokenization:
         return (await self._submission.prepare_body(tenant, model, kind, data)).body
 
     async def _model(self, tenant: TenantRecord, name: str | None) -> ServedModel:
-        named = self._models.default_name if name is None else name
+        named = name or self._models.default_name
         resolved = await self._names.resolve(tenant.tenant_id, named)
         self._models.check(tenant, resolved)
         return await self._models.main(resolved)

@@ -33,6 +33,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [1, 50, 2]}),
     ("/v1/detokenize", {"tokens": [5], "model": "tiny"}),
+    ("/detokenize", {"tokens": [5], "model": ""}),
 ]
 INVALID: list[tuple[str, bytes, int, str, str | None]] = [
     ("/tokenize", b'{"prompt": "\xff"}', 400, "invalid_request", "prompt"),
