@@ -1,7 +1,9 @@
 """The worker processes of a host: forked from a template where one is ready, else started plainly.
 
 Each model has a log file. Each worker is killed by the kernel when the host ends. A template that
-fails is tried MAX_TEMPLATES times; then all workers are started plainly, which only takes longer.
+ends, or does not fork in FORK_S, is replaced MAX_TEMPLATES times; then all workers are started
+plainly, which only takes longer. One that does not fork may hang: it stays for its workers, which
+would end with it, until the last of them has ended.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
-from shared.lifecycle.child_process import engine_environ
+from shared.lifecycle.child_process import engine_environ, send_signal
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
 MAX_TEMPLATES = 3
 TEMPLATE_WAIT_S = 15.0  # for the imports; a plain start takes as long
+FORK_S = 5.0  # a fork takes milliseconds
+UNREPORTED_S = 1.0  # that a template takes to report the end of a worker
 TEMPLATE_LOG = "template.log"
 
 
@@ -53,12 +57,13 @@ OnEnd = Callable[[Worker, int, str], None]
 
 class _Template:
     """A running template and the workers that were forked from it, by pid. `starting`: what it was
-    sent and has not forked yet, in order.
+    sent and has not forked yet, in order; a future that is done has no use for its worker.
     """
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.ready = asyncio.Event()  # or it has ended
+        self.replaced = asyncio.Event()  # it has ended, or does not fork
         self.workers: dict[int, Worker] = {}
         self.starting: deque[tuple[WorkerSpec, asyncio.Future[Worker]]] = deque()
 
@@ -80,7 +85,8 @@ class Workers:
         self._num_threads = num_threads
         self._on_end = on_end
         self._running: dict[str, Worker] = {}
-        self._template: _Template | None = None
+        self._template: _Template | None = None  # that forks
+        self._templates: list[_Template] = []  # that run
         self._background = Background()
 
     async def start(self, *, has_template: bool) -> None:
@@ -116,10 +122,9 @@ class Workers:
         for worker_id in list(self._running):
             self.signal(worker_id, signal.SIGKILL)
         await self._background.stop()
-        if self._template is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._template.process.kill()
-            await self._template.process.wait()
+        for template in self._templates:
+            send_signal(template.process, signal.SIGKILL)
+            await template.process.wait()
 
     def _logs_in_use(self) -> set[Path]:
         return {self._logs / TEMPLATE_LOG, *(each.log_path for each in self._running.values())}
@@ -176,25 +181,41 @@ class Workers:
     # ── the template ─────────────────────────────────────────────────────────────────────────────
 
     async def _run_templates(self) -> None:
-        log_path = self._logs / TEMPLATE_LOG
         for _ in range(MAX_TEMPLATES):
-            process = await self._exec(
-                *("services.host.workers.worker_template", str(self._num_threads)),
-                log_path=log_path,
-                stdout=PIPE,
-            )
+            try:
+                process = await self._exec(
+                    *("services.host.workers.worker_template", str(self._num_threads)),
+                    log_path=self._logs / TEMPLATE_LOG,
+                    stdout=PIPE,
+                )
+            except ConfigError as error:
+                log.warning("template_not_started", reason=error.message)
+                continue
             template = self._template = _Template(process)
-            await self._follow(template)
+            self._templates.append(template)
+            self._background.start_item(self._follow(template), is_logged)
+            await template.replaced.wait()
             self._template = None
-            template.ready.set()
-            status = await process.wait()
-            log.warning("template_ended", status=ending(status), last=last_line(log_path))
-            for _, future in template.starting:
-                future.set_exception(_TemplateEnded)
-            for worker in list(template.workers.values()):  # the kernel has killed them with it
-                self._ended(worker, -signal.SIGKILL)
 
     async def _follow(self, template: _Template) -> None:
+        try:
+            await self._read(template)
+        finally:
+            self._template_ended(template, await template.process.wait())
+
+    def _template_ended(self, template: _Template, status: int) -> None:
+        last = last_line(self._logs / TEMPLATE_LOG)
+        log.warning("template_ended", status=ending(status), last=last)
+        self._templates.remove(template)
+        template.replaced.set()
+        template.ready.set()
+        for _, future in template.starting:
+            if not future.done():
+                future.set_exception(_TemplateEnded)
+        for pid in list(template.workers):  # the kernel has killed them with it
+            self._forked_ended(template, pid, -signal.SIGKILL)
+
+    async def _read(self, template: _Template) -> None:
         assert template.process.stdout is not None
         while line := await template.process.stdout.readline():
             try:
@@ -205,14 +226,46 @@ class Workers:
             if report.pid == 0:
                 template.ready.set()
             elif report.status is None:
-                spec, future = template.starting.popleft()
-                worker = template.workers[report.pid] = self._registered(spec, report.pid)
-                future.set_result(worker)
-            elif (ended := template.workers.pop(report.pid, None)) is not None:
-                self._ended(ended, report.status)
+                self._has_forked(template, report.pid)
+            else:
+                self._forked_ended(template, report.pid, report.status)
+
+    def _has_forked(self, template: _Template, pid: int) -> None:
+        spec, future = template.starting.popleft()
+        if future.done():  # it was started plainly meanwhile
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return
+        worker = template.workers[pid] = self._registered(spec, pid)
+        self._watch_end(template, pid)
+        future.set_result(worker)
+
+    def _forked_ended(self, template: _Template, pid: int, status: int) -> None:
+        worker = template.workers.pop(pid, None)
+        if worker is not None:
+            self._ended(worker, status)
+        if not template.workers and template is not self._template:
+            send_signal(template.process, signal.SIGKILL)
+
+    def _watch_end(self, template: _Template, pid: int) -> None:
+        """A template that hangs reports no end."""
+        loop = asyncio.get_running_loop()
+        try:
+            fd = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # not on Linux; or it has ended, and that is reported
+            return
+
+        def has_ended() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+            loop.call_later(UNREPORTED_S, self._forked_ended, template, pid, 1)
+
+        loop.add_reader(fd, has_ended)
 
     async def _forked(self, template: _Template, spec: WorkerSpec) -> Worker:
-        """Raises _TemplateEnded if the template ends meanwhile, TimeoutError if it is not ready."""
+        """Raises _TemplateEnded if the template ends meanwhile, TimeoutError if it is not ready, or
+        does not fork.
+        """
         async with asyncio.timeout(TEMPLATE_WAIT_S):
             await template.ready.wait()
         if template is not self._template:
@@ -221,4 +274,11 @@ class Workers:
         future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         template.starting.append((spec, future))
         template.process.stdin.write(encode_spec(spec))
-        return await asyncio.shield(future)
+        try:
+            async with asyncio.timeout(FORK_S):
+                return await future
+        except TimeoutError:
+            log.warning("template_does_not_fork", pid=template.process.pid)
+            self._template = None
+            template.replaced.set()
+            raise

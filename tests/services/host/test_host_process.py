@@ -185,6 +185,36 @@ async def test_workers_of_a_frozen_host_go_on(op: Operator, host: LiveHost) -> N
     assert (await op.state("demo-a", "hot")).worker_id == worker_id
 
 
+async def test_template_that_hangs_stops_nothing(op: Operator, host: LiveHost) -> None:
+    other = await op.state("demo-a", "standby", "hot")
+    before = await op.state("demo-b", "standby")
+    (template,) = children(host.process.pid)
+    os.kill(template, signal.SIGSTOP)
+    try:
+        os.kill(worker_pid(template, "demo-b"), signal.SIGKILL)
+        await op.until(
+            lambda: (
+                (found := op.model("demo-b")) is not None
+                and found.state == "standby"
+                and found.worker_id != before.worker_id
+            )
+        )
+        assert (await op.state("demo-a", "standby", "hot")).worker_id == other.worker_id
+    finally:
+        os.kill(template, signal.SIGCONT)
+    after = await op.state("demo-b", "standby")
+    sequence_number = op.newest["host-1"].sequence_number
+    await op.until(lambda: op.newest["host-1"].sequence_number > sequence_number + 8)
+    assert (await op.state("demo-b", "standby")).worker_id == after.worker_id
+
+
+def worker_pid(template: int, name: str) -> int:
+    """By the log to which it writes."""
+    return next(
+        pid for pid in children(template) if name in str(Path(f"/proc/{pid}/fd/2").readlink())
+    )
+
+
 async def test_host_and_workers_whose_logs_cannot_be_written_go_on(
     op: Operator, host: LiveHost
 ) -> None:
