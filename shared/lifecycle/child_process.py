@@ -58,6 +58,26 @@ def send_signal(process: Process, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
+class Progress:
+    """Detects a process that does nothing though it should: it is stopped, or waits for ever."""
+
+    def __init__(self, pid: int) -> None:
+        self._threads = Path(f"/proc/{pid}/task")
+        self._last = -1
+
+    def is_frozen(self) -> bool:
+        """Whether no thread has run or wanted to since the last call. False for a process that
+        waits for a core or for a disk, has ended, or cannot be watched: without /proc.
+        """
+        try:
+            stats = [(each / "stat").read_text() for each in self._threads.iterdir()]
+        except OSError:
+            return False
+        fields = [each.rpartition(")")[2].split() for each in stats]
+        before, self._last = self._last, sum(int(each[11]) + int(each[12]) for each in fields)
+        return self._last == before and {each[0] for each in fields} <= {"T", "t", "S"}
+
+
 def lower_priority(native_id: int, niceness: int) -> None:
     """`native_id`: of a thread, or of a process that has just started; `niceness`: beyond that of
     the calling thread. Threads that it starts later inherit it. Nothing if it has ended.

@@ -44,12 +44,13 @@ from services.gateway.text.process_jobs import (
 from services.gateway.text.recently_used import RecentlyUsed
 from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
-from shared.lifecycle.child_process import child_environ, lower_priority, send_signal
+from shared.lifecycle.child_process import Progress, child_environ, lower_priority, send_signal
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
 MAX_SMALL_BYTES = 4096  # of a conversation that shares a turn: a pipe holds all of them
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
+SUSPECT_S = 0.5  # twice without progress, and the process of a job counts as frozen
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
 TEMPLATE_PROCESS = "services.gateway.text.template_process"
 # Of a process that its alarm ended, or whose native code found no memory or no stack.
@@ -72,6 +73,7 @@ class _Waiting:
     setup: ProcessSetup
     job: Job
     reply: asyncio.Future[Reply]
+    was_frozen: bool = False  # with its process: it gets one more
 
 
 class _PoolProcess:
@@ -81,6 +83,9 @@ class _PoolProcess:
         self.process = process
         self._setups: RecentlyUsed[str, str] = RecentlyUsed(MAX_SETUPS)
         self._selected: str | None = None
+        self._progress = Progress(process.pid)
+        self._watch: asyncio.TimerHandle | None = None
+        self.is_frozen = False  # and killed
 
     @property
     def pid(self) -> int:
@@ -116,6 +121,23 @@ class _PoolProcess:
 
     def kill(self) -> None:
         send_signal(self.process, signal.SIGKILL)
+
+    def begin_watch(self) -> None:
+        """Until `end_watch` it is killed once it is frozen."""
+        self._progress = Progress(self.pid)
+        self._watch = asyncio.get_running_loop().call_later(SUSPECT_S, self._check)
+
+    def end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _check(self) -> None:
+        if self._progress.is_frozen():
+            self.is_frozen = True
+            log.warning("preparation_process_frozen", pid=self.pid)
+            self.kill()
+        else:
+            self._watch = asyncio.get_running_loop().call_later(SUSPECT_S, self._check)
 
     async def killed(self) -> None:
         self.kill()
@@ -246,10 +268,12 @@ class PreparationPool:
 
     async def _run(self, seat: _Seat, first: _Waiting) -> None:
         running, cpu_s, has_lost = seat.running, 0.0, True
+        process: _PoolProcess | None = None
         try:
             async with asyncio.timeout(limit_s(first.job) + self.hang_s):
                 self._setup = first.setup
                 process = await self._started(seat, first.setup)
+                process.begin_watch()
                 process.send_setup(first.setup)
                 process.send(b"".join(frame(each.job) for each in running))
                 self._start_spares()
@@ -261,7 +285,12 @@ class PreparationPool:
             has_lost = False
         except (ConnectionError, EOFError):
             process_ended = await self._end(seat)
-            _settle_lost(running.popleft(), process_ended)
+            if process is not None and process.is_frozen and not running[0].was_frozen:
+                running[0].was_frozen = True  # it is put back, for a spare
+                has_lost = False
+                self.num_lost += 1
+            else:
+                _settle_lost(running.popleft(), process_ended)
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end(seat)
             error = NoCapacity("the preparation process hangs", retry_after_s=1.0)
@@ -271,6 +300,8 @@ class PreparationPool:
             running.clear()
             raise
         finally:
+            if process is not None:
+                process.end_watch()
             left = [each for each in running if not each.reply.done()]
             running.clear()
             self.num_lost += has_lost and not self._is_closed
