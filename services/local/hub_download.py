@@ -13,10 +13,18 @@ from typing import Any
 from shared.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+TEMPLATE_FOLDER = "additional_chat_templates"
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "README.md")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_REASON_CHARS = 300
-NOT_OURS = ("*/*", "consolidated*")  # other formats of the same weights, examples
+# Other formats of the same weights, examples: all folders but that of templates.
+NOT_OURS = (
+    "consolidated*",
+    *(f"{TEMPLATE_FOLDER[:at]}/*" for at in range(len(TEMPLATE_FOLDER))),
+    *(f"{TEMPLATE_FOLDER[:at]}[!{char}]*/*" for at, char in enumerate(TEMPLATE_FOLDER)),
+    f"{TEMPLATE_FOLDER}[!/]*",
+    f"{TEMPLATE_FOLDER}/*[!a]",
+)
 
 
 def is_hub_id(model: Path) -> bool:

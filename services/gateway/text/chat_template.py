@@ -73,7 +73,8 @@ class TemplateSource(msgspec.Struct, frozen=True):
     """A template as text, and what compiling it needs. Compiling runs the template's constants.
 
     `call_ids`: the form of ids that the template requires. `tool_format`: how tools are given to a
-    template that knows none; by default such a request is rejected.
+    template that knows none; by default such a request is rejected. `for_tools`: the template of
+    conversations with tools, if it is another.
     """
 
     source: str
@@ -82,6 +83,12 @@ class TemplateSource(msgspec.Struct, frozen=True):
     markers: tuple[str, ...] = ()
     call_ids: CallIds = "own"
     tool_format: ToolFormat = "template"
+    for_tools: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Of both templates."""
+        return "\n".join(filter(None, (self.for_tools, self.source)))
 
     def compiled(self) -> ChatTemplate:
         return ChatTemplate(
@@ -91,6 +98,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
             markers=self.markers,
             call_ids=self.call_ids,
             tool_format=self.tool_format,
+            for_tools=self.for_tools,
         )
 
 
@@ -107,10 +115,22 @@ class ChatTemplate:
         today: Today = datetime.datetime.now,
         call_ids: CallIds = "own",
         tool_format: ToolFormat = "template",
+        for_tools: str | None = None,
     ) -> None:
         self.source = TemplateSource(
             source, tuple(special_tokens), dict(variables), tuple(markers), call_ids, tool_format
         )
+        self._for_tools: ChatTemplate | None = None
+        if for_tools is not None:
+            self._for_tools = ChatTemplate(
+                for_tools,
+                special_tokens=special_tokens,
+                variables=variables,
+                markers=markers,
+                today=today,
+                call_ids=call_ids,
+                tool_format=tool_format,
+            )
         literals = _longest_first(special_tokens, markers)
         self._references = {each: f"{_OPEN}{i}{_CLOSE}" for i, each in enumerate(literals)}
         self._literals = {reference: each for each, reference in self._references.items()}
@@ -122,8 +142,9 @@ class ChatTemplate:
             environment = template_environment(today)
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-            self.takes_tools = "tools" in names
-            self._takes_calls = self.takes_tools or "tool_calls" in source
+            has_tools = "tools" in names
+            self.takes_tools = has_tools or self._for_tools is not None
+            self._takes_calls = has_tools or "tool_calls" in source
             self._has_xml_arguments = "<parameter=" in source
             self._has_null_content = _NULL_CONTENT.search(source) is not None
             self._has_thinking = _THINKING.search(source) is not None
@@ -143,6 +164,10 @@ class ChatTemplate:
 
         Raises InvalidRequest with the template's message if the template rejects the messages.
         """
+        if self._for_tools is not None and self._needs_other(messages, tools):
+            return self._for_tools.render(
+                messages, tools, add_generation_prompt=add_generation_prompt, variables=variables
+            )
         messages, tools = self._with_known_tools(messages, tools)
         if has_late_system(messages) and not self._writes_late_system:
             messages = with_late_system_as_user(messages)
@@ -179,6 +204,12 @@ class ChatTemplate:
                 raise ValueError("the template rejects the messages") from error
 
         return writes_in_place(render)
+
+    def _needs_other(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Also earlier calls that the template would leave out."""
+        return bool(tools) or (not self._takes_calls and any(map(_is_of_tools, messages)))
 
     def _with_known_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]

@@ -14,6 +14,7 @@ import structlog
 from msgspec import Meta
 
 from services.gateway.text.chat_template import TemplateSource
+from services.gateway.text.checkpoint.template_files import Templates, read_templates
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import NumTokens
@@ -31,7 +32,6 @@ NO_AND_YES = ("no", "yes")
 _FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _IS_RERANKER = re.compile(r"^pipeline_tag: *['\"]?text-ranking\b", re.MULTILINE)
 MAX_CARD_BYTES = 1 << 20
-MAX_TEMPLATE_BYTES = 1 << 20
 MAX_SHOWN_TOKENS = 8
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -90,21 +90,23 @@ class ModelFiles:
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
-        source = _template_source(model_dir, config)
+        templates = read_templates(model_dir, config.chat_template)
         try:
             special = read_special_tokens(model_dir)
             text = tokenizer_text(model_dir, special)
             self.end_token_ids = end_token_ids(model_dir, text)
         except CheckpointError as error:
             raise ConfigError(error.message) from error
-        self.tokenizer = PromptTokenizer(text, source or "", place=str(model_dir))
+        self.tokenizer = PromptTokenizer(text, templates.text, place=str(model_dir))
         self.defaults = _defaults(model_dir / "generation_config.json")
         self.limits = _read(model_dir / "config.json", ModelConfig)
         self.token_texts = special.texts
         self._report_excess()
         self.response_template = config.response_template
         self.ranking = self._ranking()
-        self.chat_template = None if source is None else self._template(source)
+        self.chat_template = self._template(templates)
+        if self.chat_template is None:
+            log.warning("chat_template_missing", model=str(model_dir), effect="chats are refused")
 
     def _report_excess(self) -> None:
         most = self.limits.vocab_size
@@ -126,9 +128,12 @@ class ModelFiles:
                 return Ranking(RankingTokens(yes, no))
         return Ranking(None)
 
-    def _template(self, source: str) -> TemplateSource:
+    def _template(self, templates: Templates) -> TemplateSource | None:
+        if templates.source is None:
+            return None
         return TemplateSource(
-            source,
+            templates.source,
+            for_tools=templates.for_tools,
             special_tokens=tuple(self.tokenizer.special_tokens),
             markers=self.tokenizer.markers,
             variables=self.token_texts,
@@ -143,20 +148,6 @@ def _is_reranker(card: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return found is not None and _IS_RERANKER.search(found[1]) is not None
-
-
-def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:
-    """`chat_template.jinja` takes precedence, as in transformers."""
-    path = model_dir / "chat_template.jinja"
-    if exists(path):
-        try:
-            return read_checkpoint_file(path, max_bytes=MAX_TEMPLATE_BYTES).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-    if isinstance(config.chat_template, list):
-        named = {each.get("name"): each.get("template") for each in config.chat_template}
-        return named.get("default")
-    return config.chat_template
 
 
 def _defaults(path: Path) -> GenerationDefaults:

@@ -68,7 +68,7 @@ def family_of(files: ModelFiles, choice: str = "", *, tool_format: str = "templa
     checkpoint brings, which may never end: for a process that can be killed.
     """
     template = files.chat_template
-    source = None if template is None else template.source
+    source = None if template is None else template.text
     family = family_of_template(source)
     if choice == OFF:
         return msgspec.structs.replace(PLAIN, call_ids=family.call_ids)

@@ -160,6 +160,11 @@ FILES = {
     "tokenizer.json": b"{ }",
     "tokenizer.model": b"t",
     "chat_template.jinja": b"j",
+    "additional_chat_templates/tool_use.jinja": b"tool",
+    "additional_chat_templates/other.safetensors": b"x",
+    "additional_chat_templates_2/a.json": b"y",
+    "adapter/model.safetensors": b"z",
+    "a/a.json": b"aa",
     "model-00001-of-00001.safetensors": b"w" * 1000,
     "consolidated.safetensors": b"w" * 1001,
     "original/params.json": b"[]",
@@ -194,6 +199,7 @@ def test_only_files_that_hearth_reads_are_downloaded(tmp_path: Path, needs: str)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     weights = {"model-00001-of-00001.safetensors"} if needs == "weights" else set()
     texts = {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "README.md"}
+    texts.add("additional_chat_templates/tool_use.jinja")
     assert found == texts | weights
     assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
     assert "Fetching" in result.stderr  # the progress bar

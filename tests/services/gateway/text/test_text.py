@@ -334,6 +334,7 @@ def test_model_files_are_read_or_rejected(tmp_path: Path) -> None:
     (model_dir / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         ModelFiles(model_dir)
+    (model_dir / "generation_config.json").unlink()
     (model_dir / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="tokenizer"):
         ModelFiles(model_dir)
