@@ -5,7 +5,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
 
     HearthError
     ├── InvalidRequest            400  the request is invalid: a retry fails again
-    │   ├── PromptTooLong         413
+    │   ├── PromptTooLong         400
     │   ├── PayloadTooLarge       413
     │   ├── GrammarTooComplex     400  it compiles or advances too slowly
     │   │   └── GrammarFailed     400  found by a worker, maybe after some output
@@ -62,7 +62,6 @@ class InvalidRequest(HearthError):
 
 class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
-    http_status = 413
 
 
 class PayloadTooLarge(InvalidRequest):

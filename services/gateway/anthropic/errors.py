@@ -26,7 +26,9 @@ from shared.errors import (
 )
 
 # The numbers in the messages of PromptTooLong, which also come from other processes.
-_LENGTH = re.compile(r"(?P<tokens>\d+) tokens.* exceeds .*context of (?P<most>\d+)")
+_LENGTH = re.compile(
+    r"context length is (?P<most>\d+) tokens, but the prompt has (?:at least )?(?P<tokens>\d+)"
+)
 
 
 class ErrorType(msgspec.Struct, frozen=True):

@@ -147,6 +147,7 @@ def to_generation_requests(body: MessagesRequest, _: str) -> Sequence[Generation
             prompt=chat_prompt(conversation),
             sampling=_sampling(body),
             default_max_tokens=body.max_tokens,
+            asked_max_tokens=body.max_tokens,
             affinity_key=_affinity_key(body.metadata),
             tools=conversation.tools,
             reasoning=conversation.reasoning,

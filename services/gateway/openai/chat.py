@@ -79,6 +79,9 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         prompt=chat_prompt(conversation),
         sampling=conversation.sampling,
         max_tokens=_max_tokens(body),
+        max_tokens_param=(
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        ),
         num_logprobs=_num_logprobs(body),
         logprobs_param="top_logprobs" if body.top_logprobs else "logprobs",
         num_choices=body.num_choices,

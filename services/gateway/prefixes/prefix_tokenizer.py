@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.prefixes.errors import PrefixTooLarge, PrefixTooShort
-from services.gateway.request.generation_request import check_min_tokens
+from services.gateway.request.generation_request import check_min_tokens, prompt_too_long
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.text.template_renderer import Messages
 from shared.errors import PromptTooLong
@@ -74,11 +74,8 @@ class PrefixTokenizer:
         token_ids = await prefix_tokens(tokenize, prefix.messages, prefix.tools)
         num_tokens, context = len(token_ids), card.max_context_tokens
         if num_tokens >= context:
-            raise PromptTooLong(
-                f"a prefix of {num_tokens} tokens, plus at least one other token, exceeds this "
-                f"model's context of {context}",
-                param="messages",
-            )
+            length = f"{num_tokens} tokens, and a request has at least one other"
+            raise prompt_too_long("messages", length, context)
         if num_tokens < card.block_size:
             raise PrefixTooShort(
                 f"a prefix of {num_tokens} tokens is less than one block of {card.block_size}: "

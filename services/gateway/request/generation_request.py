@@ -35,6 +35,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingFields
     max_tokens: int | None = None  # None: `default_max_tokens`, less where the context ends
     default_max_tokens: int | None = None  # None: the model's default
+    asked_max_tokens: int | None = None  # of a client whose limit is taken as a default
+    max_tokens_param: str = "max_tokens"  # the request field that holds the number
     num_logprobs: int | None = None  # None: none; k: of the sampled token and of the top k
     num_prompt_logprobs: int | None = None
     logprobs_param: str = "logprobs"  # the request field that holds the number
@@ -108,28 +110,43 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
 def max_output_tokens(
     generation: GenerationRequest, num_prompt_tokens: int, card: ModelCard, default: int
 ) -> int:
-    """Raises PromptTooLong, or InvalidRequest if prompt and output exceed the context together."""
-    context, param = card.max_context_tokens, generation.prompt.param
+    """At most the room that the prompt leaves in the context. Raises PromptTooLong."""
+    context = card.max_context_tokens
     room = context - num_prompt_tokens
     if not generation.shows_output:  # a discarded token takes no room in the context
         room += 1
     if room < 1:
-        more = ", plus at least one output token," if generation.shows_output else ""
-        raise PromptTooLong(
-            f"{param}: a prompt of {num_prompt_tokens} tokens{more} exceeds this model's "
-            f"context of {context}",
-            param=param,
-        )
-    max_tokens = generation.max_tokens
-    if max_tokens is None:
-        return min(max(default, generation.sampling.min_tokens or 0), room)
-    if max_tokens > room:
-        raise InvalidRequest(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} exceed "
-            f"this model's context of {context}",
-            param="max_tokens",
-        )
-    return max_tokens
+        more = ", and an answer has at least one" if generation.shows_output else ""
+        raise prompt_too_long(generation.prompt.param, f"{num_prompt_tokens} tokens{more}", context)
+    wanted = generation.max_tokens
+    if wanted is None:
+        wanted = max(default, generation.sampling.min_tokens or 0)
+    return min(wanted, room)
+
+
+def cut_warning(generation: GenerationRequest, max_tokens: int, card: ModelCard) -> tuple[str, ...]:
+    """A warning if the client asks for more tokens than the response may have: clients send large
+    limits to every model.
+    """
+    given = generation.max_tokens
+    if given is None:
+        given = generation.asked_max_tokens
+    if given is None or given <= max_tokens:
+        return ()
+    context = card.max_context_tokens
+    return (
+        f"{generation.max_tokens_param}: {given} is cut to {max_tokens} tokens, in this model's "
+        f"context of {context} and the limits of this tenant",
+    )
+
+
+def prompt_too_long(param: str, length: str, context: int) -> PromptTooLong:
+    """In the words by which clients know that they have to shorten a conversation."""
+    return PromptTooLong(
+        f"{param}: This model's maximum context length is {context} tokens, but the prompt has "
+        f"{length}",
+        param=param,
+    )
 
 
 def check_min_tokens(
@@ -145,11 +162,7 @@ def check_min_tokens(
     """
     least = min_tokens(prompt, longest_token_chars)
     if max_context_tokens is not None and least > max_context_tokens:
-        raise PromptTooLong(
-            f"{prompt.param}: a prompt of at least {least} tokens exceeds this model's context of "
-            f"{max_context_tokens}",
-            param=prompt.param,
-        )
+        raise prompt_too_long(prompt.param, f"at least {least} tokens", max_context_tokens)
     if max_input_tokens is not None and least > max_input_tokens:
         raise ExceedsLimit(
             f"{prompt.param}: this request uses at least {least} of input_tokens_per_min, this "

@@ -20,6 +20,7 @@ from services.gateway.request.generation_request import (
     build_request,
     check_min_tokens,
     check_payload,
+    cut_warning,
     max_output_tokens,
 )
 from services.gateway.request.prompt import ChatPrompt, Echo, PackedPrompt, echo_of, tokenize
@@ -129,7 +130,8 @@ class Preparation:
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, text.files) if generation.has_echo else None
         stop = StopAutomaton(generation.sampling.stop_strings)
-        warnings = () if checked is None else checked.warnings
+        warnings = cut_warning(generation, max_tokens, card)
+        warnings += () if checked is None else checked.warnings
         prepared = PreparedRequest(model, generation, request, prompt, echo, stop, warnings)
         check_logprobs((prepared,))
         return prepared

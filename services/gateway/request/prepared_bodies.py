@@ -14,7 +14,11 @@ import msgspec
 
 from services.gateway.models.served_text import ServedText
 from services.gateway.request.endpoint import Endpoint
-from services.gateway.request.generation_request import GenerationRequest, check_min_tokens
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    check_min_tokens,
+    prompt_too_long,
+)
 from services.gateway.request.prompt import (
     ChatPrompt,
     Echo,
@@ -29,7 +33,7 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedPrompt
 from services.gateway.text.tokenizer import bad_word_texts
-from shared.errors import InvalidRequest, PromptTooLong
+from shared.errors import InvalidRequest
 from shared.packing import pack_token_ids, unpack_token_ids
 
 BadWords = tuple[tuple[int, ...], ...]
@@ -70,11 +74,7 @@ def _tokenized(
     token_ids = prompt_tokens(prompt, files)
     most = job.max_context_tokens
     if most is not None and len(token_ids) > most:
-        raise PromptTooLong(
-            f"{prompt.param}: a prompt of {len(token_ids)} tokens exceeds this model's context of "
-            f"{most}",
-            param=prompt.param,
-        )
+        raise prompt_too_long(prompt.param, f"{len(token_ids)} tokens", most)
     echo = echo_of(prompt, files) if generation.has_echo else None
     return TokenizedPrompt(
         prompt.param,

@@ -36,6 +36,7 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
         prompt=chat_prompt(conversation, param="input"),
         sampling=conversation.sampling,
         max_tokens=body.max_output_tokens,
+        max_tokens_param="max_output_tokens",
         num_logprobs=(body.top_logprobs or 0) if body.has_logprobs else None,
         logprobs_param="top_logprobs" if body.top_logprobs else "include",
         cache_salt=body.cache_salt or "",

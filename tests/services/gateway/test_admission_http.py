@@ -33,7 +33,7 @@ REJECTED: list[tuple[str, str, bytes, int]] = [
     ("POST", CHAT, b"{", 400),
     ("POST", CHAT, b"", 400),
     ("POST", CHAT, b" " * (64 * 1024 + 1), 413),
-    ("POST", CHAT, json.dumps(TOO_LONG).encode(), 413),
+    ("POST", CHAT, json.dumps(TOO_LONG).encode(), 400),
     ("POST", CHAT, json.dumps({**BODY, "tools": [{}]}).encode(), 400),
     ("POST", CHAT, json.dumps({**BODY, "messages": [{"role": "assistant"}]}).encode(), 400),
     ("POST", COMPLETIONS, b'{"prompt": [[]]}', 400),
@@ -88,7 +88,7 @@ async def test_prefix_that_cannot_fit_is_rejected_by_its_characters(
 ) -> None:
     await acme.configure(input_tokens_per_min=10)
     monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
-    for num_chars, status, code in ((50_000, 413, "context_length_exceeded"),
+    for num_chars, status, code in ((50_000, 400, "context_length_exceeded"),
                                     (1_000, 400, "exceeds_limit")):  # fmt: skip
         response = await acme.http.put("/v1/prefixes/a", json={"system": "x" * num_chars})
         check_envelope(response, status, code, "messages")
@@ -141,7 +141,7 @@ async def test_large_body_of_any_type_is_decoded_in_a_process(
 
 
 BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
-    (CHAT, TOO_LONG, 413, "context_length_exceeded", "messages"),
+    (CHAT, TOO_LONG, 400, "context_length_exceeded", "messages"),
     (CHAT, {**BODY, "tools": [{}]}, 400, "invalid_request", "tools[0].function"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
      413, "", "messages[0].content"),

@@ -103,7 +103,8 @@ async def test_stop_reasons(cluster: Cluster, send: Any) -> None:
 
 
 async def test_max_tokens_are_cut_to_the_room(cluster: Cluster) -> None:
-    await whole(cluster.http, {**BODY, "max_tokens": 32_000})
+    message = await whole(cluster.http, {**BODY, "max_tokens": 32_000})
+    assert message["hearth"]["warnings"][0].startswith("max_tokens: 32000 is cut to ")
     request = await submitted(cluster)
     num_prompt = len(unpack_token_ids(request.prompt_token_ids))
     assert request.sampling.max_tokens == 512 - num_prompt

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from services.gateway.anthropic.errors import envelope, type_of
+from services.gateway.request.generation_request import prompt_too_long
 from shared.errors import (
     DeadlineExceeded,
     DependencyUnavailable,
@@ -156,16 +157,15 @@ async def test_too_large(cluster: Cluster) -> None:
     ("message", "expected"),
     [
         (
-            "messages: a prompt of 600 tokens exceeds this model's context of 512",
+            prompt_too_long("messages", "600 tokens", 512).message,
             "prompt is too long: 600 tokens > 512 maximum",
         ),
         (
-            "messages: a prompt of at least 600 tokens exceeds this model's context of 512",
+            prompt_too_long("messages", "at least 600 tokens", 512).message,
             "prompt is too long: 600 tokens > 512 maximum",
         ),
         (
-            "messages: a prompt of 512 tokens, plus at least one output token, exceeds this "
-            "model's context of 512",
+            prompt_too_long("messages", "512 tokens, and an answer has one", 512).message,
             "prompt is too long: 512 tokens > 511 maximum",
         ),
         ("the request takes 9 bytes", "prompt is too long: the request takes 9 bytes"),

@@ -103,13 +103,13 @@ async def test_large_bodies_use_the_tokenizer_of_their_model(fleet: Fleet) -> No
         parts = files.chat_template.compiled().render(body["messages"])  # type: ignore[arg-type]
         assert large.json()["tokens"] == files.tokenizer.encode(parts)
         refused = await fleet.post("/v1/chat/completions", body)
-        assert "exceeds this model's context of 512" in refused.json()["error"]["message"]
+        assert "maximum context length is 512 tokens" in refused.json()["error"]["message"]
     absent = await fleet.post("/v1/chat/completions", {**body, "model": "absent"})
     check_envelope(absent, 404, "model_not_found", "model")
     unnamed = await fleet.post("/v1/chat/completions", {"messages": body["messages"]})
     check_envelope(unnamed, 400, "invalid_request", "model")
     run = await fleet.post("/client/v4/accounts/acme/ai/run/de", {"messages": body["messages"]})
-    assert "exceeds this model's context of 512" in run.json()["errors"][0]["message"]
+    assert "maximum context length is 512 tokens" in run.json()["errors"][0]["message"]
 
 
 async def test_grammars_are_checked_with_the_vocabulary_of_their_model(fleet: Fleet) -> None:

@@ -56,7 +56,6 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"temperature": 2.1}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 10_000}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"n": 129}, "n"),
@@ -195,7 +194,7 @@ async def test_authentication(cluster: Cluster) -> None:
 async def test_prompt_longer_than_the_context(cluster: Cluster) -> None:
     messages = [{"role": "user", "content": "x y " * 400}]
     response = await cluster.http.post(CHAT, json={**BODY, "messages": messages})
-    check_envelope(response, 413, "context_length_exceeded", "messages")
+    check_envelope(response, 400, "context_length_exceeded", "messages")
 
 
 async def test_body_too_large(cluster: Cluster) -> None:
@@ -342,5 +341,5 @@ async def test_prompt_too_large_for_the_bus(
     bus = cluster.gateway._bus
     monkeypatch.setattr(type(bus), "max_payload_bytes", 16 * 1024 + 100)
     response = await cluster.http.post(CHAT, json={**BODY, "max_tokens": 50})
-    check_envelope(response, 413, "context_length_exceeded", "messages")
+    check_envelope(response, 400, "context_length_exceeded", "messages")
     assert cluster.scheduler.submits.empty()

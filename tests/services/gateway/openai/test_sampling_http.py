@@ -29,6 +29,29 @@ def text_of(events: list[Any], index: int) -> str:
     return "".join(delta.get("content", "") for delta in deltas)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": MESSAGES}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "hello"}, "max_tokens"),
+        ("/v1/responses", {"input": "hello"}, "max_output_tokens"),
+        ("/accounts/tenant-1/ai/run/tiny", {"prompt": "hello"}, "max_tokens"),
+    ],
+)
+async def test_limits_beyond_the_room_are_cut_to_it(
+    cluster: Cluster, path: str, body: dict[str, Any], param: str
+) -> None:
+    """Agents send large ones to every model."""
+    response = await cluster.http.post(path, json={**body, param: 32_000})
+    assert response.status_code == 200, response.text
+    assert f"{param}: 32000 is cut to " in response.text
+    request = (await cluster.scheduler.submits.get()).request
+    assert len(request.prompt_token_ids) // 4 + request.sampling.max_tokens == 512
+    stream = await cluster.http.post(path, json={**body, param: 32_000, "stream": True})
+    assert f"{param}: 32000 is cut to " in stream.text
+
+
 async def test_sampling_on_the_wire(cluster: Cluster, model_files: ModelFiles) -> None:
     await post_chat(
         cluster,

@@ -218,7 +218,7 @@ async def test_tenant_without_permission_stores_no_prefix(
 @pytest.mark.parametrize(
     ("name", "body", "status", "code", "param"),
     [
-        ("ok", {"system": SYSTEM * 40}, 413, "context_length_exceeded", "messages"),
+        ("ok", {"system": SYSTEM * 40}, 400, "context_length_exceeded", "messages"),
         ("ok", {}, 400, "invalid_request", "system"),
         ("ok", {"system": SYSTEM, "model": "other"}, 404, "model_not_found", "model"),
         ("ok", {"system": SYSTEM, "ttl_s": 0}, 400, "invalid_request", "ttl_s"),

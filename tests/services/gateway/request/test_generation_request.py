@@ -188,7 +188,7 @@ def test_prompt_may_fill_context_if_no_output_is_shown(
     )
     card = msgspec.structs.replace(CARD, max_context_tokens=512)
     assert max_output_tokens(generation, longest, card, default=9) == 1
-    with pytest.raises(PromptTooLong, match="prompt: a prompt of"):
+    with pytest.raises(PromptTooLong, match="maximum context length is 512 tokens"):
         max_output_tokens(generation, longest + 1, card, default=9)
 
 

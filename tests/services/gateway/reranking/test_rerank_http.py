@@ -189,7 +189,7 @@ async def test_bad_score_field_is_named(cluster: Cluster, body: dict[str, Any], 
 
 async def test_too_long_document_is_named(cluster: Cluster) -> None:
     response = await cluster.http.post(PATHS[0], json={**BODY, "documents": ["a", "xq " * 900]})
-    check_envelope(response, 413, "context_length_exceeded", "documents[1]")
+    check_envelope(response, 400, "context_length_exceeded", "documents[1]")
 
 
 @pytest.mark.parametrize("embedding", [None, b"", array("f", [float("nan")] * 4).tobytes()])

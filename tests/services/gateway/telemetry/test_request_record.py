@@ -27,4 +27,4 @@ def test_body_of_a_rejected_request_is_freed() -> None:
         return weakref.ref(body)
 
     assert rejected()() is None
-    assert (record.status, record.outcome) == (413, "context_length_exceeded")
+    assert (record.status, record.outcome) == (400, "context_length_exceeded")
