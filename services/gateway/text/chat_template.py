@@ -31,6 +31,7 @@ from services.gateway.text.checkpoint.template_environment import Today, templat
 from services.gateway.text.history.argument_texts import with_argument_texts
 from services.gateway.text.history.call_arguments import CallArguments
 from services.gateway.text.history.call_ids import CallIds, with_call_ids
+from services.gateway.text.history.content_parts import roles_with_parts, with_parts
 from services.gateway.text.history.hermes import in_hermes_format
 from services.gateway.text.history.late_system import (
     has_late_system,
@@ -177,7 +178,9 @@ class ChatTemplate:
         context: dict[str, Any] = {
             **{name: self._guard_tree(value) for name, value in variables.items()},
             **self._variables,
-            "messages": [self._guard_message(message) for message in messages],
+            "messages": with_parts(
+                list(map(self._guard_message, messages)), self._roles_with_parts
+            ),
             "tools": [self._guard_tree(tool) for tool in tools] or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -197,13 +200,21 @@ class ChatTemplate:
         """Whether a system message after the first is written in its place. Takes a rendering."""
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            context = {**self._variables, "messages": messages, "add_generation_prompt": False}
             try:
-                return self._template.render(context)
+                return self._probe(with_parts(messages, self._roles_with_parts))
             except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
                 raise ValueError("the template rejects the messages") from error
 
         return writes_in_place(render)
+
+    @cached_property
+    def _roles_with_parts(self) -> frozenset[str]:
+        """Those whose contents the template expects as lists. Takes some renderings."""
+        return roles_with_parts(self._probe)
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        context = {**self._variables, "messages": messages, "add_generation_prompt": False}
+        return self._template.render(context)
 
     def _needs_other(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
