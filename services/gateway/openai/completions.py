@@ -44,7 +44,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # default: true
 
 
 COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES)
@@ -52,7 +52,8 @@ COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES
 
 def to_generation_requests(body: CompletionRequest, default_model: str) -> list[GenerationRequest]:
     """Returns one request per prompt. Raises InvalidRequest if fields contradict each other."""
-    prompts = to_prompts("prompt", body.prompt, add_special_tokens=body.add_special_tokens)
+    add_special_tokens = body.add_special_tokens is not False
+    prompts = to_prompts("prompt", body.prompt, add_special_tokens=add_special_tokens)
     num_choices = num_sampled(body)
     if len(prompts) * num_choices > MAX_ALL_CHOICES:
         message = f"{len(prompts)} prompts with {num_choices} choices each exceed "

@@ -30,7 +30,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
     pooling: Pooling | None = None
     normalize: bool | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # default: true
     user: str | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
@@ -45,8 +45,9 @@ EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
 
 def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[GenerationRequest]:
     """Returns one request per input."""
+    add_special_tokens = body.add_special_tokens is not False
     prompts = to_prompts(
-        "input", body.input, add_special_tokens=body.add_special_tokens, most=MAX_INPUTS
+        "input", body.input, add_special_tokens=add_special_tokens, most=MAX_INPUTS
     )
     return [
         GenerationRequest(

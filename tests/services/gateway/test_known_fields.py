@@ -12,15 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.anthropic.request import MESSAGES_FIELDS
+from services.gateway.anthropic.request import MESSAGES_FIELDS, MessagesRequest
 from services.gateway.anthropic.request import to_generation_requests as messages_of
-from services.gateway.openai.chat import CHAT_FIELDS, to_generation_request
-from services.gateway.openai.completions import COMPLETION_FIELDS
+from services.gateway.openai.chat import (
+    CHAT_FIELDS,
+    ChatCompletionRequest,
+    to_generation_request,
+)
+from services.gateway.openai.completions import COMPLETION_FIELDS, CompletionRequest
 from services.gateway.openai.completions import to_generation_requests as completions_of
+from services.gateway.openai.embeddings import EmbeddingRequest
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.responses.fields import RESPONSES_FIELDS
+from services.gateway.reranking.bodies import RerankRequest, ScoreRequest
+from services.gateway.responses.fields import RESPONSES_FIELDS, ResponsesRequest
 from services.gateway.responses.request import to_generation_request as response_of
-from services.gateway.workers_ai.run_request import RUN_FIELDS
+from services.gateway.tokenization.bodies import TokenizeRequest
+from services.gateway.workers_ai.run_request import RUN_FIELDS, RunRequest
 from services.gateway.workers_ai.run_request import to_generation_requests as runs_of
 from shared.errors import InvalidRequest
 
@@ -348,3 +355,17 @@ def test_field_is_honoured_or_refused_or_harmless(dialect: str, field: str) -> N
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_null_is_as_a_missing_field(dialect: str) -> None:
     assert DIALECTS[dialect](dict.fromkeys({*KNOWN} - NOT_NULL)) == DIALECTS[dialect]({})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(ChatCompletionRequest, CompletionRequest, EmbeddingRequest, MessagesRequest),
+        *(ResponsesRequest, RunRequest, RerankRequest, ScoreRequest, TokenizeRequest),
+    ],
+)
+def test_null_is_as_good_as_a_missing_field(body: type[msgspec.Struct]) -> None:
+    """Many clients write all fields that they know."""
+    for field in msgspec.structs.fields(body):
+        if not field.required and not field.name.startswith("hearth_"):
+            assert msgspec.convert(None, field.type) is None, field.name
