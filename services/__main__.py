@@ -16,6 +16,7 @@ import typer
 from services.cli import commands, tenant_commands, warm_command
 from services.cli.checkpoints import bundle_commands, quantize_command
 from services.cli.models.model_commands import model_app
+from services.cli.operators import redis_commands
 from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.roles import role_command
@@ -207,6 +208,7 @@ app.registered_commands += quantize_command.app.registered_commands
 app.registered_commands += warm_command.app.registered_commands
 app.registered_commands += plan_command.app.registered_commands
 app.registered_commands += role_command.app.registered_commands
+app.registered_commands += redis_commands.app.registered_commands
 _add_services()
 app.registered_commands += trace_command.app.registered_commands
 

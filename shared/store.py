@@ -91,7 +91,7 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-def _tls_options(tls: TlsFiles) -> dict[str, Any]:
+def tls_options(tls: TlsFiles) -> dict[str, Any]:
     return {
         "ssl_cert_reqs": "required",
         "ssl_check_hostname": True,
@@ -130,7 +130,7 @@ class RedisStore:
             socket_connect_timeout=longest_s,
             retry=None,
             health_check_interval=0,
-            **(_tls_options(tls or TlsFiles()) if url.startswith("rediss://") else {}),
+            **(tls_options(tls or TlsFiles()) if url.startswith("rediss://") else {}),
         )
 
     async def get(self, key: str) -> bytes | None:

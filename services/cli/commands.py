@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.operators.audited import audited
 from services.cli.service_options import model_name_for
 from services.cli.start import up_options as given
 from services.local.gpus import count_gpus
@@ -257,6 +258,7 @@ def status(
     epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5  ·  "
     "hearth credential client --tenant default",
 )
+@audited("credential")
 def credential(
     role: Annotated[
         str,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from services.cli.operators.audited import audited
 from shared.errors import ConfigError
 
 prefix_app = typer.Typer(
@@ -24,6 +25,7 @@ RedisUrl = Annotated[
 
 
 @prefix_app.command(epilog="Example:  hearth prefix publish house-rules --model NAME --file -")
+@audited("prefix publish")
 def publish(
     name: Name,
     model: Annotated[str, typer.Option(help="Model name that clients use.")],
@@ -58,6 +60,7 @@ def list_prefixes(
 
 
 @prefix_app.command(epilog="Example:  hearth prefix remove house-rules")
+@audited("prefix remove")
 def remove(name: Name, redis_url: RedisUrl = None) -> None:
     """Remove a public prefix. Afterwards each tenant caches prompts with it privately."""
     from services.cli.public_prefixes import remove_prefix

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.commands import OPERATE
+from services.cli.operators.audited import audited
 from services.cli.tenant_options import with_limits
 from shared.errors import ConfigError
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
@@ -31,6 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 @tenant_app.command(epilog="Example:  hearth tenant add team-a --concurrency 8 --zero-retention")
 @with_limits
+@audited("tenant add")
 def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
     """Add a tenant: prints its first API key once; Redis stores only a digest.
 
@@ -71,6 +73,7 @@ def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None
 
 
 @tenant_app.command(epilog="Example:  hearth tenant rotate team-a --keep-s 3600")
+@audited("tenant rotate")
 def rotate(
     tenant: Tenant,
     key: Annotated[str | None, typer.Option(help="Key id to replace (default: all).")] = None,
@@ -93,6 +96,7 @@ def rotate(
 
 
 @tenant_app.command(epilog="Examples:  hearth tenant revoke team-a --key ID  ·  … --all")
+@audited("tenant revoke")
 def revoke(
     tenant: Tenant,
     key: Annotated[str | None, typer.Option(help="Key id, as printed by `show`.")] = None,
@@ -111,6 +115,7 @@ def revoke(
 
 
 @tenant_app.command(epilog="Example:  hearth tenant client team-a billing")
+@audited("tenant client")
 def client(
     tenant: Tenant,
     name: Annotated[str, typer.Argument(help="The client's NATS user.")],
@@ -128,6 +133,7 @@ def client(
 
 @tenant_app.command(epilog="Example:  hearth tenant limits team-a --requests-per-min unlimited")
 @with_limits
+@audited("tenant limits")
 def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
     """Change only the given limits; gateways apply them within a second."""
     from services.cli import tenant_tables
@@ -146,6 +152,8 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
 @app.command(
     "api-key", rich_help_panel=OPERATE, epilog="Example:  hearth api-key team-a --redis-url URL"
 )
+@audited("api-key")
+@audited("api-key")
 def api_key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     redis_url: RedisUrl = None,

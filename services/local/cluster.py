@@ -24,6 +24,7 @@ from services.local.plan import (
     plan_services,
     plan_warming,
 )
+from services.local.redis_acl import REDIS_ROLES, acl_line
 from services.local.servers import (
     LOOPBACK,
     choose_http_port,
@@ -70,6 +71,7 @@ class LocalCluster:
         self._nats = find_server("nats-server") if options.nats_url is None else None
         self._redis = find_server("redis-server") if options.redis_url is None else None
         self._redis_password = secrets.token_hex(16)
+        self._redis_passwords = {role: secrets.token_hex(16) for role in REDIS_ROLES}
         self._redis_port = free_port(LOOPBACK)
         self._endpoints = self._choose_endpoints()
         self._credentials = plan_credentials(options)
@@ -252,6 +254,11 @@ class LocalCluster:
             nats_port=free_port(options.advertise_host),
             nats_url=options.nats_url,
             redis_url=own_redis if options.redis_url is None else options.redis_url,
+            redis_urls={
+                role: f"redis://{role}:{password}@{LOOPBACK}:{self._redis_port}/0"
+                for role, password in self._redis_passwords.items()
+                if options.redis_url is None
+            },
             http_host=options.http_host,
             http_port=choose_http_port(options.http_host, options.http_port),
             cluster_secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32),
@@ -276,6 +283,8 @@ class LocalCluster:
     def _redis_spec(self, binary: str) -> ProcessSpec:
         port = self._redis_port
         text = redis_config(port=port, password=self._redis_password, directory=self.state_dir)
+        users = (acl_line(role, each) for role, each in self._redis_passwords.items())
+        text += "".join(f"{each}\n" for each in users)
         path = self._state.write_secret("redis.conf", text)
         return ProcessSpec(
             process_id="redis",
@@ -289,7 +298,7 @@ class LocalCluster:
             url=self.url,
             api_key=self.api_key,
             operator_token=self.operator_token,
-            redis_url=self._endpoints.redis_url,
+            redis_url=self._endpoints.redis_url_of("operator"),
         )
         if self._nats is None:
             return description

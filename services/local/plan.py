@@ -10,6 +10,7 @@ import msgspec
 
 from services.local.credentials import Credential, random_process_id
 from services.local.named_models import NamedModel
+from services.local.redis_acl import REDIS_ROLES
 from services.local.servers import LOOPBACK
 from services.processes.child_processes import ProcessSpec
 from services.processes.environ import python_path, thread_environ
@@ -88,6 +89,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     nats_host: str
     nats_port: int
     redis_url: str
+    redis_urls: dict[str, str] = {}  # by role, of Redis users; empty for an external Redis
     http_host: str
     http_port: int
     nats_url: str | None = None
@@ -99,6 +101,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
         """The gateway's URL for clients on this machine."""
         host = LOOPBACK if self.http_host in ("0.0.0.0", "::", "") else self.http_host
         return f"http://{authority(host, self.http_port)}"
+
+    def redis_url_of(self, role: str) -> str:
+        return self.redis_urls.get(role, self.redis_url)
 
     def nats_url_of(self, credential: Credential) -> str:
         return self.nats_url or credential.nats_url(self.nats_host, self.nats_port)
@@ -336,6 +341,9 @@ def _service(
         arguments += ["--http-host", endpoints.http_host, "--http-port", str(endpoints.http_port)]
         environ[OPERATOR_VARIABLE] = endpoints.operator_token
         arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway
+    redis = {}
+    if credential.role in REDIS_ROLES:  # the others need none
+        redis["HEARTH_REDIS_URL"] = endpoints.redis_url_of(credential.role)
     return ProcessSpec(
         process_id=credential.process_id,
         argv=(sys.executable, "-m", "services", _COMMANDS[credential.role], *arguments),
@@ -344,7 +352,7 @@ def _service(
             **thread_environ(1 if device is None else num_threads),
             "PYTHONPATH": python_path(environ),
             "HEARTH_NATS_URL": endpoints.nats_url_of(credential),
-            "HEARTH_REDIS_URL": endpoints.redis_url,
+            **redis,
         },
         start_order={"kv_index": 1, "scheduler": 1, "gateway": 3}.get(credential.role, 2),
     )

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from services.cli.operators.audited import audited
+
 app = typer.Typer()
 
 Alias = Annotated[str, typer.Argument(metavar="NAME", help="Alias: the name in requests.")]
@@ -17,6 +19,7 @@ RedisUrl = Annotated[
 
 
 @app.command(epilog="Example:  hearth model alias fast hearth-demo --tenant team-a")
+@audited("model alias")
 def alias(
     name: Alias,
     model: Annotated[str, typer.Argument(help="Name of the model that the cluster serves.")],
@@ -34,6 +37,7 @@ def alias(
 
 
 @app.command(epilog="Example:  hearth model unalias fast --tenant team-a")
+@audited("model unalias")
 def unalias(name: Alias, tenant: Tenant = None, redis_url: RedisUrl = None) -> None:
     """Remove an alias: gateways reject requests for it within a second."""
     from services.cli.models.alias_table import with_alias_admin

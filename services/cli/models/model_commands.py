@@ -8,6 +8,7 @@ import typer
 
 from services.cli.models import alias_commands
 from services.cli.models.alias_commands import RedisUrl
+from services.cli.operators.audited import audited
 
 model_app = typer.Typer(
     help="Models: the catalogue of what the cluster can serve, and other names for models.",
@@ -77,6 +78,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
     epilog="Examples:  hearth model add qwen ~/models/qwen --alias fast --standby 1 --pin  ·  "
     "hearth model add qwen org/name --revision may --canary 5"
 )
+@audited("model add")
 def add(
     name: Name,
     source: Annotated[
@@ -112,6 +114,7 @@ def add(
 
 
 @model_app.command("set", epilog="Example:  hearth model set qwen --priority 5 --tenant all")
+@audited("model set")
 def set_settings(
     name: Name,
     tenant: Tenants = None,
@@ -148,6 +151,7 @@ def show(
 
 
 @model_app.command(epilog="Examples:  hearth model remove qwen  ·  … --revision r1")
+@audited("model remove")
 def remove(
     name: Name,
     revision: Annotated[
@@ -164,6 +168,7 @@ def remove(
 @model_app.command(
     epilog="Examples:  hearth model promote qwen r2  ·  hearth model promote qwen r2 --canary 20"
 )
+@audited("model promote")
 def promote(
     name: Name,
     revision: Revision,
@@ -184,6 +189,7 @@ def promote(
 
 
 @model_app.command(epilog="Example:  hearth model pin qwen")
+@audited("model pin")
 def pin(name: Name, redis_url: RedisUrl = None) -> None:
     """Keep a model hot once it is: hosts never park it."""
     from services.cli.models.catalogue_changes import set_pinned
@@ -192,6 +198,7 @@ def pin(name: Name, redis_url: RedisUrl = None) -> None:
 
 
 @model_app.command(epilog="Example:  hearth model unpin qwen")
+@audited("model unpin")
 def unpin(name: Name, redis_url: RedisUrl = None) -> None:
     """Let hosts park a model again."""
     from services.cli.models.catalogue_changes import set_pinned
@@ -200,6 +207,7 @@ def unpin(name: Name, redis_url: RedisUrl = None) -> None:
 
 
 @model_app.command(epilog="Example:  hearth model wake qwen --host host-1")
+@audited("model wake")
 def wake(
     name: Name,
     revision: HostedRevision = None,
@@ -215,6 +223,7 @@ def wake(
 
 
 @model_app.command(epilog="Example:  hearth model park qwen")
+@audited("model park")
 def park(
     name: Name,
     revision: HostedRevision = None,

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from services.cli.operators.audited import audited
+
 app = typer.Typer()
 
 
@@ -13,6 +15,7 @@ app = typer.Typer()
     rich_help_panel="Operate",
     epilog="Examples:  hearth role worker-1 prefill  ·  hearth role worker-2 both",
 )
+@audited("role")
 def role(
     worker: Annotated[str, typer.Argument(help="Process id, as in `hearth status`.")],
     roles: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both.")],

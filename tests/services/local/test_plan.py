@@ -13,6 +13,7 @@ from services.local.plan import (
     plan_services,
     worker_counts,
 )
+from services.local.redis_acl import REDIS_ROLES
 from shared.errors import ConfigError
 
 ENDPOINTS = Endpoints(
@@ -57,7 +58,8 @@ def test_secrets_are_in_the_environment_and_not_in_argv(tmp_path: Path) -> None:
     specs = plan_services(chosen, credentials, ENDPOINTS, num_cores=2, environ={})
     for credential, spec in zip(credentials, specs, strict=True):
         assert spec.environ["HEARTH_NATS_URL"] == credential.nats_url("127.0.0.1", 4222)
-        assert spec.environ["HEARTH_REDIS_URL"] == ENDPOINTS.redis_url
+        redis_url = spec.environ.get("HEARTH_REDIS_URL")
+        assert redis_url == (ENDPOINTS.redis_url if credential.role in REDIS_ROLES else None)
         line = " ".join(spec.argv)
         assert credential.password not in line
         assert "secret-word" not in line

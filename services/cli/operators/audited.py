@@ -1,0 +1,71 @@
+"""Records operators' commands."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from socket import gethostname
+from typing import Any, ParamSpec, TypeVar
+
+from shared.errors import HearthError
+
+DONE = "done"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def audited(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """For an operator's command `name`. Its end is recorded, also if it fails; where no Redis takes
+    the line of one that has changed something, standard error says so.
+    """
+
+    def decorate(command: Callable[P, T]) -> Callable[P, T]:
+        parameters = signature(command)
+
+        @wraps(command)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            outcome = "failed"
+            try:
+                result = command(*args, **kwargs)
+                outcome = DONE
+                return result
+            except HearthError as error:
+                outcome = error.code
+                raise
+            finally:
+                _record(name, parameters.bind(*args, **kwargs).arguments, outcome)
+
+        return run
+
+    return decorate
+
+
+def _record(name: str, given: Mapping[str, Any], outcome: str) -> None:
+    from services.cli.tenant_tables import with_store
+    from shared.tenancy import audit
+
+    redis_url = given.get("redis_url") or os.environ.get("HEARTH_REDIS_URL")
+    changes = given.get("changes") or {}
+    arguments = audit.shown_arguments({**given, **changes, "changes": None})
+    try:
+        with_store(
+            redis_url,
+            lambda store: audit.record(
+                store, who=_who(), command=name, arguments=arguments, outcome=outcome
+            ),
+        )
+    except HearthError as error:
+        if outcome == DONE:  # else its own error says more
+            print(f"note: this command is not in the audit: {error.message}", file=sys.stderr)
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a user id without a name
+        user = str(os.getuid())
+    return f"{user}@{gethostname()}"

@@ -1,0 +1,93 @@
+"""`hearth redis-acl` and `hearth audit`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from services.cli.operators.audited import audited
+from shared.errors import ConfigError
+
+OPERATE = "Operate"
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis URL (default: the local cluster's)."),
+]
+
+app = typer.Typer()
+MAX_SHOWN = 10_000
+
+
+@app.command(
+    "redis-acl",
+    rich_help_panel=OPERATE,
+    epilog="Example:  HEARTH_REDIS_GATEWAY_PASSWORD=… hearth redis-acl gateway >> users.acl",
+)
+def redis_acl(
+    roles: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROLE]...", help="Default: all.")
+    ] = None,
+    is_applied: Annotated[
+        bool, typer.Option("--apply", help="Make the users at the Redis URL, and print nothing.")
+    ] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Print a Redis user for each role: gateway, kv_index, host, operator.
+
+    Each has the commands and keys that the role needs. The lines are those of an ACL file, or of
+    redis.conf. Passwords come from HEARTH_REDIS_<ROLE>_PASSWORD; the lines have their digests. A
+    process logs in with redis://ROLE:PASSWORD@HOST:PORT.
+    """
+    from services.local.redis_acl import REDIS_ROLES, acl_line, acl_rules
+
+    found = {_role(each): _password(_role(each)) for each in roles or REDIS_ROLES}
+    if not is_applied:
+        for role, password in found.items():
+            print(acl_line(role, password))
+        return
+    _apply({role: acl_rules(role, password) for role, password in found.items()}, redis_url)
+
+
+@audited("redis-acl")
+def _apply(roles: Mapping[str, Sequence[str]], redis_url: str | None) -> None:
+    from services.cli.operators.redis_users import set_users
+
+    set_users(redis_url, roles)
+
+
+def _role(text: str) -> str:
+    """Raises ConfigError."""
+    from services.local.redis_acl import REDIS_ROLES
+
+    role = text.replace("-", "_")
+    if role not in REDIS_ROLES:
+        raise ConfigError(f"no Redis user for role {text!r}, only {', '.join(REDIS_ROLES)}")
+    return role
+
+
+def _password(role: str) -> str:
+    """Raises ConfigError."""
+    name = f"HEARTH_REDIS_{role.upper()}_PASSWORD"
+    found = os.environ.get(name, "")
+    if not found:
+        raise ConfigError(f"{name} is not set: the password of the Redis user {role}")
+    return found
+
+
+@app.command(rich_help_panel=OPERATE, epilog="Example:  hearth audit --count 1000 --json | jq")
+def audit(
+    count: Annotated[
+        int, typer.Option(min=1, max=MAX_SHOWN, help="The last so many commands.")
+    ] = 50,
+    redis_url: RedisUrl = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Show the last commands of operators: who, what, when. Redis holds some 10,000."""
+    from services.cli.operators.audit_table import read_audit, show_audit
+    from services.cli.tenant_tables import print_json
+
+    lines = read_audit(redis_url, count)
+    print_json(lines) if json else show_audit(lines)

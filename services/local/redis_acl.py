@@ -1,0 +1,86 @@
+"""Redis users, one for each role, with the commands and keys that the role needs.
+
+A key pattern grants all of a role's commands: Redis does not tell a script's reads from its writes.
+No role may read other databases' keys, see other clients, or change the server.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import NamedTuple
+
+_CONNECTION = ("auth", "hello", "ping", "select", "client|setinfo")
+_SCRIPTS = ("evalsha", "eval", "script|load")
+_READ = (
+    "get",
+    "mget",
+    "strlen",
+    "hget",
+    "hgetall",
+    "hmget",
+    "hexists",
+    "hkeys",
+    "hlen",
+    "exists",
+    "ttl",
+    "time",
+)
+_READ_SETS = ("zcard", "zrange", "zrangebyscore", "zscore")
+_WRITE = ("set", "setnx", "incrby", "del", "expire", "hset", "hsetnx", "hdel", "hincrby")
+_WRITE_SETS = ("zadd", "zrem", "zremrangebyscore")
+_PREFIXES = (
+    "hearth:*:prefix:*",
+    "hearth:*:prefixes",
+    "hearth:*:pinned_prefixes",
+    "hearth:*:pinned_prefix:*",
+    "hearth:pinned_prefixes:*",
+)
+_CATALOGUE = "hearth:model:*"
+
+
+class RedisRole(NamedTuple):
+    commands: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+_DATA = (*_CONNECTION, *_SCRIPTS, *_READ, *_READ_SETS, *_WRITE, *_WRITE_SETS)
+REDIS_ROLES: dict[str, RedisRole] = {
+    "gateway": RedisRole(
+        _DATA,
+        (
+            "hearth:generation",
+            "hearth:tenants",
+            "hearth:api_key:*",
+            "hearth:*:meter",
+            "hearth:*:open",
+            "hearth:*:usage:*",
+            "hearth:usage_batch:*",
+            "hearth:*:response:*",
+            "hearth:*:responses:*",
+            _CATALOGUE,
+            *_PREFIXES,
+        ),
+    ),
+    "kv_index": RedisRole(_DATA, ("hearth:tenants", *_PREFIXES)),
+    "host": RedisRole((*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), (_CATALOGUE,)),
+    "operator": RedisRole((*_DATA, "xadd", "xrevrange"), ("hearth:*",)),
+}
+
+
+def acl_rules(role: str, password: str) -> list[str]:
+    """What follows the user's name in ACL SETUSER, and in a configuration. Of the password it has
+    the SHA-256 alone.
+    """
+    allowed = REDIS_ROLES[role]
+    return [
+        "reset",
+        "on",
+        f"#{sha256(password.encode()).hexdigest()}",
+        *(f"~{each}" for each in allowed.keys),
+        *(f"+{each}" for each in allowed.commands),
+    ]
+
+
+def acl_line(role: str, password: str) -> str:
+    """Of a Redis configuration or an ACL file; the user is named like the role."""
+    return f"user {role} {' '.join(acl_rules(role, password))}"

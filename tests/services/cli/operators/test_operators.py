@@ -1,0 +1,103 @@
+"""The audit of operators' commands, and Redis users made on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from typer.testing import CliRunner, Result
+
+from services.__main__ import app
+from shared.tenancy import audit
+from tests.servers import RedisServer
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def url(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("HEARTH_REDIS_URL", redis_server.url)
+    yield redis_server.url
+    client = redis.Redis.from_url(redis_server.url)
+    client.delete(audit.AUDIT, *client.keys("hearth:*audited*"))
+    client.close()
+
+
+def hearth(*arguments: str) -> Result:
+    return RUNNER.invoke(app, list(arguments), catch_exceptions=True)
+
+
+def lines(count: int = 50) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(
+        hearth("audit", "--json", "--count", str(count)).stdout
+    )
+    return found
+
+
+def test_commands_that_change_something_are_recorded_without_secrets(url: str) -> None:
+    made = hearth("tenant", "add", "audited", "--requests-per-min", "7")
+    assert made.exit_code == 0
+    key = hearth("tenant", "rotate", "audited").stdout.split()[0]
+    assert hearth("tenant", "list").exit_code == 0
+    secret = "https://user:word@hub.example/org/name"
+    hearth("model", "add", "audited", secret)
+    assert hearth("tenant", "revoke", "nobody", "--all").exit_code != 0
+    hearth("model", "remove", "audited")
+    found = lines()
+    assert [each["command"] for each in found] == [
+        *("tenant add", "tenant rotate", "model add", "tenant revoke", "model remove")
+    ]
+    assert [each["outcome"] for each in found][:2] == ["done", "done"]
+    assert found[3]["outcome"] != "done"
+    assert json.loads(found[0]["arguments"]) == {"requests_per_min": 7, "tenant": "audited"}
+    assert all("@" in each["who"] and each["at"] > 1.6e9 for each in found)
+    text = json.dumps(found, ensure_ascii=False)
+    for hidden in (key, made.stdout.strip(), "user:word", url):
+        assert hidden not in text
+    assert "tenant rotate" in hearth("audit").stdout
+    assert [each["command"] for each in lines(1)] == ["model remove"]
+
+
+def test_stream_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_LINES", 5)
+    client = redis.Redis.from_url(url)
+    client.config_set("stream-node-max-entries", 2)
+    for _ in range(12):
+        hearth("tenant", "revoke", "nobody", "--all")
+    assert 5 <= client.xlen(audit.AUDIT) <= 8
+    client.config_set("stream-node-max-entries", 100)
+    client.close()
+
+
+def test_command_that_cannot_be_recorded_says_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = redis.Redis.from_url(url)
+    client.set(audit.AUDIT, "another type")
+    made = hearth("tenant", "add", "audited-2")
+    assert made.exit_code == 0
+    assert "not in the audit" in made.stderr
+    client.close()
+
+
+def test_users_are_printed_or_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = hearth("redis-acl", "kv-index")
+    assert missing.exit_code != 0 and "HEARTH_REDIS_KV_INDEX_PASSWORD" in str(missing.exception)
+    monkeypatch.setenv("HEARTH_REDIS_KV_INDEX_PASSWORD", "the word")
+    printed = hearth("redis-acl", "kv-index").stdout
+    assert printed.startswith("user kv_index reset on #") and "word" not in printed
+    assert lines() == [], "nothing was changed"
+    assert hearth("redis-acl", "kv-index", "--apply").stdout == ""
+    port = url.rpartition(":")[2].removesuffix("/0")
+    client = redis.Redis.from_url(f"redis://kv_index:the%20word@127.0.0.1:{port}/0")
+    client.zcard("hearth:acme:prefixes")
+    with pytest.raises(redis.exceptions.ResponseError):
+        client.hgetall("hearth:api_key:0ff")
+    client.close()
+    admin = redis.Redis.from_url(url)
+    admin.execute_command("ACL", "DELUSER", "kv_index")
+    admin.close()
+    assert [each["command"] for each in lines()] == ["redis-acl"]
+    assert "word" not in json.dumps(lines())
+    assert hearth("redis-acl", "worker").exit_code != 0
