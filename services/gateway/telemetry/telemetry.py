@@ -21,6 +21,7 @@ from services.gateway.telemetry.phases import (
     submitted_at,
     try_of,
 )
+from services.gateway.telemetry.refusal_samples import RefusalSamples
 from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.telemetry.timeline_ring import TimelineRing
 from services.gateway.telemetry.trace_context import caller_context
@@ -80,6 +81,7 @@ class RequestTelemetry:
         self.ring = TimelineRing()
         # apart: a tenant over its limits must not displace the timelines of others
         self._refused = TimelineRing(MAX_REFUSED)
+        self._samples = RefusalSamples()
 
     @property
     def num_dropped_spans(self) -> int:
@@ -147,9 +149,17 @@ class RequestTelemetry:
 
     def _add(self, timeline: Timeline, ring: TimelineRing) -> bytes:
         encoded = ring.add(timeline)
-        _log(timeline)
+        self._log(timeline)
         self._observe(timeline)
         return encoded
+
+    def _log(self, timeline: Timeline) -> None:
+        num_refusals = 1
+        if not timeline.tries:  # no worker was asked: refusals cost their sender nothing
+            now = self._clock.now()
+            num_refusals = self._samples.num_to_log(timeline.tenant_id, timeline.outcome, now)
+        if num_refusals:
+            _log(timeline, **({"num_refusals": num_refusals} if num_refusals > 1 else {}))
 
     def _timeline(
         self, record: RequestRecord, model: str, now: float, output: EndedOutput
@@ -215,7 +225,7 @@ def _processes(timeline: Timeline) -> set[str]:
     return {timeline.gateway_id, *workers, *schedulers} - {""}
 
 
-def _log(timeline: Timeline) -> None:
+def _log(timeline: Timeline, **more: object) -> None:
     last = timeline.tries[-1] if timeline.tries else None
     phases: dict[str, float] = {}
     for each in (timeline.gateway_phases, *(each.phases for each in timeline.tries)):
@@ -236,4 +246,5 @@ def _log(timeline: Timeline) -> None:
         worker="" if last is None else last.worker_id,
         prefill_worker="" if last is None else last.prefill_worker_id,
         num_resubmissions=timeline.num_resubmissions,
+        **more,
     )
