@@ -67,6 +67,7 @@ MEANING = {
     "unknown_placement": "the worker does not hold the request any more (between processes)",
     "context_length_exceeded": "the prompt does not fit the context of the model",
     "payload_too_large": "the body, or the field `param`, is larger than its bound",
+    "unsupported_media_type": "the body is compressed or encoded in a form that is not read",
     "overloaded": "a queue, the gateway or a tenant's output buffer is full",
     "rate_limit_exceeded": "a limit of the tenant; the four codes below name it",
     "requests_per_min_exceeded": "the tenant's requests of this minute are used up",

@@ -19,6 +19,7 @@ from litestar.utils.scope.state import ScopeState
 
 from services.gateway.dialects import dialect_of
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.http.body_encoding import BodyEncoding
 from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.request.opener import Opener
@@ -117,32 +118,38 @@ class Admission:
         return _replayed(read.data, receive, body)
 
     async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
-        """Raises PayloadTooLarge, Overloaded and ClientDisconnected."""
+        """Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and ClientDisconnected."""
         announced = _header(scope, b"content-length")
         if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
             raise self._too_large()
-        chunks, num_bytes = [], 0
+        kind = _header(scope, b"content-type")
+        encoding = BodyEncoding(_header(scope, b"content-encoding"), kind)
+        parts, num_bytes = [], 0
         while True:
             event: dict[str, Any] = await receive()  # type: ignore[assignment]
             if event["type"] == "http.disconnect":
                 raise ClientDisconnected("the client closed the connection")
-            chunk = event.get("body", b"")
-            num_bytes += len(chunk)
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            body.add(len(chunk))
-            chunks.append(chunk)
+            for part in encoding.parts(event.get("body", b"")):
+                num_bytes += len(part)
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+                body.add(len(part))
+                parts.append(part)
             if not event.get("more_body", False):
-                return b"".join(chunks)
+                return encoding.text(b"".join(parts))
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
 
 
 def _authorization(scope: Scope) -> str | None:
-    """Anthropic's clients send the key alone, in a header of their own."""
+    """Anthropic's clients send the key in a header of their own, perhaps beside one that is empty,
+    or that a proxy wants.
+    """
     header, api_key = _header(scope, b"authorization"), _header(scope, b"x-api-key")
-    return f"Bearer {api_key}" if header is None and api_key is not None else header
+    scheme, _, token = (header or "").partition(" ")
+    is_bearer = scheme.lower() == "bearer" and token.strip()
+    return header if is_bearer or not api_key else f"Bearer {api_key}"
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

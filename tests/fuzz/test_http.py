@@ -41,7 +41,7 @@ ANSWER = "hello world, how are you? 😀 東京"
 MAX_BODY_BYTES = 256 * 1024
 ANSWER_S = 20.0
 PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter for incomplete requests
-STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504, 529)
+STATUSES = (200, 204, 400, 401, 404, 405, 413, 415, 429, 503, 504, 529)
 
 COMMON: dict[str, Any] = {
     "model": "tiny",

@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from services.gateway.http.errors import shortened
+from services.gateway.http.errors import UnsupportedMediaType, shortened
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.tenancy.errors import PermissionDenied, RateLimited
 from shared.errors import (
@@ -45,6 +45,7 @@ TYPES: dict[type[HearthError], ErrorType] = {
     PermissionDenied: ErrorType("permission_error", 403),
     UnknownModel: ErrorType("not_found_error", 404),
     PayloadTooLarge: ErrorType("request_too_large", 413),
+    UnsupportedMediaType: ErrorType("invalid_request_error", 415),
     RateLimited: ErrorType("rate_limit_error", 429),
     ClientDisconnected: ErrorType("api_error", 499),
     DeadlineExceeded: ErrorType("timeout_error", 504),

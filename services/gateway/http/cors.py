@@ -11,6 +11,7 @@ from litestar.config.cors import CORSConfig
 # What a script may read besides the body.
 EXPOSED = (
     "retry-after",
+    "request-id",
     "x-request-id",
     *(
         f"x-ratelimit-{state}-{kind}"

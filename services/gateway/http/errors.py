@@ -19,6 +19,11 @@ class MethodNotAllowed(InvalidRequest):
     http_status = 405
 
 
+class UnsupportedMediaType(InvalidRequest):
+    code = "unsupported_media_type"
+    http_status = 415
+
+
 def error_of_http(error: HTTPException) -> HearthError:
     if error.status_code == 404:
         return RouteNotFound("there is no such route")

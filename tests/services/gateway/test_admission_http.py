@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
+import zlib
 from typing import Any
 
 import httpx
@@ -140,13 +142,47 @@ async def test_large_body_of_any_type_is_decoded_in_a_process(
     assert not sizes or max(sizes) < len(content)
 
 
+def gzipped(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)
+
+
+PROMPT = json.dumps({"prompt": "hello"})
+BOMB = gzipped(b" " * 50_000_000)
+ENCODED: list[tuple[dict[str, str], bytes, int]] = [
+    ({"content-encoding": "gzip"}, gzipped(PROMPT.encode()), 200),
+    ({"content-encoding": "gzip"}, gzipped(b"  ") + gzipped(PROMPT.encode()), 200),
+    ({"content-encoding": "deflate"}, zlib.compress(PROMPT.encode()), 200),
+    ({"content-encoding": "identity"}, PROMPT.encode(), 200),
+    ({"content-type": 'application/json; charset="UTF-8"'}, PROMPT.encode("utf-8-sig"), 200),
+    ({"content-encoding": "gzip"}, gzipped(PROMPT.encode())[:-9], 415),
+    ({"content-encoding": "gzip"}, PROMPT.encode(), 415),
+    ({"content-encoding": "br"}, PROMPT.encode(), 415),
+    ({"content-encoding": "gzip"}, BOMB[:60_000], 413),
+    ({"content-type": "application/json; charset=utf-16"}, PROMPT.encode("utf-16"), 415),
+    ({}, PROMPT.encode("utf-16"), 415),
+    ({}, PROMPT.encode("utf-16-le"), 415),
+    ({}, PROMPT.encode("utf-32-be"), 415),
+    ({"content-type": "application/json; charset=latin-1"}, PROMPT.encode(), 415),
+]
+
+
+async def test_encodings_of_a_body(acme: Acme) -> None:
+    """A body counts as what it becomes; an encoding that is not read is named."""
+    await acme.configure()
+    for headers, content, status in ENCODED:
+        given = {"content-type": "application/json", **headers}
+        response = await acme.http.post("/tokenize", content=content, headers=given)
+        assert response.status_code == status, (headers, response.text)
+    assert not acme.cluster.gateway._body_budget.num_bytes
+
+
 BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
     (CHAT, TOO_LONG, 400, "context_length_exceeded", "messages"),
     (CHAT, {**BODY, "tools": [{}]}, 400, "invalid_request", "tools[0].function"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
      413, "", "messages[0].content"),
     (COMPLETIONS, {"prompt": ["a"] * 257}, 413, "", "prompt"),
-    (EMBEDDINGS, {"input": ["a"] * 257}, 413, "", "input"),
+    (EMBEDDINGS, {"input": ["a"] * 1001}, 413, "", "input"),
 ]  # fmt: skip
 
 
@@ -176,7 +212,7 @@ async def test_body_is_freed_after_its_response(acme: Acme) -> None:
     gc.disable()
     try:
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        lines = ("POST /tokenize HTTP/1.1", f"authorization: Bearer {KEY}",
+        lines = ("POST /tokenize HTTP/1.1", "host: x", f"authorization: Bearer {KEY}",
                  f"content-length: {num_bytes}")  # fmt: skip
         body = json.dumps({"prompt": "hello"}).encode().ljust(num_bytes)
         writer.write("\r\n".join([*lines, "", ""]).encode() + body)

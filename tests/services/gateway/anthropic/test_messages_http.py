@@ -211,6 +211,9 @@ async def test_key_in_a_header_of_its_own(cluster: Cluster) -> None:
         assert (await http.post(COUNT, json=BODY)).status_code == 200
         assert (await http.get("/v1/models")).status_code == 200
         assert (await http.head("/")).status_code == 200
+        for other in ("", "Basic dTpw", "Bearer"):
+            answer = await http.post(COUNT, json=BODY, headers={"authorization": other})
+            assert answer.status_code == 200, (other, answer.text)
 
 
 async def test_models_have_the_fields_of_both_lists(cluster: Cluster) -> None:

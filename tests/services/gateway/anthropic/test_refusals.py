@@ -114,7 +114,7 @@ async def test_bad_field_is_named(cluster: Cluster, fields: dict[str, Any], fiel
 async def test_bad_json(cluster: Cluster) -> None:
     headers = {"content-type": "application/json"}
     for path in (MESSAGES, COUNT):
-        for data in (b"", b"{", b"[]", b"\xff\xfe", b"[" * 30_000, b"null", b'"x"'):
+        for data in (b"", b"{", b"[]", b"\xff\xfd", b"[" * 30_000, b"null", b'"x"'):
             response = await cluster.http.post(path, content=data, headers=headers)
             check_rejected(response, 400, "invalid_request_error")
     form = await cluster.http.post(MESSAGES, data={"model": "tiny"})
