@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.schemas.integral_numbers import MAX_NUMBERS, with_integer
 from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_NEUTRAL_BYTES = 256  # of a neutral value, with the spaces that a client writes
@@ -116,7 +117,7 @@ class SupportedFields:
     def decode(self, data: bytes | msgspec.Raw) -> Any:
         """Raises InvalidRequest, with `param` set if one field is invalid."""
         try:
-            body = self._decoder.decode(data)
+            body = self._decoded(data)
             others = self._others.decode(data)
         except msgspec.ValidationError as error:
             raise _invalid_field(str(error)) from error
@@ -129,6 +130,18 @@ class SupportedFields:
             if raw is not msgspec.UNSET and not _is_one_of(raw, neutral):
                 raise InvalidRequest(f"{name} is not supported with this value", param=name)
         return body
+
+    def _decoded(self, data: bytes | msgspec.Raw) -> Any:
+        """Raises DecodeError, UnicodeDecodeError and RecursionError."""
+        for _ in range(MAX_NUMBERS):
+            try:
+                return self._decoder.decode(data)
+            except msgspec.ValidationError as error:
+                changed = with_integer(bytes(data), str(error))
+                if changed is None:
+                    raise
+                data = changed
+        return self._decoder.decode(data)
 
 
 def check_count(param: str, count: int, limit: int) -> None:

@@ -113,3 +113,24 @@ def test_body_bytes_of_a_tenant_and_of_the_gateway_are_bounded() -> None:
     for each in (first, first, second, other):
         each.release()
     assert budget.num_bytes == 0 and not budget._by_tenant
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [("8.0", 8), ("1e3", 1000), ("-0.0", 0), ("8.5", None), ("1e300", None), ("1e400", None)],
+)
+def test_a_number_without_a_fraction_is_an_integer(number: str, expected: int | None) -> None:
+    """In each place that demands one, and in no other: templates see what the client wrote."""
+    fields = f'"seed": {number}, "stop_token_ids": [5, {number}], "priority": {number}'
+    kwargs = f'"chat_template_kwargs": {{"a": {number.replace("e400", "e3")}, "b": {10**30}}}'
+    messages = '"messages": [{"role": "user", "content": "x"}]'
+    data = f"{{{messages}, {fields}, {kwargs}}}".encode()
+    if expected is None:
+        with pytest.raises(InvalidRequest) as refusal:
+            CHAT_FIELDS.decode(data)
+        assert refusal.value.param == "seed"
+        return
+    body = CHAT_FIELDS.decode(data)
+    assert (body.seed, body.stop_token_ids, body.priority) == (expected, [5, expected], expected)
+    assert isinstance(body.chat_template_kwargs["a"], float)
+    assert body.chat_template_kwargs["b"] == 10**30
