@@ -35,7 +35,7 @@ from shared.errors import InvalidRequest
 
 # Formats whose trigger opens one call; the trigger of the others opens all calls of an answer.
 _TRIGGER_PER_CALL: frozenset[CallFormat] = frozenset(
-    ("hermes", "qwen_xml", "mistral_args", "function_gemma", "gemma4")
+    ("hermes", "qwen_xml", "glm", "mistral_args", "function_gemma", "gemma4")
 )
 
 

@@ -146,7 +146,7 @@ class ChatTemplate:
             has_tools = "tools" in names
             self.takes_tools = has_tools or self._for_tools is not None
             self._takes_calls = has_tools or "tool_calls" in source
-            self._has_xml_arguments = "<parameter=" in source
+            self._has_xml_arguments = "<parameter=" in source or "<arg_value>" in source
             self._has_null_content = _NULL_CONTENT.search(source) is not None
             self._has_thinking = _THINKING.search(source) is not None
         except Exception as error:  # constants of the template are computed, which may raise any

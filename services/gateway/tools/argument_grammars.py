@@ -31,15 +31,16 @@ from services.gateway.tools.tool import CustomFormat, Tool
 from services.gateway.tools.typed_values import (
     FUNCTION_GEMMA,
     GEMMA4,
+    JSON_IN_GLM,
     JSON_IN_XML,
     PYTHON,
     Notation,
     TypedValues,
 )
-from services.gateway.tools.xml_arguments import CLOSE, xml_arguments
+from services.gateway.tools.xml_arguments import argument_tags, xml_arguments
 from shared.errors import InvalidRequest
 
-ArgumentStyle = Literal["json", "xml", "python", "function_gemma", "gemma4"]
+ArgumentStyle = Literal["json", "xml", "glm", "python", "function_gemma", "gemma4"]
 
 WHITESPACE = r"[ \t\n\r]{0,4}"  # without a bound, models write whitespace until max_tokens
 INPUT_SCHEMA: dict[str, Any] = {
@@ -50,6 +51,7 @@ INPUT_SCHEMA: dict[str, Any] = {
 }
 _NOTATIONS: dict[ArgumentStyle, Notation] = {
     "xml": JSON_IN_XML,
+    "glm": JSON_IN_GLM,
     "python": PYTHON,
     "function_gemma": FUNCTION_GEMMA,
     "gemma4": GEMMA4,
@@ -114,8 +116,9 @@ def _typed_rules(
     unenforced = dict.fromkeys(graph.unenforced())
     param = tool.schema_param
     values = TypedValues(name, _NOTATIONS[style], graph, token_id_of, param=param)
-    if style == "xml":
-        arguments = xml_arguments(graph, values, param)
+    tags = argument_tags(style, token_id_of)
+    if tags is not None:
+        arguments = xml_arguments(graph, values, tags, param)
     else:
         shapes = [each for each in graph.alternatives(ROOT) if graph.has_value(each)]
         arguments = any_of(values.members(each, is_argument=True) for each in shapes)
@@ -133,11 +136,12 @@ def _typed_rules(
 def _custom_rules(
     name: str, tool: Tool, custom: CustomFormat, style: ArgumentStyle, token_id_of: TokenIdOf
 ) -> ArgumentRules:
+    tags = argument_tags(style, token_id_of)
     lines = [f"{name}_input: {_input(custom, style, tool.schema_param)}"]
     if style == "json":
         lines.append(rf'{name}: "{{\"input\":" " "? "\"" {name}_input "\"" " "? "}}"')
-    elif style == "xml":
-        lines.append(rf'{name}: "<parameter=input>\n" {name}_input {literal(CLOSE)}')
+    elif tags is not None:
+        lines.append(f"{name}: {tags.opening(literal('input'))} {name}_input {tags.close}")
     else:
         graph = SchemaGraph(INPUT_SCHEMA)
         values = TypedValues(name, _NOTATIONS[style], graph, token_id_of, param=tool.param)

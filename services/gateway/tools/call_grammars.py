@@ -66,6 +66,9 @@ _FRAMES: dict[CallFormat, _Frame] = {
         joint='"\\n"?',
         style="xml",
     ),
+    "glm": _Frame(
+        '«<tool_call>» "«name»\\n" «arguments» «</tool_call>»', joint='"\\n"?', style="glm"
+    ),
     "llama_json": _Frame(_json_call("parameters"), joint='";" " "?'),
     "pythonic": _Frame(
         '"«name»(" «arguments» ")"', joint=_COMMA, section='"[" «calls» "]"', style="python"
@@ -150,6 +153,7 @@ def _check_names(tool: Tool, style: ArgumentStyle) -> None:
     can_be: Callable[[str], bool] = {
         "json": lambda name: True,
         "xml": lambda name: not _TAG_ENDS.search(name),
+        "glm": lambda name: not _TAG_ENDS.search(name) and name == name.strip(),
         "python": lambda name: name.isidentifier() and not iskeyword(name),
     }.get(style, lambda name: _BARE_KEY.fullmatch(name) is not None)
     names = tool.name.split(".") if style == "python" else ()

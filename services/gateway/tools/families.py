@@ -81,6 +81,27 @@ QWEN_XML = Family(
         },
     ),
 )
+GLM = Family(
+    name="glm",
+    call_format="glm",
+    trigger="<tool_call>",
+    call_close="</tool_call>",
+    response_template=_template(
+        "<|assistant|>",
+        {
+            "open_pattern": (r"<tool_call>\s*(?P<name>[^<\s]+?)\s*(?=<arg_key>|</tool_call>)"),
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": (
+                    r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*"
+                    r"<arg_value>(?P<value>.*?)</arg_value>"
+                )
+            },
+            "transform": _BY_CAPTURE,
+        },
+    ),
+)
 LLAMA_JSON = Family(
     name="llama_json",
     call_format="llama_json",
@@ -278,6 +299,7 @@ FAMILIES: dict[str, Family] = {
     for each in (
         HERMES,
         QWEN_XML,
+        GLM,
         LLAMA_JSON,
         PYTHONIC,
         MISTRAL_LIST,

@@ -12,6 +12,7 @@ from services.gateway.text.history.call_ids import CallIds
 CallFormat = Literal[
     "hermes",
     "qwen_xml",
+    "glm",
     "llama_json",
     "pythonic",
     "mistral_list",

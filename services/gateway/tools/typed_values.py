@@ -53,6 +53,7 @@ JSON_IN_XML = Notation(
     refused="<\\/(parameter|function|tool_call)>",  # JSON can write `<\/`
     colon='":" " "?',
 )
+JSON_IN_GLM = msgspec.structs.replace(JSON_IN_XML, refused="<\\/(arg_key|arg_value|tool_call)>")
 
 _COMMA = '"," " "?'
 _UNESCAPED = r"""/[^"'\\\x00-\x1f\x7f]*/"""
@@ -131,29 +132,32 @@ class TypedValues:
         """The alternatives of the node that have a finite value."""
         return [each for each in self._graph.alternatives(node) if self._has_value(each)]
 
-    def closed(self, shape: Shape, close: str) -> Iterator[str]:
-        """Expressions of the shape's values with the text `close` after them. A scalar and `close`
-        are one terminal: the lexer takes the longest match, and bare text may go on after it.
+    def closed(self, shape: Shape, close: str, *, is_token: bool) -> Iterator[str]:
+        """Expressions of the shape's values with `close` after them. A scalar and a text are one
+        terminal: the lexer takes the longest match, and bare text may go on after it.
         """
         for value in shape.literals or ():
-            is_scalar = value is None or isinstance(value, bool | int | float)
-            closed = f"{self._written(value)} {literal(close)}"
+            is_scalar = not is_token and (value is None or isinstance(value, bool | int | float))
+            closed = f"{self._written(value)} {close}"
             yield self.terminal(closed) if is_scalar else f"({closed})"
         if shape.literals is not None:
             return
         for kind in KINDS:
             if kind in shape.written:
-                closed = f"{self._typed(kind, shape)} {literal(close)}"
+                closed = f"{self._typed(kind, shape)} {close}"
                 is_terminal = kind in ("boolean", "null") or (kind == "number" and not shape.bounds)
-                yield self.terminal(closed) if is_terminal else f"({closed})"
+                yield self.terminal(closed) if is_terminal and not is_token else f"({closed})"
 
-    def text(self, shape: Shape, close: str, *, other_parts: Iterable[str] = ()) -> str:
-        """A terminal of bare text that the shape and all of `other_parts` allow, and of `close`
-        after it.
+    def text(
+        self, shape: Shape, close: str, *, is_token: bool, other_parts: Iterable[str] = ()
+    ) -> str:
+        """Bare text that the shape and all of `other_parts` allow, and `close` after it: with a
+        text, one terminal.
         """
         inside = self._inside(shape, "/(?s:.*)/", (self._notation.refused,))
         inside = " & ".join((inside, *other_parts))
-        return self.terminal(f"{self.terminal(inside)} {close}")
+        closed = f"{self.terminal(inside)} {close}"
+        return f"({closed})" if is_token else self.terminal(closed)
 
     def rule(self, expression: str) -> str:
         name = self._new_name()

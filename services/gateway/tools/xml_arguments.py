@@ -1,32 +1,66 @@
-"""The grammar of arguments in Qwen's XML tags, by the rule of `schemas/argument_text.py`."""
+"""The grammar of arguments between the tags of Qwen and of GLM, by the rule of
+`schemas/argument_text.py`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from services.gateway.schemas.argument_text import READ_AS, TEXT, Kinds, kinds_of, read
 from services.gateway.schemas.graph import ROOT, SchemaGraph
 from services.gateway.schemas.shapes import Node, Shape, members
-from services.gateway.tools.lark import any_of, literal
+from services.gateway.tools.lark import TokenIdOf, any_of, literal, marker
 from services.gateway.tools.typed_values import TypedValues
 from shared.errors import InvalidRequest
 
-CLOSE = "\n</parameter>\n"
 _NUMBER_START = r"\s*[-0-9](?s:.*)"  # a number in bounds is no terminal, which text may extend
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_TAGS = re.compile("</(parameter|function|tool_call)>")
+_TAGS = re.compile("</(parameter|function|tool_call|arg_key|arg_value)>")
 
 
-def xml_arguments(graph: SchemaGraph, values: TypedValues, param: str) -> str:
+class Tags(NamedTuple):
+    """Expressions: what stands before and after a key, and after a value. `is_token`: whether the
+    last begins with a token, which no text contains.
+    """
+
+    before_key: str
+    after_key: str
+    close: str
+    is_token: bool = False
+
+    def opening(self, key: str) -> str:
+        """`key`: an expression."""
+        return f"{self.before_key} {key} {self.after_key}"
+
+
+def argument_tags(style: str, token_id_of: TokenIdOf) -> Tags | None:
+    """None for a style without tags."""
+    match style:
+        case "xml":
+            return Tags('"<parameter="', literal(">\n"), literal("\n</parameter>\n"))
+        case "glm":
+            key, after, value, close = (
+                marker(f"<{each}>", token_id_of)
+                for each in ("arg_key", "/arg_key", "arg_value", "/arg_value")
+            )
+            is_token = token_id_of("</arg_value>") is not None
+            end = f'{close} "\\n"' if is_token else literal("</arg_value>\n")
+            return Tags(key, f'{after} "\\n" {value}', end, is_token)
+    return None
+
+
+def xml_arguments(graph: SchemaGraph, values: TypedValues, tags: Tags, param: str) -> str:
     """Parameters in the order of the schema; `param`: the field of the tool, for errors."""
     shapes = [each for each in graph.alternatives(ROOT) if graph.has_value(each)]
-    return any_of(_Elements(graph, values, param).of(each) for each in shapes)
+    return any_of(_Elements(graph, values, tags, param).of(each) for each in shapes)
 
 
 class _Elements:
-    def __init__(self, graph: SchemaGraph, values: TypedValues, param: str) -> None:
+    def __init__(self, graph: SchemaGraph, values: TypedValues, tags: Tags, param: str) -> None:
         self._graph = graph
+        self._tags = tags
         self._values = values
         self._param = param
 
@@ -36,7 +70,7 @@ class _Elements:
         for key, node in named.items():
             if self._graph.is_finite(node):
                 kinds = kinds_of(self._graph, node)
-                opening = literal(f"<parameter={key}>\n")
+                opening = self._tags.opening(literal(key))
                 rule = self._values.rule(f"{opening} {self._value(node, kinds)}")
                 elements.append(rule if key in required else f"{rule}?")
         extra: Node | None = () if others is None and not named else others
@@ -44,7 +78,7 @@ class _Elements:
             refused = f" & ~/({'|'.join(map(re.escape, named))})/" if named else ""
             key = self._values.terminal(f"{_KEY}{refused}")
             value = self._value(extra, kinds_of(self._graph, extra))
-            rule = self._values.rule(f'"<parameter=" {key} ">\\n" {value}')
+            rule = self._values.rule(f"{self._tags.opening(key)} {value}")
             elements.append(f"{rule}*")
         return " ".join(elements) or literal("")
 
@@ -52,7 +86,8 @@ class _Elements:
         texts = list(self._texts(node, kinds))
         if kinds != TEXT:
             for shape in self._values.shapes(node):
-                texts += self._values.closed(shape, CLOSE)
+                close, is_token = self._tags.close, self._tags.is_token
+                texts += self._values.closed(shape, close, is_token=is_token)
         return any_of(texts)
 
     def _texts(self, node: Node, kinds: Kinds) -> Iterator[str]:
@@ -66,11 +101,14 @@ class _Elements:
             if shape.literals is not None:
                 strings = (each for each in shape.literals if isinstance(each, str))
                 yield from (
-                    literal(f"{each}{CLOSE}") for each in strings if self._is_bare(each, kinds)
+                    f"({literal(each)} {self._tags.close})"
+                    for each in strings
+                    if self._is_bare(each, kinds)
                 )
             elif "string" in shape.written and self._graph.has_value(shape):
                 others = [] if kinds == TEXT else [f"~/{refused}/"]
-                yield self._values.text(shape, literal(CLOSE), other_parts=others)
+                close, is_token = self._tags.close, self._tags.is_token
+                yield self._values.text(shape, close, is_token=is_token, other_parts=others)
 
     def _is_bare(self, text: str, kinds: Kinds) -> bool:
         if not _TAGS.search(text):

@@ -43,12 +43,16 @@ def read_calls(format: CallFormat, output: str) -> list[Call]:
         return [_python_call(each) for each in ast.parse(output, mode="eval").body.elts]
     if format == "qwen_xml":
         return [_xml_call(*each) for each in re.findall(_FUNCTION, output)]
+    if format == "glm":
+        return [_glm_call(*each) for each in re.findall(_GLM_CALL, output)]
     quote = re.escape(_GEMMA[format])
     return [_gemma_call(quote, *each) for each in re.findall(r"call:(\w+)(\{.*?\})<", output)]
 
 
 _FUNCTION = r"(?s)<tool_call>\n<function=(\w+)>\n(.*?)</function>\n</tool_call>"
 _PARAMETER = r"(?s)<parameter=(\w+)>\n(.*?)\n</parameter>\n"
+_GLM_CALL = r"(?s)<tool_call>(\w+)\n(.*?)</tool_call>"
+_GLM_ARGUMENT = r"(?s)<arg_key>(\w+)</arg_key>\n<arg_value>(.*?)</arg_value>\n"
 _TEXTS = ("city", "units", "input")
 
 
@@ -64,6 +68,11 @@ def _python_call(call: ast.Call) -> Call:
 
 def _xml_call(name: str, body: str) -> Call:
     pairs = re.findall(_PARAMETER, body)
+    return name, {key: value if key in _TEXTS else json.loads(value) for key, value in pairs}
+
+
+def _glm_call(name: str, body: str) -> Call:
+    pairs = re.findall(_GLM_ARGUMENT, body)
     return name, {key: value if key in _TEXTS else json.loads(value) for key, value in pairs}
 
 

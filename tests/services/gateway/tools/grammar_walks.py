@@ -27,6 +27,10 @@ MARKERS = (
     "<|/tool_call|>",
     "<start_function_call>",
     "<end_function_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
     "<escape>",
     "<|tool_call>",
     "<tool_call|>",
@@ -49,6 +53,7 @@ MARKERS = (
 # What ends strings and the calls of an answer.
 ENDS: dict[CallFormat, tuple[str, ...]] = {
     "qwen_xml": ("\n</parameter>\n",),
+    "glm": ("</arg_value>",),
     "pythonic": ("'", '"'),
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),

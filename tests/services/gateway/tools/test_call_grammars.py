@@ -40,6 +40,7 @@ SCHEMAS = {"weather": {**WEATHER, "additionalProperties": False}, "clock": {"max
 ONE_CALL = {
     "hermes": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     "qwen_xml": "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "glm": "<tool_call>clock\n</tool_call>",
     "llama_json": '{"name": "clock", "parameters": {}}',
     "pythonic": "[clock()]",
     "mistral_list": '[TOOL_CALLS][{"name": "clock", "arguments": {}}]',

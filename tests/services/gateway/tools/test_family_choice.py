@@ -50,12 +50,13 @@ def test_by_the_chat_template(model_files: ModelFiles) -> None:
 @pytest.mark.parametrize(
     ("source", "name"),
     [
+        ("<tool_call>{name} <arg_key>{key}</arg_key> <arg_value>", "glm"),
         ("<|header_start|> [func_name1(params_name1=params_value1)] <|python_start|>", "pythonic"),
         ('<|header_start|> {"name": name, "parameters": object} <|python_start|>', "llama_json"),
     ],
 )
-def test_templates_of_llama4(model_files: ModelFiles, source: str, name: str) -> None:
-    """Meta's asks for JSON, others for Python: each gets calls in the form that it asks for."""
+def test_templates_that_resemble_others(model_files: ModelFiles, source: str, name: str) -> None:
+    """Llama 4: Meta's asks for JSON, others for Python: each gets the form that it asks for."""
     assert family_of(files_of(model_files, WITH_TOOLS + source)).name == name
 
 

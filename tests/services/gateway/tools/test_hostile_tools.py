@@ -45,6 +45,7 @@ def test_definitions_do_not_multiply() -> None:
         ("pythonic", "f", "from"),
         ("function_gemma", "f", "user id"),
         ("qwen_xml", "f", "a>b"),
+        ("glm", "f", "a<b"),
     ],
 )
 def test_names_that_a_format_cannot_hold_are_refused(family: str, name: str, key: str) -> None:

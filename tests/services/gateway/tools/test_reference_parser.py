@@ -18,7 +18,7 @@ MESSAGES = (
 )
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen_xml", "deepseek_v31", "gemma4"])
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml", "glm", "deepseek_v31", "gemma4"])
 @pytest.mark.parametrize("message", MESSAGES)
 def test_same_message(name: str, message: Message) -> None:
     from transformers.utils.chat_parsing import parse_response

@@ -114,7 +114,9 @@ def messages(draw: st.DrawFn, family: str, *, imitates: bool) -> Message:
     texts = TEXT | IMITATIONS if imitates else TEXT
     values = VALUES | IMITATIONS if imitates else VALUES
     typed = {"n": st.integers(0, 9), "b": st.booleans()}
-    strings = texts if family == "qwen_xml" else values  # whose other values have declared types
+    strings = (
+        texts if family in ("qwen_xml", "glm") else values
+    )  # whose other values have declared types
     arguments = st.fixed_dictionaries({}, optional={**typed, "s": strings})
     calls = draw(st.lists(st.builds(Call, st.sampled_from(NAMES), arguments), max_size=5))
     content = draw(texts).strip()

@@ -35,13 +35,14 @@ from tests.services.gateway.tools.wire_formats import (
     wire_text,
 )
 
-TYPED = ("qwen_xml", "pythonic", "function_gemma", "gemma4")
+TAGGED = ("qwen_xml", "glm")
+TYPED = (*TAGGED, "pythonic", "function_gemma", "gemma4")
 NAME = "get_weather"
 NO_TOKENS = dict[str, int]().get
 
 
 def call_text(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    if name != "qwen_xml":
+    if name not in TAGGED:
         return wire_text(name, Message(calls=[Call(NAME, dict(arguments))]))
     kinds = ArgumentKinds(schema)
     texts = {key: written(value, kinds[key]) for key, value in arguments.items()}

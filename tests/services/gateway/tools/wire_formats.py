@@ -54,6 +54,19 @@ def _xml_call(call: Call) -> str:
     return f"\n<tool_call>\n<function={call.name}>\n{''.join(parameters)}</function>\n</tool_call>"
 
 
+def _glm(message: Message) -> str:
+    return _thought(message) + message.content + "".join(map(_glm_call, message.calls))
+
+
+def _glm_call(call: Call) -> str:
+    arguments = (
+        f"<arg_key>{key}</arg_key>\n"
+        f"<arg_value>{value if isinstance(value, str) else _json(value)}</arg_value>\n"
+        for key, value in call.arguments.items()
+    )
+    return f"\n<tool_call>{call.name}\n{''.join(arguments)}</tool_call>"
+
+
 def _llama_json(message: Message) -> str:
     calls = "; ".join(_json(_named(each, "parameters")) for each in message.calls)
     return calls or message.content
@@ -144,6 +157,7 @@ def _harmony(message: Message) -> str:
 _WRITERS: dict[str, Callable[[Message], str]] = {
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,
+    "glm": _glm,
     "llama_json": _llama_json,
     "pythonic": _pythonic,
     "mistral_list": _mistral_list,
@@ -159,6 +173,7 @@ _WRITERS: dict[str, Callable[[Message], str]] = {
 THINKING_FAMILIES = {
     "hermes",
     "qwen_xml",
+    "glm",
     "gemma4",
     "kimi",
     "deepseek_v3",
