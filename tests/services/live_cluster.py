@@ -96,7 +96,10 @@ class _Cluster:
 
     async def start_servers(self) -> None:
         nats_port = free_port()
-        users = [NatsUser(role, f"{role}-1", NATS_PASSWORD) for role in PROCESSES]
+        named = [(role, f"{role}-{number}") for role in PROCESSES for number in (1, 2)]
+        users = [NatsUser(role, name, NATS_PASSWORD) for role, name in named]
+        users.append(NatsUser("client", "client-1", NATS_PASSWORD))
+        users.append(NatsUser("operator", "operator-2", NATS_PASSWORD))
         config = nats_server_config(users, host="127.0.0.1", port=nats_port)
         path = self._folder / "nats.conf"
         path.write_text(config + (tls_block(str(self._folder)) if self._authority else ""))
