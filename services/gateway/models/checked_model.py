@@ -20,6 +20,7 @@ from services.gateway.models.model_check import (
 )
 from services.gateway.tools.family import Family
 from shared.errors import ConfigError
+from shared.transport.wire_errors import UNREADABLE, one_line
 
 MODULE = "services.gateway.models.model_check"
 WALL_LIMIT_S = 90.0  # of a process that waits for a disk; on a busy machine also for a core
@@ -78,7 +79,10 @@ def checked_family(model_dir: Path, choice: str, tool_format: str) -> Family:
         raise ConfigError(f"{model_dir}: reading it takes more than {WALL_LIMIT_S:g} s") from None
     if done.returncode != 0 or len(done.stdout) > MAX_REPLY_BYTES:
         raise ConfigError(f"{model_dir}: {_excess(done.returncode)}")
-    found = msgspec.msgpack.decode(done.stdout, type=ModelCheck)
+    try:
+        found = msgspec.msgpack.decode(done.stdout, type=ModelCheck)
+    except UNREADABLE as error:
+        raise ConfigError(f"{model_dir}: no result of its check: {one_line(error)}") from None
     if found.family is None:
         raise ConfigError(found.failure)
     return found.family

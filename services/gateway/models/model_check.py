@@ -7,6 +7,7 @@ all memory or end the process. Writes a `ModelCheck` to its output. `checked_mod
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -42,11 +43,14 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
 def main() -> None:
     model_dir, choice, tool_format = sys.argv[1:]
+    output = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # log lines go there
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, most))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.stdout.buffer.write(msgspec.msgpack.encode(check(Path(model_dir), choice, tool_format)))
+    with os.fdopen(output, "wb") as file:
+        file.write(msgspec.msgpack.encode(check(Path(model_dir), choice, tool_format)))
 
 
 def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
