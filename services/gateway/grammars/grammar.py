@@ -12,6 +12,7 @@ from services.gateway.grammars.whitespace import DEFAULT_PATTERN
 from services.gateway.schemas.disjoint import without_disjoint_one_of
 from services.gateway.schemas.endless import without_endless
 from services.gateway.schemas.enforceable import enforceable
+from shared.grammar.right_recursion import without_right_recursion
 from shared.grammar.spec import GrammarKind
 
 TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else None
@@ -33,7 +34,9 @@ def grammar_of(constraint: OutputConstraint) -> Grammar:
             return _json(constraint, msgspec.json.decode(constraint.source))
         case "choice":
             return choice_grammar(msgspec.json.decode(constraint.source))
-        case "regex" | "lark" | "gbnf" as kind:
+        case "lark":
+            return Grammar("lark", without_right_recursion(constraint.source))
+        case "regex" | "gbnf" as kind:
             return Grammar(kind, constraint.source)
 
 
