@@ -2,6 +2,8 @@
 
 pattern           look-around and references back are left out, or refused by name and place
 properties        without `type` an object, as every vendor reads it: JSON Schema lets null through
+integer           is at most 10^18 unless a bound says otherwise: without an end, models
+                  write digits until max_tokens
 format            date-time and time with second 60 only where RFC 3339 has it, email with the
                   lengths of RFC 5321: llguidance's own expressions let more through
 """
@@ -18,6 +20,8 @@ _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions")
 _NO_SCHEMA = frozenset(("enum", "const", "default", "examples", "required", "not", "if"))
 # Beside `properties`: a type, or what may bring one.
 _TYPED = frozenset(("type", "$ref", "enum", "const", "allOf", "anyOf", "oneOf"))
+_NUMBERED = frozenset(("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "multipleOf"))
+MOST = 10**18  # exact as a float
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<|\(\?P=")
 _NEVER = "look-around, bounds of words and references back"
 _SKIPPED = re.compile(r"\\\\|\[\^?\]?(?:\\.|[^\]\\])*\]")  # what may look like one of them
@@ -59,6 +63,8 @@ class _Rewriting:
             self._warnings.append(
                 f"properties without a type: objects alone are allowed at {pointer}/properties"
             )
+        if schema.get("type") == "integer" and not _NUMBERED & schema.keys():
+            found |= _bounds(schema)
         expression = _expression(schema.get("format"))
         if expression is not None and schema.get("type", "string") == "string":
             others = found.get("allOf")
@@ -99,6 +105,18 @@ class _Rewriting:
     def _lacks_pattern(self, schema: dict[str, Any]) -> bool:
         names = schema.get("patternProperties")
         return isinstance(names, dict) and not all(map(is_regular, names))
+
+
+def _bounds(schema: dict[str, Any]) -> dict[str, int]:
+    """The bounds that an integer lacks. None for one whose other bound is beyond them."""
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    most = schema.get("maximum", schema.get("exclusiveMaximum"))
+    bounds = {}
+    if least is None and (most is None or (isinstance(most, int | float) and most > -MOST)):
+        bounds["minimum"] = -MOST
+    if most is None and (least is None or (isinstance(least, int | float) and least < MOST)):
+        bounds["maximum"] = MOST
+    return bounds
 
 
 def _expression(name: Any) -> dict[str, Any] | None:

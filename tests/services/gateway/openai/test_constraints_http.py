@@ -15,7 +15,7 @@ from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of
 
 COMPLETIONS, RUN = "/v1/completions", "/client/v4/accounts/tenant-1/ai/run/tiny"
 BODIES: dict[str, dict[str, Any]] = {CHAT: BODY, COMPLETIONS: {"prompt": "hi"}, RUN: BODY}
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "boolean"}}}
 UNSUPPORTED: dict[str, Any] = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
 OPTIONS = {"lenient": True, "whitespace_pattern": r"[ \t\n\r]{0,4}"}
 

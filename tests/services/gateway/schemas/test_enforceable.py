@@ -100,6 +100,11 @@ def test_other_names_stay_allowed_without_a_pattern_of_names() -> None:
         ({"properties": {"a": {"properties": {}}}}, '{"a": 1}', False),
         ({"properties": {"a": {}}, "type": ["object", "null"]}, "null", True),
         ({"properties": {"a": {}}, "enum": [None]}, "null", True),
+        ({"type": "integer"}, "9" * 18, True),
+        ({"type": "integer"}, "-" + "9" * 19, False),
+        ({"type": "integer", "minimum": 0}, "9" * 19, False),
+        ({"type": "integer", "maximum": 10**18}, str(10**18), True),
+        ({"items": {"type": "integer"}, "type": "array"}, f"[{2 * 10**18}]", False),
         ({"format": "date-time"}, f'"{LEAP}Z"', True),
         ({"format": "date-time"}, f'"{LEAP}.5+00:00"', True),
         ({"format": "date-time"}, f'"{LEAP}+01:00"', False),
@@ -120,4 +125,4 @@ def test_values(accepts: Accepts, schema: Any, text: str, is_valid: bool) -> Non
     for is_strict in (True, False):
         grammar = json_grammar(schema, is_strict=is_strict)
         assert accepts(GrammarSpec(kind="json_schema", source=grammar.source), text) is is_valid
-    assert bool(json_grammar(schema).warnings) == ("format" not in schema and len(schema) == 1)
+    assert bool(json_grammar(schema).warnings) == ("properties" in schema and len(schema) == 1)
