@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 MODULE = "services.gateway.models.model_check"
-WALL_LIMIT_S = 90.0  # of a process that waits for a disk; on a busy machine also for a core
+WALL_LIMIT_S = 180.0  # of a process that waits for a disk; on a busy machine also for a core
 MAX_CHECKED = 1024
 MAX_REPLY_BYTES = 8 << 20
 ROOT = Path(services.__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ from shared.errors import CheckpointError, ConfigError
 from shared.messages import NumTokens
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
 from shared.tokenizer.end_tokens import end_token_ids
-from shared.tokenizer.special_tokens import read_special_tokens
+from shared.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 from shared.tokenizer.tokenizer_text import tokenizer_text
 from shared.transport.wire_errors import UNREADABLE
 
@@ -91,12 +91,7 @@ class ModelFiles:
         self.model_dir = model_dir
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         templates = read_templates(model_dir, config.chat_template)
-        try:
-            special = read_special_tokens(model_dir)
-            text = tokenizer_text(model_dir, special)
-            self.end_token_ids = end_token_ids(model_dir, text)
-        except CheckpointError as error:
-            raise ConfigError(error.message) from error
+        special, text, self.end_token_ids = read_tokenizer(model_dir)
         self.tokenizer = PromptTokenizer(text, templates.text, place=str(model_dir))
         self.defaults = _defaults(model_dir / "generation_config.json")
         self.limits = _read(model_dir / "config.json", ModelConfig)
@@ -138,6 +133,18 @@ class ModelFiles:
             markers=self.tokenizer.markers,
             variables=self.token_texts,
         )
+
+
+def read_tokenizer(model_dir: Path) -> tuple[SpecialTokens, str, tuple[int, ...]]:
+    """The special tokens, the text of `tokenizer.json`, and the ends of answers. Raises
+    ConfigError.
+    """
+    try:
+        special = read_special_tokens(model_dir)
+        text = tokenizer_text(model_dir, special)
+        return special, text, end_token_ids(model_dir, text)
+    except CheckpointError as error:
+        raise ConfigError(error.message) from error
 
 
 def _is_reranker(card: Path) -> bool:
