@@ -239,6 +239,7 @@ class GatewayService:
             models=self.models,
             reader_of=self._prefix_tokenizer,
             wall_clock=wall_clock,
+            region=self._config.region,
             root_key=root_key(self._config.cluster_secret),
         )
         watcher = PublicPrefixWatcher(

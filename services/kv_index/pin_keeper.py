@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
 
 import structlog
 
@@ -16,13 +18,15 @@ from services.kv_index.index import PrefixIndex
 from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.background import failing_alone
-from shared.errors import HearthError
+from shared.block_hash import PUBLIC_TENANT_ID
+from shared.errors import DependencyUnavailable, HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
 from shared.store import Store, StoreUnavailable
 from shared.subjects import pins as pins_of
 from shared.tenancy import pinned_prefix
+from shared.tenancy.tenant import tenant_of
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +34,17 @@ ROUND_S = 1.0
 PIN_TIMEOUT_S = 0.5  # and the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
 MAX_PINS = 4_096  # over all tenants
+
+
+_Name = tuple[str, str]  # of a prefix: its tenant and its name
+
+
+@dataclass(frozen=True, slots=True)
+class _TenantPins:
+    """`next_over`: the earliest expiry, in unix seconds."""
+
+    digests: set[str]
+    next_over: float
 
 
 class PinKeeper:
@@ -52,9 +67,11 @@ class PinKeeper:
         self._index = index
         self._registry = registry
         self._wall_clock = wall_clock
-        self._version: bytes | None = None
-        self._is_loaded = False
-        self._next_over: float | None = None  # the earliest expiry of a pin
+        self._version = -1  # of the prefixes that are read; -1: none are
+        self._tenants: dict[str, _TenantPins] = {}
+        self._waiting: set[str] = set()  # tenants with prefixes beyond MAX_PINS
+        self._reasons: dict[_Name, str] = {}  # as written to Redis
+        self._new_reasons: dict[_Name, str] = {}  # empty: there is none any more
         self._pinned_tips: set[bytes] = set()  # as recorded in the registry
         self._pinned_workers: set[str] = set()  # workers that may have pins
         self._round = 0
@@ -64,7 +81,7 @@ class PinKeeper:
             await self._reload()
         except StoreUnavailable as error:  # known pins stay warm meanwhile
             log.debug("pins_read_failed", reason=error.message)
-        if not self._is_loaded:
+        if self._version < 0:
             return
         workers = self._workers()
         self._record(workers)
@@ -74,37 +91,85 @@ class PinKeeper:
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
                 await asyncio.gather(*(self._retain_alone(worker) for worker in some))
+            await self._write_reasons()
 
     # ── pins ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _reload(self) -> None:
-        version = await self._store.get(pinned_prefix.VERSION_KEY)
+        """Reads the tenants that have changed; all of them at first, and after a loss of Redis."""
+        changes = await pinned_prefix.changes(self._store, self._version)
         now = self._wall_clock()
-        is_over = self._next_over is not None and now >= self._next_over
-        if self._is_loaded and version == self._version and not is_over:
+        changed = {each for each, pins in self._tenants.items() if now >= pins.next_over}
+        if changes.version == self._version and not changed:
             return
-        digests: set[str] = set()
-        ends: list[int] = []
-        for tenant_id in await pinned_prefix.tenants(self._store):
-            entries = await pinned_prefix.entries(self._store, tenant_id)
-            for name, entry in entries.items():
-                with failing_alone("pin_failed", tenant_id=tenant_id, name=name):
-                    if entry.is_over(now):
-                        await pinned_prefix.delete(self._store, tenant_id, name)
-                    elif len(digests) < MAX_PINS and await self._has(tenant_id, name, entry):
-                        digests.add(entry.digest)
-                        ends += [] if entry.expires_at is None else [entry.expires_at]
-        self.pins.retain_only(digests)
-        self._next_over = min(ends, default=None)
-        self._version, self._is_loaded = version, True
+        if changes.tenants is not None:
+            changed.update(changes.tenants, self._waiting)
+        else:
+            changed = {each async for each in pinned_prefix.tenants(self._store)}
+            for tenant_id in self._tenants.keys() - changed:
+                self._forget(tenant_id)
+        for tenant_id in sorted(changed):
+            await self._read(tenant_id, now)
+        self.pins.retain_only({d for each in self._tenants.values() for d in each.digests})
+        self._version = changes.version
+
+    async def _read(self, tenant_id: str, now: float) -> None:
+        """Checks the record of the tenant as it is now."""
+        entries = await pinned_prefix.entries(self._store, tenant_id)
+        record = None if tenant_id == PUBLIC_TENANT_ID else await tenant_of(self._store, tenant_id)
+        is_allowed = record is None or not record.is_zero_retention
+        digests, ends = set[str](), list[float]()
+        self._waiting.discard(tenant_id)
+        num_others = sum(len(p.digests) for t, p in self._tenants.items() if t != tenant_id)
+        for name, entry in entries.items():
+            if entry.is_over(now):
+                await pinned_prefix.delete(self._store, tenant_id, name)
+            elif num_others + len(digests) >= MAX_PINS:
+                self._waiting.add(tenant_id)
+                self._explain((tenant_id, name), f"the index holds {MAX_PINS} prefixes already")
+            elif is_allowed and await self._has(tenant_id, name, entry):
+                digests.add(entry.digest)
+                ends += [] if entry.expires_at is None else [entry.expires_at]
+                self._explain((tenant_id, name), "")
+        if not digests:
+            self._forget(tenant_id)
+            return
+        self.pins.allow(tenant_id, None if record is None else record.allowed_regions)
+        self._tenants[tenant_id] = _TenantPins(digests, min(ends, default=inf))
+
+    def _forget(self, tenant_id: str) -> None:
+        self._tenants.pop(tenant_id, None)
+        self.pins.forget(tenant_id)
 
     async def _has(self, tenant_id: str, name: str, entry: pinned_prefix.Entry) -> bool:
         if not self.pins.has(entry.digest):
-            prefix = await pinned_prefix.load(self._store, tenant_id, name)
-            if prefix is None or prefix.digest != entry.digest:  # changed since: read next round
+            prefix = await pinned_prefix.load(self._store, tenant_id, name, entry.digest)
+            if prefix is None:  # changed since: read next round
                 return False
-            self.pins.add(prefix)
+            self.pins.add(entry.digest, prefix)
         return True
+
+    # ── reasons ──────────────────────────────────────────────────────────────────────────────────
+
+    def _explain(self, name: _Name, reason: str) -> None:
+        """Why a prefix is not warm; empty: it is, or will be soon."""
+        if self._reasons.get(name, "") != reason:
+            self._new_reasons[name] = reason
+
+    async def _write_reasons(self) -> None:
+        written, self._new_reasons = self._new_reasons, {}
+        by_tenant: dict[str, dict[str, str]] = {}
+        for (tenant_id, name), reason in written.items():
+            by_tenant.setdefault(tenant_id, {})[name] = reason
+        try:
+            for tenant_id, reasons in by_tenant.items():
+                await pinned_prefix.explain(self._store, tenant_id, reasons)
+        except StoreUnavailable as error:
+            log.debug("pin_reasons_not_written", reason=error.message)
+            self._new_reasons = {**written, **self._new_reasons}
+            return
+        self._reasons.update(written)
+        self._reasons = {name: reason for name, reason in self._reasons.items() if reason}
 
     def _record(self, workers: list[Heartbeat]) -> None:
         """Marks the pinned prefixes in the registry, which counts their hits."""
@@ -152,12 +217,23 @@ class PinKeeper:
             (self._pinned_workers.add if expected else self._pinned_workers.discard)(worker_id)
             cold = self._cold(worker_id, expected, reply)
             if cold:
-                pin = cold[self._round % len(cold)]
-                await self._requests.request(
-                    worker_id, subject, pin.command, PrefixPinned, base_s=PIN_TIMEOUT_S
-                )
+                await self._warm(worker_id, subject, cold[self._round % len(cold)])
         except HearthError as error:  # the next round retries, starting with another prefix
             log.debug("pin_failed", worker=worker_id, reason=error.message)
+
+    async def _warm(self, worker_id: str, subject: str, pin: ExpectedPin) -> None:
+        """Raises HearthError."""
+        name = (pin.prefix.tenant_id, pin.prefix.name)
+        try:
+            await self._requests.request(
+                worker_id, subject, pin.command, PrefixPinned, base_s=PIN_TIMEOUT_S
+            )
+        except DependencyUnavailable:  # of the way to the worker
+            raise
+        except HearthError as error:
+            self._explain(name, f"{worker_id} cannot hold it: {error.message}")
+            raise
+        self._explain(name, "")
 
     def _cold(
         self, worker_id: str, expected: dict[bytes, ExpectedPin], reply: PinsKept

@@ -27,6 +27,7 @@ class Pins:
     def __init__(self, root_key: bytes = b"") -> None:
         self._root_key = root_key
         self._prefixes: dict[str, PinnedPrefix] = {}  # by digest
+        self._regions: dict[str, Collection[str] | None] = {}  # by tenant, of its record now
         self._expected: dict[tuple[str, str, int], ExpectedPin | None] = {}
 
     def __len__(self) -> int:
@@ -35,8 +36,19 @@ class Pins:
     def has(self, digest: str) -> bool:
         return digest in self._prefixes
 
-    def add(self, prefix: PinnedPrefix) -> None:
-        self._prefixes[prefix.digest] = prefix
+    def add(self, digest: str, prefix: PinnedPrefix) -> None:
+        self._prefixes[digest] = prefix
+
+    def allow(self, tenant_id: str, regions: Collection[str] | None) -> None:
+        """The regions whose workers may hold the tenant's prefixes; None: all."""
+        self._regions[tenant_id] = regions
+
+    def forget(self, tenant_id: str) -> None:
+        self._regions.pop(tenant_id, None)
+
+    def _allows(self, tenant_id: str, region: str) -> bool:
+        regions = self._regions.get(tenant_id)
+        return regions is None or region in regions
 
     def retain_only(self, digests: Collection[str]) -> None:
         self._prefixes = {each: p for each, p in self._prefixes.items() if each in digests}
@@ -57,7 +69,7 @@ class Pins:
         return {
             tip_hash: pin
             for tip_hash, pin in self.expected([card]).items()
-            if not pin.prefix.allowed_regions or region in pin.prefix.allowed_regions
+            if self._allows(pin.prefix.tenant_id, region)
         }
 
     def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:

@@ -25,14 +25,15 @@ _READ = (
     "ttl",
     "time",
 )
-_READ_SETS = ("zcard", "zrange", "zrangebyscore", "zscore")
+_READ_SETS = ("zcard", "zrange", "zrangebyscore", "zscore", "zscan")
 _WRITE = ("set", "setnx", "incrby", "del", "expire", "hset", "hsetnx", "hdel", "hincrby")
-_WRITE_SETS = ("zadd", "zrem", "zremrangebyscore")
+_WRITE_SETS = ("zadd", "zrem", "zremrangebyscore", "zremrangebyrank")
 _PREFIXES = (
     "hearth:*:prefix:*",
     "hearth:*:prefixes",
     "hearth:*:pinned_prefixes",
     "hearth:*:pinned_prefix:*",
+    "hearth:*:pinned_prefix_reasons",
     "hearth:pinned_prefixes:*",
 )
 _CATALOGUE = "hearth:model:*"

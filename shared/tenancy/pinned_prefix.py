@@ -2,9 +2,10 @@
 
     hearth:{tenant}:pinned_prefixes           name → Entry, for all prefixes of a tenant
     hearth:{tenant}:pinned_prefix:{name}      PinnedPrefix: the text and its tokens
+    hearth:{tenant}:pinned_prefix_reasons     name → why the index cannot hold the prefix
     hearth:pinned_prefixes:tenants            tenants with prefixes, scored by creation time
-    hearth:pinned_prefixes:version            increases with every change: readers poll only this
-                                              key
+    hearth:pinned_prefixes:version            increases with every change: readers poll it
+    hearth:pinned_prefixes:changes            the tenants that changed, scored by that version
 
 Gateways write them, and add the tokens of a public one; the index reads them and has them pinned on
 workers. Public prefixes belong to the tenant "", a name that no real tenant can have.
@@ -12,7 +13,8 @@ workers. Public prefixes belong to the tenant "", a name that no real tenant can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -30,16 +32,28 @@ VERSION_KEY = "hearth:pinned_prefixes:version"
 TENANTS_KEY = "hearth:pinned_prefixes:tenants"
 MAX_PER_TENANT = 64
 MAX_BYTES_PER_TENANT = 64 << 20  # of all its PinnedPrefix records
-MAX_TENANTS = 1_000
+CHANGES_KEY = "hearth:pinned_prefixes:changes"
+MAX_CHANGES = 10_000  # tenants; who missed more changes reads all tenants
+REASONS_S = 86_400
+PAGE = 500  # tenants that Redis looks at for one page
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 
 PrefixName = Annotated[str, Meta(pattern=NAME_PATTERN)]
 
+_RECORD_CHANGE = f"""
+local function record_change(version_key, changes_key, tenant)
+  redis.call('ZADD', changes_key, redis.call('INCRBY', version_key, 1), tenant)
+  redis.call('ZREMRANGEBYRANK', changes_key, 0, -{MAX_CHANGES + 1})
+end
+"""
+
 # Counts and writes in one step, so that concurrent writes do not pass the limits together.
-# KEYS: the tenant's entries, the prefix, the tenants, the version. ARGV: name, Entry, PinnedPrefix,
-# seconds to live (0: for ever), creation time, tenant, the limits of prefixes and of their bytes,
-# and the start of the keys of the tenant's prefixes.
-SAVE_LUA = """
+# KEYS: the tenant's entries, the prefix, the tenants, the version, the changes. ARGV: name, Entry,
+# PinnedPrefix, seconds to live (0: for ever), creation time, tenant, the limits of prefixes and of
+# their bytes, and the start of the keys of the tenant's prefixes.
+SAVE_LUA = (
+    _RECORD_CHANGE
+    + """
 local count, size = 1, #ARGV[3]
 for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
   if name ~= ARGV[1] then
@@ -53,9 +67,44 @@ if size > tonumber(ARGV[8]) then return 'too_large' end
 redis.call('SET', KEYS[2], ARGV[3])
 if ARGV[4] ~= '0' then redis.call('EXPIRE', KEYS[2], ARGV[4]) end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('ZADD', KEYS[3], 'GT', ARGV[5], ARGV[6])
-redis.call('INCRBY', KEYS[4], 1)
+redis.call('ZADD', KEYS[3], 'NX', ARGV[5], ARGV[6])
+record_change(KEYS[4], KEYS[5], ARGV[6])
 return 'saved'
+"""
+)
+
+# KEYS: as of SAVE_LUA. ARGV: name, tenant, which leaves the tenants with its last prefix.
+DELETE_LUA = (
+    _RECORD_CHANGE
+    + """
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('DEL', KEYS[2])
+if redis.call('HLEN', KEYS[1]) == 0 then redis.call('ZREM', KEYS[3], ARGV[2]) end
+record_change(KEYS[4], KEYS[5], ARGV[2])
+"""
+)
+
+# KEYS: the version, the changes. ARGV: a tenant.
+TOUCH_LUA = _RECORD_CHANGE + "record_change(KEYS[1], KEYS[2], ARGV[1])"
+
+# KEYS: the version, the changes. ARGV: the version that is known, or -1. Returns the version, 1 if
+# the changes since are complete, and the tenants that have changed.
+CHANGES_LUA = f"""
+local version, known = tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[1])
+if version == known then return {{version, 1}} end
+if known < 0 or version < known or version - known > {MAX_CHANGES} then return {{version, 0}} end
+local changed = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. ARGV[1], '+inf')
+table.insert(changed, 1, 1)
+table.insert(changed, 1, version)
+return changed
+"""
+
+# KEYS: the tenants. ARGV: a cursor, 0 at first. Returns the next one, 0 at last, and some tenants.
+TENANTS_LUA = f"""
+local page = redis.call('ZSCAN', KEYS[1], ARGV[1], 'COUNT', {PAGE})
+local found = {{page[1]}}
+for place = 1, #page[2], 2 do found[#found + 1] = page[2][place] end
+return found
 """
 
 
@@ -79,7 +128,6 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] = []
     token_ids: bytes = b""  # packed; empty: no gateway has tokenized it yet
     cache_salt: str = ""
-    allowed_regions: tuple[str, ...] = ()
     created_at: int
     expires_at: int | None = None
 
@@ -95,7 +143,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """BLAKE2b-128 of all fields, in hex."""
-        return blake2b(_encode(self), digest_size=16).hexdigest()
+        return _digest(_encode(self))
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -121,9 +169,30 @@ async def entries(store: Store, tenant_id: str) -> Mapping[str, Entry]:
     return dict(sorted(found.items()))
 
 
-async def load(store: Store, tenant_id: str, name: str) -> PinnedPrefix | None:
-    """None if it is missing or unreadable. Raises StoreUnavailable."""
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """`tenants`: that have changed since the version that was known; None: any may have."""
+
+    version: int
+    tenants: list[str] | None
+
+
+async def changes(store: Store, known: int = -1) -> Changes:
+    """`known`: the version that the caller has read. Raises StoreUnavailable."""
+    keys = [VERSION_KEY, CHANGES_KEY]
+    version, is_complete, *tenants = await store.evaluate(CHANGES_LUA, keys, [known])
+    return Changes(version, _texts(tenants) if is_complete else None)
+
+
+async def load(
+    store: Store, tenant_id: str, name: str, digest: str | None = None
+) -> PinnedPrefix | None:
+    """None if it is missing or unreadable, or if the stored record has another `digest`. Raises
+    StoreUnavailable.
+    """
     data = await store.get(_body_key(tenant_id, name))
+    if digest is not None and data is not None and _digest(data) != digest:
+        return None
     prefix = None if data is None else _decoded(data, PinnedPrefix)
     if prefix is None or (prefix.tenant_id, prefix.name) != (tenant_id, name):
         return None
@@ -140,12 +209,7 @@ async def save(
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
     life_s = 0 if prefix.expires_at is None else max(1, prefix.expires_at - int(now))
-    keys = [
-        _entries_key(prefix.tenant_id),
-        _body_key(prefix.tenant_id, prefix.name),
-        TENANTS_KEY,
-        VERSION_KEY,
-    ]
+    keys = _keys(prefix.tenant_id, prefix.name)
     arguments: list[str | bytes | int | float] = [
         *(prefix.name, _encode(entry), _encode(prefix), life_s, prefix.created_at),
         *(prefix.tenant_id, max_prefixes, MAX_BYTES_PER_TENANT, _body_key(prefix.tenant_id, "")),
@@ -162,19 +226,49 @@ async def save(
 
 async def delete(store: Store, tenant_id: str, name: str) -> None:
     """Raises StoreUnavailable."""
+    await store.evaluate(DELETE_LUA, _keys(tenant_id, name), [name, tenant_id])
+
+
+async def delete_all(store: Store, tenant_id: str) -> int:
+    """Of one tenant. Returns how many there were. Raises StoreUnavailable."""
+    names = list(await store.hash_get(_entries_key(tenant_id)))
+    for name in names:
+        await delete(store, tenant_id, name.decode(errors="replace"))
+    return len(names)
+
+
+async def record_change(store: Store, tenant_id: str) -> None:
+    """Readers read the tenant again: its record has changed. Raises StoreUnavailable."""
+    await store.evaluate(TOUCH_LUA, [VERSION_KEY, CHANGES_KEY], [tenant_id])
+
+
+async def explain(store: Store, tenant_id: str, reasons: Mapping[str, str]) -> None:
+    """Why prefixes are not warm, by name; empty for one that is. Raises StoreUnavailable."""
+    key = _reasons_key(tenant_id)
     await store.write(
         [
-            ("DEL", _body_key(tenant_id, name)),
-            ("HDEL", _entries_key(tenant_id), name),
-            ("INCRBY", VERSION_KEY, 1),
+            *(("HSET", key, name, reason) for name, reason in reasons.items() if reason),
+            *(("HDEL", key, name) for name, reason in reasons.items() if not reason),
+            ("EXPIRE", key, REASONS_S),
         ]
     )
 
 
-async def tenants(store: Store) -> list[str]:
-    """Tenants that may have prefixes, at most MAX_TENANTS. Raises StoreUnavailable."""
-    found = await store.sorted_set_head(TENANTS_KEY, MAX_TENANTS)
-    return [each.decode(errors="replace") for each in found]
+async def reason_of(store: Store, tenant_id: str, name: str) -> str | None:
+    """Why the index cannot hold the prefix, if so. Raises StoreUnavailable."""
+    found = (await store.hash_get(_reasons_key(tenant_id))).get(name.encode())
+    return None if found is None else found.decode(errors="replace")
+
+
+async def tenants(store: Store) -> AsyncIterator[str]:
+    """Tenants that have prefixes, maybe some twice. Raises StoreUnavailable."""
+    cursor = b"0"
+    while True:
+        cursor, *found = await store.evaluate(TENANTS_LUA, [TENANTS_KEY], [cursor])
+        for each in _texts(found):
+            yield each
+        if cursor == b"0":
+            return
 
 
 def key_part(tenant_id: str) -> str:
@@ -197,8 +291,25 @@ def _decoded(data: bytes, kind: Any) -> Any:
         return None
 
 
+def _texts(found: Sequence[bytes]) -> list[str]:
+    return [each.decode(errors="replace") for each in found]
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _keys(tenant_id: str, name: str) -> list[str]:
+    own = [_entries_key(tenant_id), _body_key(tenant_id, name)]
+    return [*own, TENANTS_KEY, VERSION_KEY, CHANGES_KEY]
+
+
 def _entries_key(tenant_id: str) -> str:
     return f"hearth:{key_part(tenant_id)}:pinned_prefixes"
+
+
+def _reasons_key(tenant_id: str) -> str:
+    return f"hearth:{key_part(tenant_id)}:pinned_prefix_reasons"
 
 
 def _body_key(tenant_id: str, name: str) -> str:

@@ -24,6 +24,8 @@ from msgspec import Meta
 
 from shared.errors import ConfigError
 from shared.messages import MAX_WEIGHT, Count, Name
+from shared.store import Store
+from shared.transport.wire_errors import UNREADABLE
 
 GENERATION = "hearth:generation"
 TENANTS = "hearth:tenants"
@@ -38,6 +40,9 @@ LIMITS = (
     *("requests_per_min", "input_tokens_per_min", "output_tokens_per_min", "concurrency"),
     "kv_quota_tokens",
 )
+
+# KEYS: all tenants. ARGV: a tenant id. Returns its record, as JSON.
+RECORD_LUA = "return redis.call('HGET', KEYS[1], ARGV[1])"
 
 # Part of Redis keys: no colon, and no character that a shell or a log would garble.
 _TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
@@ -128,3 +133,17 @@ def open_requests_of(tenant_id: str) -> str:
 
 def usage_of(tenant_id: str, day: str) -> str:
     return f"hearth:{tenant_id}:usage:{day}"
+
+
+async def tenant_of(store: Store, tenant_id: str) -> TenantRecord | None:
+    """None if there is none, or an unreadable one. Raises StoreUnavailable."""
+    data = await store.evaluate(RECORD_LUA, [TENANTS], [tenant_id])
+    return None if data is None else decoded_tenant(data)
+
+
+def decoded_tenant(data: bytes) -> TenantRecord | None:
+    """None for an unreadable record."""
+    try:
+        return msgspec.json.decode(data, type=TenantRecord)
+    except UNREADABLE:
+        return None

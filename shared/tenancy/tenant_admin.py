@@ -18,6 +18,7 @@ import msgspec
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
+from shared.tenancy import pinned_prefix, stored_responses
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,
@@ -36,6 +37,7 @@ from shared.tenancy.tenant import (
     api_key_record,
     check_tenant_id,
     client_digest,
+    decoded_tenant,
     digest_of,
     is_client,
     keys_of,
@@ -135,19 +137,31 @@ class TenantAdmin:
     async def all(self) -> dict[str, TenantRecord | None]:
         """Records by id, sorted; None for an unreadable record."""
         found = await self._store.hash_get(TENANTS)
-        return {name.decode(): _record_of(data) for name, data in sorted(found.items())}
+        return {name.decode(): decoded_tenant(data) for name, data in sorted(found.items())}
 
     async def one(self, tenant_id: str) -> TenantRecord:
         return (await self._read(tenant_id))[0]
 
     async def change(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantRecord:
-        """Applies `changes`; concurrent changes by two operators are both preserved."""
+        """Applies `changes`; concurrent changes by two operators are both preserved. Stored
+        responses and prefixes that the tenant no longer allows are deleted.
+        """
         for _ in range(MAX_SWAPS):
             record, before = await self._read(tenant_id)
             changed = _changed(record, changes)
             if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
+                await self._apply_retention(record, changed)
                 return changed
         raise ConfigError(f"the tenant {tenant_id!r} was modified concurrently; try again")
+
+    async def _apply_retention(self, before: TenantRecord, after: TenantRecord) -> None:
+        """A record does not tell in which region it was stored: a region less deletes all."""
+        tenant_id = after.tenant_id
+        if after.is_zero_retention or not _covers(after.allowed_regions, before.allowed_regions):
+            await stored_responses.delete_all(self._store, tenant_id)
+            await pinned_prefix.delete_all(self._store, tenant_id)
+        if after.allowed_regions != before.allowed_regions:
+            await pinned_prefix.record_change(self._store, tenant_id)
 
     async def state(self, tenant: TenantRecord) -> LimitState:
         """The current use of the limits that gateways enforce."""
@@ -272,7 +286,7 @@ class TenantAdmin:
         data = (await self._store.hash_get(TENANTS)).get(tenant_id.encode())
         if data is None:
             raise ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
-        record = _record_of(data)
+        record = decoded_tenant(data)
         if record is None:
             raise ConfigError(f"the record of the tenant {tenant_id!r} is unreadable")
         return record, data
@@ -281,11 +295,9 @@ class TenantAdmin:
         return bool(await self._store.evaluate(SWAP, [TENANTS], [tenant_id, before, after]))
 
 
-def _record_of(data: bytes) -> TenantRecord | None:
-    try:
-        return msgspec.json.decode(data, type=TenantRecord)
-    except UNREADABLE:
-        return None
+def _covers(after: Sequence[str] | None, before: Sequence[str] | None) -> bool:
+    """Whether all regions allowed before still are; None: all."""
+    return after is None or (before is not None and set(before) <= set(after))
 
 
 def _changed(record: TenantRecord, changes: Mapping[str, Any]) -> TenantRecord:

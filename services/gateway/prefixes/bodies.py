@@ -40,7 +40,8 @@ class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     """`pinned_tokens`: the tokens of full blocks, which a request can hit. `state`: `warm` if all
-    allowed workers hold them, `warming`, or `unknown` if the index does not reply. `messages` have
+    allowed workers hold them, `warming`, or `unknown` if the index does not reply; `reason`: why it
+    cannot become warm, if so. `messages` have
     no names of participants, and `tools` the keys that templates expect.
     """
 
@@ -51,6 +52,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     pinned_tokens: int
     state: Literal["warm", "warming", "unknown"]
+    reason: str | None
     workers: list[WorkerPrefix]
     hits: int
     saved_tokens: int

@@ -40,7 +40,8 @@ class PublicPrefixWatcher:
         self._models = models
         self._reader_of = reader_of
         self._wall_clock = wall_clock
-        self._version: tuple[bytes | None, frozenset[str]] | None = None
+        self._version = -1  # of the prefixes that are read
+        self._names: frozenset[str] = frozenset()  # of the models then
         self._is_complete = False
 
     async def run(self) -> None:
@@ -55,8 +56,11 @@ class PublicPrefixWatcher:
             await self._clock.sleep(POLL_INTERVAL_S)
 
     async def _poll(self) -> None:
-        version = (await self._store.get(pinned_prefix.VERSION_KEY), frozenset(self._models.names))
-        if self._is_complete and version == self._version:
+        changes = await pinned_prefix.changes(self._store, self._version)
+        names = frozenset(self._models.names)
+        is_changed = changes.tenants is None or PUBLIC_TENANT_ID in changes.tenants
+        if self._is_complete and names == self._names and not is_changed:
+            self._version = changes.version
             return
         prefixes, self._is_complete = [], True
         for name, entry in (await pinned_prefix.entries(self._store, PUBLIC_TENANT_ID)).items():
@@ -66,7 +70,7 @@ class PublicPrefixWatcher:
                     with failing_alone("public_prefix_failed", name=name):
                         prefixes.append(await self._read_public(prefix))
         self._public.replace(prefix for prefix in prefixes if prefix.token_ids)
-        self._version = version
+        self._version, self._names = changes.version, names
 
     async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
         """The operator provides the text; the first gateway of the model adds the tokens."""

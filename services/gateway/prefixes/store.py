@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -19,8 +19,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.errors import UnknownPrefix
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
-from services.gateway.tenancy.errors import ZeroRetentionRejected
-from services.gateway.tenancy.permissions import check_regions
+from services.gateway.tenancy.permissions import check_may_store, may_store
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -51,12 +50,14 @@ class PrefixStore:
         models: ServedModels,
         reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
+        region: str = "",
         root_key: bytes = b"",
     ) -> None:
-        """`wall_clock`: returns unix seconds, which stay valid across restarts. `root_key`: see
-        `block_hash.root_key`.
+        """`region`: of this gateway. `wall_clock`: returns unix seconds, which stay valid across
+        restarts. `root_key`: see `block_hash.root_key`.
         """
         self._root_key = root_key
+        self._region = region
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet
@@ -80,11 +81,7 @@ class PrefixStore:
         ZeroRetentionRejected, NoRegionAllowed, ModelNotAllowed, StoreUnavailable, and the errors
         of `charge`.
         """
-        if tenant.is_zero_retention:
-            raise ZeroRetentionRejected(
-                "pinned prefixes store text; this tenant has zero retention"
-            )
-        check_regions(tenant)
+        check_may_store(tenant, self._region, "a prefix")
         if not re.match(NAME_PATTERN, name):
             raise InvalidRequest(
                 "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "
@@ -105,7 +102,6 @@ class PrefixStore:
             messages=[dict(each) for each in prompt.messages],
             tools=[dict(each) for each in prompt.tools],
             cache_salt=body.cache_salt or "",
-            allowed_regions=tuple(tenant.allowed_regions or ()),
             created_at=now,
             expires_at=None if body.ttl_s is None else now + body.ttl_s,
         )
@@ -113,14 +109,14 @@ class PrefixStore:
         prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         await pinned_prefix.save(self._store, prefix, now)
-        return await self._stored(prefix, card)
+        return await self._stored(tenant, prefix, card)
 
     async def get(self, tenant: TenantRecord, name: str) -> Prefix:
         """The tenant's prefix, else a public one. Raises UnknownPrefix, StoreUnavailable."""
-        for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
+        for tenant_id in self._readable(tenant):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
             if prefix is not None and not self._models.hides(tenant.tenant_id, prefix.model):
-                return await self._stored(prefix, self._models.card(prefix.model))
+                return await self._stored(tenant, prefix, self._models.card(prefix.model))
         raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
 
     async def delete(self, tenant: TenantRecord, name: str) -> None:
@@ -132,7 +128,7 @@ class PrefixStore:
     async def list(self, tenant: TenantRecord) -> PrefixList:
         """Raises StoreUnavailable."""
         data = []
-        for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
+        for tenant_id in self._readable(tenant):
             entries = await pinned_prefix.entries(self._store, tenant_id)
             data += [
                 PrefixEntry(
@@ -147,6 +143,11 @@ class PrefixStore:
                 and not self._models.hides(tenant.tenant_id, entry.model)
             ]
         return PrefixList(data=data)
+
+    def _readable(self, tenant: TenantRecord) -> Sequence[str]:
+        """Whose prefixes the tenant's record of now allows this gateway to read for it."""
+        is_allowed = may_store(tenant, self._region)
+        return (tenant.tenant_id, PUBLIC_TENANT_ID) if is_allowed else (PUBLIC_TENANT_ID,)
 
     async def held(
         self, tenant_id: str, card: ModelCard, block_hashes: bytes
@@ -175,7 +176,7 @@ class PrefixStore:
         if len(others) >= MAX_PER_TENANT:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
 
-    async def _stored(self, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
+    async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
         hashes = _hashes(prefix, card, self._root_key)
         found = await self.held(prefix.tenant_id, card, pack_hashes(hashes))
         counts = await self._counts(prefix.tenant_id, hashes)
@@ -185,7 +186,9 @@ class PrefixStore:
             for each in sorted(matches, key=lambda each: each.worker_id)
         ]
         warm = {each.worker_id for each in matches if each.num_blocks >= len(hashes)}
-        is_warm = bool(warm) and warm >= self._workers_of(prefix, card.revision)
+        regions = None if prefix.is_public else tenant.allowed_regions
+        is_warm = bool(warm) and warm >= self._workers_of(prefix.model, card.revision, regions)
+        reason = await pinned_prefix.reason_of(self._store, prefix.tenant_id, prefix.name)
         last_use = counts.get(b"last_use")
         return Prefix(
             name=prefix.name,
@@ -194,6 +197,7 @@ class PrefixStore:
             num_tokens=len(prefix.token_ids) // TOKEN_ID_BYTES,
             pinned_tokens=len(hashes) * card.block_size,
             state="unknown" if found is None else "warm" if is_warm else "warming",
+            reason=None if is_warm else reason,
             workers=workers,
             hits=_number(counts, b"hits"),
             saved_tokens=_number(counts, b"saved_tokens"),
@@ -210,14 +214,14 @@ class PrefixStore:
             return {}
         return await self._store.hash_get(pinned_prefix.record_key(tenant_id, hashes[-1]))
 
-    def _workers_of(self, prefix: PinnedPrefix, revision: str) -> set[str]:
+    def _workers_of(self, model: str, revision: str, regions: Collection[str] | None) -> set[str]:
         return {
             each.process_id
             for role in ("prefill", "decode")
             for each in self._fleet.live(role)
             if each.model is not None
-            and (each.model.name, each.model.revision) == (prefix.model, revision)
-            if not prefix.allowed_regions or each.region in prefix.allowed_regions
+            and (each.model.name, each.model.revision) == (model, revision)
+            if regions is None or each.region in regions
         }
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from services.gateway.tenancy.errors import ModelNotAllowed, NoRegionAllowed
+from services.gateway.tenancy.errors import (
+    ModelNotAllowed,
+    NoRegionAllowed,
+    ZeroRetentionRejected,
+)
 from shared.tenancy.tenant import TenantRecord
 
 
@@ -20,6 +24,26 @@ def check_regions(tenant: TenantRecord) -> None:
     """Raises NoRegionAllowed for an empty list, which would mean all regions on the wire."""
     if tenant.allowed_regions is not None and not tenant.allowed_regions:
         raise NoRegionAllowed("this tenant allows no region: no worker can serve its requests")
+
+
+def may_store(tenant: TenantRecord, region: str) -> bool:
+    """Whether a gateway of this region may store text of the tenant, and read what is stored."""
+    regions = tenant.allowed_regions
+    return not tenant.is_zero_retention and (regions is None or region in regions)
+
+
+def check_may_store(
+    tenant: TenantRecord, region: str, what: str, *, param: str | None = None
+) -> None:
+    """`what`: is stored. Raises ZeroRetentionRejected, NoRegionAllowed."""
+    if tenant.is_zero_retention:
+        raise ZeroRetentionRejected(
+            f"{what}: its text is stored; this tenant has zero retention", param=param
+        )
+    if not may_store(tenant, region):
+        raise NoRegionAllowed(
+            f"{what}: this gateway is in none of the tenant's regions", param=param
+        )
 
 
 def priority_of(tenant: TenantRecord, requested: int | None) -> int:

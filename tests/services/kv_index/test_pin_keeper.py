@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import pytest
 
+from services.kv_index import pin_keeper
 from services.kv_index.pins import PIN_LEASE_S, Pins, expected_pin
 from shared.block_hash import PUBLIC_TENANT_ID, public_root, root_hash
 from shared.messages import (
@@ -24,6 +25,7 @@ from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH, heartbeat
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig, eventually
 from tests.simulation.world.clock import run
 from tests.simulation.world.kv_link import DataPlane
@@ -182,15 +184,64 @@ def test_expired_prefix_is_unpinned_and_deleted() -> None:
     scenario(test)
 
 
-def test_prefix_is_pinned_only_in_allowed_regions() -> None:
+def test_prefix_is_pinned_only_in_regions_that_its_tenant_allows_now() -> None:
     async def test(rig: PinRig) -> None:
         eu_worker = await rig.engine("prefill-0", region="eu")
         us_worker = await rig.engine("prefill-1", region="us")
-        prefix = new_prefix(allowed_regions=("eu",))
+        admin = TenantAdmin(rig.store, lambda: 0.0)
+        await admin.add("t", {"allowed_regions": ["eu"]}, "key-of-t")
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, eu_worker)
         await asyncio.sleep(3)
         assert not is_pinned(us_worker, prefix)
+        await admin.change("t", {"allowed_regions": ["eu", "us"]})
+        await rig.warm(prefix, us_worker)
+        await admin.change("t", {"allowed_regions": ["us"]})  # a region less: what is stored goes
+        await asyncio.sleep(3)
+        assert not is_pinned(eu_worker, prefix) and not is_pinned(us_worker, prefix)
+        assert await pinned_prefix.entries(rig.store, "t") == {}
+
+    scenario(test)
+
+
+def test_only_tenants_that_changed_are_read_again() -> None:
+    async def test(rig: PinRig) -> None:
+        prefixes = [new_prefix(tenant_id=f"t{number}") for number in range(20)]
+        for each in prefixes:
+            await rig.save(each)
+        await asyncio.sleep(2.5)
+        assert len(rig.service._keeper.pins) == len(prefixes)
+        read: list[str] = []
+        hash_get = rig.store.hash_get
+
+        async def record(key: str) -> Mapping[bytes, bytes]:
+            read.append(key)
+            return await hash_get(key)
+
+        rig.store.hash_get = record  # type: ignore[method-assign]
+        await rig.save(new_prefix("another", tenant_id="t3", start=200))
+        await asyncio.sleep(2.5)
+        assert len(rig.service._keeper.pins) == len(prefixes) + 1
+        assert {each for each in read if "pinned_prefixes" in each} == {"hearth:t3:pinned_prefixes"}
+
+    scenario(test)
+
+
+def test_prefix_that_cannot_be_held_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin_keeper, "MAX_PINS", 1)
+
+    async def test(rig: PinRig) -> None:
+        await rig.engine("prefill-0")
+        for name, start in (("a", 100), ("b", 200)):
+            await rig.save(new_prefix(name, start=start))
+        await asyncio.sleep(2.5)
+        assert await pinned_prefix.reason_of(rig.store, "t", "a") is None
+        reason = await pinned_prefix.reason_of(rig.store, "t", "b")
+        assert reason == "the index holds 1 prefixes already"
+        await pinned_prefix.delete(rig.store, "t", "a")
+        await asyncio.sleep(2.5)
+        assert await pinned_prefix.reason_of(rig.store, "t", "b") is None
 
     scenario(test)
 
@@ -340,7 +391,7 @@ async def _match_prefix(rig: PinRig, block_hashes: bytes) -> None:
 )
 def test_no_pin_is_expected_of_an_unsuitable_worker(prefix: PinnedPrefix, card: ModelCard) -> None:
     pins = Pins()
-    pins.add(prefix)
+    pins.add(prefix.digest, prefix)
     assert pins.expected_of(card, "") == {}
 
 

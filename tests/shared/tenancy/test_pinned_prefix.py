@@ -35,20 +35,37 @@ def make_prefix(name: str = "rules", tenant_id: str = "t", **fields: object) -> 
 
 
 async def check_life_cycle(store: Store) -> None:
-    """Saves, reads, replaces and deletes a prefix. Each change increments the version."""
-    before = await store.get(pinned_prefix.VERSION_KEY)
+    """Saves, reads, replaces and deletes a prefix. Each change is one of its tenant alone."""
+    before = (await pinned_prefix.changes(store)).version
     prefix = make_prefix("life")
     await pinned_prefix.save(store, prefix, NOW)
     assert await pinned_prefix.load(store, "t", "life") == prefix
     other = make_prefix("life", expires_at=5_000, messages=[{"role": "system", "content": "Hi."}])
     await pinned_prefix.save(store, other, NOW)
     assert await pinned_prefix.entries(store, "t") == {"life": Entry(other.digest, "m", 2, 5_000)}
-    assert "t" in await pinned_prefix.tenants(store)
+    assert await pinned_prefix.load(store, "t", "life", other.digest) == other
+    assert await pinned_prefix.load(store, "t", "life", prefix.digest) is None
+    assert "t" in [each async for each in pinned_prefix.tenants(store)]
     assert await pinned_prefix.load(store, "somebody", "life") is None
+    await pinned_prefix.save(store, make_prefix("more"), NOW)
     await pinned_prefix.delete(store, "t", "life")
     assert await pinned_prefix.load(store, "t", "life") is None
-    assert await pinned_prefix.entries(store, "t") == {}
-    assert int(await store.get(pinned_prefix.VERSION_KEY) or 0) == int(before or 0) + 3
+    assert list(await pinned_prefix.entries(store, "t")) == ["more"]
+    assert "t" in [each async for each in pinned_prefix.tenants(store)]
+    await pinned_prefix.delete(store, "t", "more")
+    assert "t" not in [each async for each in pinned_prefix.tenants(store)]
+    changes = await pinned_prefix.changes(store, before)
+    assert changes == pinned_prefix.Changes(before + 5, ["t"])
+    await pinned_prefix.record_change(store, "u")
+    assert await pinned_prefix.changes(store, before + 5) == pinned_prefix.Changes(
+        before + 6, ["u"]
+    )
+    assert await pinned_prefix.changes(store, before + 6) == pinned_prefix.Changes(before + 6, [])
+    assert (await pinned_prefix.changes(store, before + 7)).tenants is None  # Redis is another one
+    await pinned_prefix.explain(store, "t", {"life": "full", "more": ""})
+    assert await pinned_prefix.reason_of(store, "t", "life") == "full"
+    await pinned_prefix.explain(store, "t", {"life": ""})
+    assert await pinned_prefix.reason_of(store, "t", "life") is None
 
 
 def test_life_cycle_in_memory() -> None:
@@ -114,6 +131,26 @@ async def test_concurrent_saves_do_not_exceed_the_limit(redis_server: RedisServe
         await store.close()
 
 
+async def test_all_tenants_are_found_however_many(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=10.0)
+    ids = [f"many-{number}" for number in range(1_200)]
+    known = (await pinned_prefix.changes(store)).version
+    for first in range(0, len(ids), 40):  # connections
+        saves = (
+            pinned_prefix.save(store, make_prefix("p", each), NOW)
+            for each in ids[first : first + 40]
+        )
+        await asyncio.gather(*saves)
+    await pinned_prefix.save(store, make_prefix("p", ids[0], created_at=2_000), NOW)  # renewed
+    assert set(ids) <= {each async for each in pinned_prefix.tenants(store)}
+    changes = await pinned_prefix.changes(store, known)
+    assert changes.tenants is not None and set(changes.tenants) == set(ids)
+    for each in ids:
+        await pinned_prefix.delete_all(store, each)
+    assert not set(ids) & {each async for each in pinned_prefix.tenants(store)}
+    await store.close()
+
+
 def test_text_expires_with_prefix() -> None:
     store = MemoryStore()
     run(pinned_prefix.save(store, make_prefix(expires_at=1_060), NOW))
@@ -127,7 +164,6 @@ def test_every_field_changes_the_digest() -> None:
         {"token_ids": b""},
         {"messages": [{"role": "system", "content": "x"}]},
         {"tools": [{"type": "function"}]},
-        {"allowed_regions": ("eu",)},
         {"cache_salt": "s"},
         {"expires_at": 5},
     ]

@@ -14,7 +14,13 @@ from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.catalogue.admin import SWAP_MODEL
 from shared.catalogue.reader import READ_CATALOGUE
 from shared.store import StoreRejected
-from shared.tenancy.pinned_prefix import SAVE_LUA
+from shared.tenancy.pinned_prefix import (
+    CHANGES_LUA,
+    DELETE_LUA,
+    SAVE_LUA,
+    TENANTS_LUA,
+    TOUCH_LUA,
+)
 from shared.tenancy.rate_limit import (
     APPLY_EACH_LUA,
     APPLY_LUA,
@@ -22,6 +28,8 @@ from shared.tenancy.rate_limit import (
     LimitCommand,
     RateLimitCounter,
 )
+from shared.tenancy.stored_responses import DELETE_SOME_LUA
+from shared.tenancy.tenant import RECORD_LUA
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
@@ -144,11 +152,40 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
         [
             ("SET", keys[1], body, *ending),
             ("HSET", keys[0], name, entry),
-            ("ZADD", keys[2], "GT", created_at, tenant_id),
-            ("INCRBY", keys[3], 1),
+            ("ZADD", keys[2], created_at, tenant_id),
         ]
     )
+    _record_change(store, keys[3:], tenant_id)
     return b"saved"
+
+
+def _delete_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> None:
+    name, tenant_id = arguments
+    store.apply([("HDEL", keys[0], name), ("DEL", keys[1])])
+    if not _fields(store, keys[0]):
+        store.apply([("ZREM", keys[2], tenant_id)])
+    _record_change(store, keys[3:], tenant_id)
+
+
+def _record_change(store: MemoryStore, keys: Sequence[str], tenant_id: str) -> None:
+    store.apply([("INCRBY", keys[0], 1)])
+    store.apply([("ZADD", keys[1], int(store.data[keys[0]]), tenant_id)])
+
+
+def _changes(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    version, known = int(store.data.get(keys[0], 0)), int(arguments[0])
+    if version == known or known < 0 or version < known:
+        return [version, int(version == known)]
+    scores = store.data.get(keys[1], {})
+    return [version, 1, *(each for each, score in scores.items() if score > known)]
+
+
+def _tenants_page(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    return [b"0", *store.data.get(keys[0], {})]
+
+
+def _tenant_record(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes | None:
+    return _fields(store, keys[0]).get(arguments[0].encode())
 
 
 # Of stored responses, without the bound of a tenant's bytes.
@@ -165,8 +202,13 @@ def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments
     return 0
 
 
-def _read_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes | None:
-    return _fields(store, keys[0] + arguments[0]).get(b"data")
+def _response_sizes(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    found = (_fields(store, keys[0] + each).get(b"data") for each in arguments)
+    return [None if data is None else len(data) for data in found]
+
+
+def _read_responses(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    return [_fields(store, keys[0] + each).get(b"data") for each in arguments[1:]]
 
 
 def _delete_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
@@ -176,19 +218,22 @@ def _delete_response(store: MemoryStore, keys: Sequence[str], arguments: Argumen
 
 
 def _response_chain(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> Any:
-    response_id, _, max_count, max_bytes = arguments
-    found: list[bytes] = []
-    while len(found) < max_count:
+    response_id, max_count = arguments
+    found: list[Any] = []
+    while len(found) < 2 * max_count:
         fields = _fields(store, keys[0] + response_id)
         if not fields:
             return b"unknown"
-        found.append(fields[b"data"])
-        if sum(map(len, found)) > max_bytes:
-            return b"too_large"
+        found += [response_id.encode(), len(fields[b"data"])]
         response_id = fields[b"previous"].decode()
         if not response_id:
             return found
     return b"too_long"
+
+
+def _delete_responses(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    store.apply([("DEL", each) for each in [*store.data] if each.startswith(keys[0])])
+    return 0
 
 
 SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
@@ -198,11 +243,18 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     APPLY_EACH_LUA: _carry_out_each,
     ADD_UP: _add_up,
     SAVE_LUA: _save_prefix,
+    DELETE_LUA: _delete_prefix,
+    TOUCH_LUA: lambda store, keys, arguments: _record_change(store, keys, arguments[0]),
+    CHANGES_LUA: _changes,
+    TENANTS_LUA: _tenants_page,
+    RECORD_LUA: _tenant_record,
     SWAP: _swap,
     READ_CATALOGUE: _read_catalogue,
     SWAP_MODEL: _swap_model,
     responses.SAVE: _save_response,
-    responses.READ: _read_response,
+    DELETE_SOME_LUA: _delete_responses,
+    responses.SIZES: _response_sizes,
+    responses.READ: _read_responses,
     responses.DELETE: _delete_response,
     responses.CHAIN: _response_chain,
 }

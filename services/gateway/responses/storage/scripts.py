@@ -1,11 +1,6 @@
-"""The records of responses in Redis, each operation in one atomic step.
+"""The scripts of stored responses, each an atomic step. Times are unix seconds.
 
-    hearth:{tenant}:response:{id}       hash: `data`, a ResponseRecord; `previous`, the id before it
-    hearth:{tenant}:responses:uses      sorted set: id → time of the last use
-    hearth:{tenant}:responses:ends      sorted set: id → time of its end
-    hearth:{tenant}:responses:sizes     hash: id → bytes; `total`: of all
-
-Times are unix seconds.
+`shared/tenancy/stored_responses.py` has the keys.
 """
 
 from __future__ import annotations

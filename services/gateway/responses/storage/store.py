@@ -24,12 +24,12 @@ from services.gateway.responses.storage.record import (
     ResponseRecord,
     decoded_record,
 )
-from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionRejected
+from services.gateway.tenancy.permissions import check_may_store, may_store
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import PayloadTooLarge
 from shared.store import Store, StoreUnavailable
-from shared.tenancy.pinned_prefix import key_part
+from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
@@ -82,23 +82,15 @@ class ResponseStore:
         self._num_pending_bytes = 0
 
     def may_store(self, tenant: TenantRecord) -> bool:
-        regions = tenant.allowed_regions
-        return not tenant.is_zero_retention and (regions is None or self._region in regions)
+        return may_store(tenant, self._region)
 
     def check_may_store(self, tenant: TenantRecord, param: str) -> None:
         """Raises ZeroRetentionRejected, NoRegionAllowed."""
-        if tenant.is_zero_retention:
-            raise ZeroRetentionRejected(
-                f"{param}: stored responses hold text; this tenant has zero retention", param=param
-            )
-        if not self.may_store(tenant):
-            raise NoRegionAllowed(
-                f"{param}: this gateway is in none of the tenant's regions", param=param
-            )
+        check_may_store(tenant, self._region, param, param=param)
 
     async def check_available(self, tenant: TenantRecord) -> None:
         """Raises StoreUnavailable."""
-        await self._store.sorted_set_size(_keys(tenant.tenant_id)[1])
+        await self._store.sorted_set_size(response_keys(tenant.tenant_id)[1])
 
     def save(self, tenant: TenantRecord, record: ResponseRecord) -> None:
         """Returns at once; a failure is counted."""
@@ -157,7 +149,7 @@ class ResponseStore:
     ) -> list[bytes]:
         """The records, encoded. Raises UnknownResponse, StoreUnavailable."""
         is_large = sum(each.num_bytes for each in responses) > MAX_PART_BYTES
-        store, keys = self._bulk if is_large else self._store, _keys(tenant.tenant_id)
+        store, keys = self._bulk if is_large else self._store, response_keys(tenant.tenant_id)
         found: list[bytes | None] = []
         for part in _parts(responses):
             ids = [each.id for each in part]
@@ -187,7 +179,9 @@ class ResponseStore:
             keys = {(tenant.tenant_id, each) for each in ids} & self._pending.keys()
             if keys:
                 await asyncio.wait({self._pending[key] for key in keys})
-            found = await self._store.evaluate(script, _keys(tenant.tenant_id), [*ids, *arguments])
+            found = await self._store.evaluate(
+                script, response_keys(tenant.tenant_id), [*ids, *arguments]
+            )
             is_known = found not in (None, 0, b"unknown")
             if is_last or (is_known and not (isinstance(found, list) and None in found)):
                 break
@@ -200,7 +194,7 @@ class ResponseStore:
         try:
             num_evicted = await store.evaluate(
                 scripts.SAVE,
-                _keys(tenant_id),
+                response_keys(tenant_id),
                 [
                     *(response_id, msgspec.msgpack.encode(record), record.previous),
                     *(max(1, int(self._ttl_s)), self._now(), self._max_bytes),
@@ -216,11 +210,6 @@ class ResponseStore:
         self._count("stored")
         for _ in range(num_evicted):
             self._count("evicted")
-
-
-def _keys(tenant_id: str) -> Sequence[str]:
-    start = f"hearth:{key_part(tenant_id)}:response"
-    return (f"{start}:", *(f"{start}s:{name}" for name in ("uses", "ends", "sizes")))
 
 
 def _known(response_id: str, size: int | None, param: str) -> StoredSize:

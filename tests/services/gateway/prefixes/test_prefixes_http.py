@@ -321,14 +321,35 @@ async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) ->
             await reader.read(msgspec.structs.replace(prefix, **changes), CARD)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("change", [{"is_zero_retention": True}, {"allowed_regions": ["mars"]}])
 @pytest.mark.own_cluster
-async def test_prefix_has_the_allowed_regions_of_its_tenant(
-    cluster: Cluster, store: RedisStore
+async def test_stored_text_follows_the_permissions_of_now(
+    cluster: Cluster, store: RedisStore, change: dict[str, object]
 ) -> None:
-    headers = await add_tenant(store, allowed_regions=("eu",))
+    """Reads check them, and `hearth tenant limits` deletes what they no longer allow."""
+    headers = await add_tenant(store, **{})
     await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
-    saved = await pinned_prefix.load(store, "tenant-2", "house")
-    assert saved is not None and saved.allowed_regions == ("eu",)
+    body = {"input": "hi"}
+    stored = (await cluster.http.post("/v1/responses", json=body, headers=headers)).json()
+    paths = (f"{PREFIXES}/house", f"/v1/responses/{stored['id']}")
+    found = [(await cluster.http.get(path, headers=headers)).status_code for path in paths]
+    assert found == [200, 200]
+    data = (await store.hash_get(TENANTS))[b"tenant-2"]
+    changed = {**msgspec.json.decode(data), **change}
+    await store.write([("HSET", TENANTS, "tenant-2", msgspec.json.encode(changed))])
+    cluster.gateway.api_keys._known.clear()
+    found = [(await cluster.http.get(path, headers=headers)).status_code for path in paths]
+    assert found == [404, 403]
+    assert (await cluster.http.get(PREFIXES, headers=headers)).json()["data"] == []
+    await store.write([("HSET", TENANTS, "tenant-2", data)])
+    await TenantAdmin(store, lambda: 0.0).change("tenant-2", change)
+    for key in ("pinned_prefixes", "pinned_prefix:house", "responses:uses", "responses:sizes"):
+        assert not await store.evaluate(
+            "return redis.call('EXISTS', KEYS[1])", [f"hearth:tenant-2:{key}"], []
+        )
+    assert not await store.evaluate(
+        "return redis.call('KEYS', ARGV[1])", [], ["hearth:tenant-2:response:*"]
+    )
 
 
 # ── public prefixes ──────────────────────────────────────────────────────────────────────────────

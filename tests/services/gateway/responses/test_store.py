@@ -28,7 +28,7 @@ from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import NatsServer, RedisServer
-from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.conftest import Cluster, until
 from tests.services.gateway.nats_api.test_gateways import second_gateway
 from tests.services.gateway.samples import sample_sum
 
@@ -142,7 +142,7 @@ async def test_expired_records_free_their_room(stored: Stored) -> None:
 
 async def test_record_lives_as_long_as_it_should(stored: Stored) -> None:
     await stored.save(TENANT, record_of("a"))
-    key = stores._keys("t1")[0] + response_id("a")
+    key = stores.response_keys("t1")[0] + response_id("a")
     assert 0 < await stored.redis.evaluate("return redis.call('TTL', KEYS[1])", [key], []) <= 100
 
 
@@ -330,7 +330,8 @@ async def test_other_gateway_goes_on(cluster: Cluster, nats_server: NatsServer) 
     assert third.usage is not None and second.usage is not None and first.usage is not None
     lengths = [each.usage.input_tokens for each in (first, second, third) if each.usage]
     assert lengths == sorted(set(lengths))
-    assert sample_sum(cluster.gateway, "hearth_stored_responses_total", outcome="stored") >= 2
+    count = "hearth_stored_responses_total"
+    await until(lambda: sample_sum(cluster.gateway, count, outcome="stored") >= 2)
 
 
 async def test_another_tenant_gets_the_same_404(cluster: Cluster) -> None:
