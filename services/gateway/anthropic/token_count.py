@@ -15,7 +15,7 @@ from services.gateway.models.named_model import named_model
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.request.conversation import chat_prompt
-from services.gateway.request.opener import MAX_INLINE_BYTES
+from services.gateway.request.opener import is_small
 from services.gateway.request.submission import Submission
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
@@ -36,7 +36,7 @@ class TokenCounter:
 
     async def count(self, tenant: TenantRecord, data: bytes) -> bytes:
         """Returns the response as JSON."""
-        if len(data) > MAX_INLINE_BYTES:
+        if not is_small(data):
             model = await self._model(tenant, named_model(data, COUNT_TOKENS) or "")
             prepared = await self._submission.prepare_body(tenant, model, COUNT_TOKENS, data)
             return prepared.body

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.anthropic import token_count
 from services.gateway.anthropic.request import COUNT_FIELDS, conversation_of
 from services.gateway.request import opener
 from services.gateway.request.conversation import chat_prompt
@@ -190,7 +189,7 @@ def test_blocks_of_a_conversation_with_searches() -> None:
 async def test_count_tokens_is_exact(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(token_count, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
     for fields in ({}, {"system": "s 😀"}, {"thinking": {"type": "disabled"}}):
         body = {**BODY, **fields}
         usage = (await whole(cluster.http, body))["usage"]

@@ -1,0 +1,47 @@
+"""Which bodies the gateway decodes itself, and which a preparation process does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.gateway.request.opener import MAX_INLINE_BYTES, is_small
+from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.openai.test_chat_http import CHAT
+
+MESSAGE = {"role": "user", "content": "a few words, and a few more"}
+
+
+@pytest.mark.parametrize(
+    ("content", "is_inline"),
+    [
+        ([MESSAGE] * 2300, False),  # of 140 KB
+        ([[]] * 60_000, False),
+        ([{"a": {"b": 1}}] * 15_000, False),
+        ([MESSAGE] * 300, True),
+        ([{**MESSAGE, "content": "words, and words. " * 12_000}], True),
+        (list(range(30_000)), True),  # a prompt of tokens
+    ],
+    ids=["messages", "lists", "objects", "few messages", "text", "numbers"],
+)
+def test_body_of_many_values_is_large(content: object, is_inline: bool) -> None:
+    body = msgspec.json.encode({"model": "tiny", "content": content})
+    assert len(body) < MAX_INLINE_BYTES
+    assert is_small(body) == is_inline
+
+
+async def test_many_messages_are_prepared_in_a_process(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+    prepare_body = cluster.gateway.submission.prepare_body
+
+    async def record(*arguments: object) -> object:
+        prepared.append(str(arguments[2]))
+        return await prepare_body(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cluster.gateway.submission, "prepare_body", record)
+    for count, expected in ((1, []), (800, ["chat"])):
+        body = {"messages": [{"role": "user", "content": "a"}] * count, "max_tokens": 1}
+        await cluster.http.post(CHAT, json=body)
+        assert prepared == expected
