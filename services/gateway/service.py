@@ -159,7 +159,7 @@ class GatewayService:
         self._checks = GrammarChecks(check_pool)
         self.metrics.watch_preparation(lambda: preparation_loads(self._pool, check_pool))
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
-        self._limits = Limits(store, clock)
+        self._limits = Limits(store, clock, self._num_gateways)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
@@ -429,6 +429,10 @@ class GatewayService:
 
     def _read_timeline(self, question: ReadTimeline) -> TimelineRead:
         return TimelineRead(timeline=self.telemetry.find(question.request_id))
+
+    def _num_gateways(self) -> int:
+        live = {each.process_id for each in self._health_monitor.fleet.live("gateway")}
+        return len(live | {self._config.process_id})
 
     def _region_of(self, process_id: str) -> str:
         if process_id == self._config.process_id:

@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 
 REFRESH_S = 0.5  # below 1 s, including the latency of Redis
 SECOND_TRY_S = BREAKER_S + 0.05
+NUM_CONNECTIONS = 32  # opened at the start
 KNOWN_KEY_WAIT_S = STORE_TIMEOUT_S
 
 EMPTY_ADVICE = "restore Redis from its append-only file; a new one needs `hearth tenant add`"
@@ -81,8 +82,12 @@ class ApiKeys:
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
 
     async def warm_up(self) -> None:
-        """Opens the connections to Redis, so that the first request does not wait for them."""
-        await self.poll_redis()
+        """Opens the connections to Redis, so that a first burst does not wait for them: a reply
+        that is late because of that would have each gateway count limits alone.
+        """
+        await asyncio.gather(
+            *(self._request(digest_of("")) for _ in range(NUM_CONNECTIONS)), return_exceptions=True
+        )
 
     @property
     def redis_state(self) -> RedisState:

@@ -6,18 +6,18 @@
 `admit` charges the request and takes its place under `concurrency` before its body is read;
 `charge` adds the tokens once they are known, only for tenants with a limit of tokens. Redis decides
 for all gateways, in one round trip each; while Redis is unavailable, this gateway's local counter
-decides, which counts every request too. A Redis that has returned empty still decides, and counts
-from zero: a tenant gets at most one minute's limit again, where local counters would allow each
-gateway a limit of its own. Open requests renew their leases: they are back in an emptied Redis
-within `RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Settled requests are
-sent in the background and with the tenant's next request, so a client that has its response never
-finds that request still counted. Settling is idempotent.
+decides, which counts every request too, on the limit divided by the gateways. A Redis that has
+returned empty still decides, and counts from zero: a tenant gets at most one minute's limit again,
+where local counters would allow each gateway a limit of its own. Open requests renew their leases:
+they are back in an emptied Redis within `RENEW_S`, and those of a dead gateway stop counting after
+`LEASE_S`. Settled requests are sent in the background and with the tenant's next request, so a
+client that has its response never finds that request still counted. Settling is idempotent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -76,10 +76,15 @@ class _Account:
 
 
 class Limits:
-    """Between `start` and `stop`, sends settled requests to Redis and renews leases."""
+    """Between `start` and `stop`, sends settled requests to Redis and renews leases.
+    `num_gateways`: that serve now: without Redis each has its part of a limit.
+    """
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, clock: Clock, num_gateways: Callable[[], int] = lambda: 1
+    ) -> None:
         self._store = store
+        self._num_gateways = num_gateways
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._has_updates = asyncio.Event()
@@ -184,7 +189,7 @@ class Limits:
         try:
             state = await self._apply(account, settled=settled, requested=requested)
         except StoreUnavailable:
-            state = account.counter.apply(own, self._clock.now())
+            state = account.counter.apply(self._part_of(own), self._clock.now())
             if state.rejected_by:
                 self._leave(account, refund)  # Redis may have admitted the request, replying late
             return state, False
@@ -194,6 +199,12 @@ class Limits:
         if not state.rejected_by:
             account.counter.apply(own, self._clock.now(), is_forced=True)
         return state, True
+
+    def _part_of(self, own: LimitCommand) -> LimitCommand:
+        """At least one of each limit: a gateway alone must not refuse all."""
+        num_gateways = max(1, self._num_gateways())
+        parts = {name: max(1, limit // num_gateways) for name, limit in own.limits.items()}
+        return msgspec.structs.replace(own, limits=parts)
 
     def _leave(self, account: _Account, settled: Settled) -> None:
         account.unsettled[settled.lease_id] = (settled, self._clock.now() + LEASE_S)

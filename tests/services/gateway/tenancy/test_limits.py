@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -335,6 +336,25 @@ async def test_local_counter_decides_without_redis(
     await until_flushed(limits)
     assert limits.num_unsettled == 0
     await store.close()
+
+
+async def test_gateways_without_redis_share_a_limit(clock: PacedClock) -> None:
+    """Each counts alone: together they admit no more than the limit."""
+    store = MemoryStore()
+    store.is_away = True
+    gateways = [Limits(store, clock, lambda: 3) for _ in range(3)]
+    record = tenant(requests_per_min=7, concurrency=1)
+    for number, limits in enumerate(gateways):
+        await admit(limits, record, f"{number}", 1, 1)  # one at least
+        with pytest.raises(ConcurrencyExhausted):
+            await admit(limits, record, f"{number}-more", 1, 1)
+    record, num_admitted = TenantRecord(tenant_id="u", requests_per_min=7), 0
+    for limits in gateways:
+        for number in range(4):
+            with contextlib.suppress(RequestsExhausted):
+                await admit(limits, record, f"u{number}", 1, 1)
+                num_admitted += 1
+    assert num_admitted == 6
 
 
 class FailingStore:
