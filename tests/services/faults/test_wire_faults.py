@@ -27,7 +27,7 @@ from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster, live_cluster
 from tests.simulation.world.bus import matches
 
-PER_SUBJECT = 40
+PER_VALUE = 3
 VALUES = (NUMBERS, TEXTS, BYTES, LISTS, (None, True))
 PROMPT = "a request of one tenant, long enough for prefill to push"
 ENDPOINTS = ("chat", "completions", "embeddings", "messages", "tokenize", "models", "cancel", "no")
@@ -148,25 +148,26 @@ def messages_of(role: str, sent: dict[str, dict[str, bytes]]) -> list[tuple[str,
 
 def payloads(data: bytes, draw: random.Random) -> list[bytes]:
     tree = msgspec.msgpack.decode(data)
-    return [*RAW, data[: len(data) // 2], *(spoiled(tree, draw) for _ in range(PER_SUBJECT))]
+    others = [spoiled(tree, path, draw) for path in paths(tree) if path for _ in range(PER_VALUE)]
+    return [*RAW, data[: len(data) // 2], *others]
 
 
-def spoiled(tree: Any, draw: random.Random) -> bytes:
-    """One or two values are others, or missing."""
+def spoiled(tree: Any, path: tuple[Any, ...], draw: random.Random) -> bytes:
+    """The value at the path is another one, mostly of its kind, or missing."""
     tree = copy.deepcopy(tree)
-    for _ in range(draw.randint(1, 2)):
-        path = draw.choice(paths(tree))
-        if not path:
-            continue
-        parent = tree
-        for step in path[:-1]:
-            parent = parent[step]
-        if isinstance(parent, dict) and draw.random() < 0.2:
-            del parent[path[-1]]
-        else:
-            parent[path[-1]] = draw.choice(
-                draw.choice((NUMBERS, TEXTS, BYTES, LISTS, (None, True)))
-            )
+    parent = tree
+    for step in path[:-1]:
+        parent = parent[step]
+    key, value = path[-1], parent[path[-1]]
+    if isinstance(parent, dict) and draw.random() < 0.2:
+        del parent[key]
+        return msgspec.msgpack.encode(tree)
+    kinds: tuple[Any, ...] = VALUES
+    if isinstance(value, int | float) and draw.random() < 0.7:
+        kinds = (NUMBERS,)
+    elif isinstance(value, bytes) and draw.random() < 0.7:
+        kinds = (BYTES,)
+    parent[key] = draw.choice(draw.choice(kinds))
     return msgspec.msgpack.encode(tree)
 
 
