@@ -17,6 +17,7 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "README.md")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_REASON_CHARS = 300
+NAMING_HEADERS = ("etag", "x-linked-etag", "x-repo-commit")  # they become names in the cache
 # Other formats of the same weights, examples: all folders but that of templates.
 NOT_OURS = (
     "consolidated*",
@@ -54,7 +55,7 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     what = f"model {model_id!r} is not a directory here"
     try:
-        _limit_waits()
+        _guard_session()
         found = snapshot_download(
             model_id, allow_patterns=list(patterns), ignore_patterns=list(NOT_OURS)
         )
@@ -78,22 +79,50 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
     return Path(found)
 
 
-def _limit_waits() -> None:
-    """huggingface_hub limits the waits for files alone, not for answers about a model."""
-    from huggingface_hub import constants
+def _guard_session() -> None:
+    """huggingface_hub limits the waits for files alone, not for answers about a model, and takes
+    the commit and the ETag of an answer for names of files, wherever they lead.
+    """
     from huggingface_hub.utils import get_session
-
-    def limit(request: Any) -> None:
-        waits = request.extensions.get("timeout") or {}
-        given = {each: wait for each, wait in waits.items() if wait is not None}
-        wait_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        default = dict.fromkeys(("connect", "read", "write", "pool"), wait_s)
-        request.extensions["timeout"] = {**default, **given}
 
     hooks = getattr(get_session(), "event_hooks", None)  # else of an older release, on requests
     if hooks is not None:
         session: Any = get_session()
-        session.event_hooks = {**hooks, "request": [*hooks["request"], limit]}
+        session.event_hooks = {
+            "request": [*hooks["request"], _limit_wait],
+            "response": [*hooks["response"], _check_names],
+        }
+
+
+def _limit_wait(request: Any) -> None:
+    from huggingface_hub import constants
+
+    waits = request.extensions.get("timeout") or {}
+    given = {each: wait for each, wait in waits.items() if wait is not None}
+    wait_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    default = dict.fromkeys(("connect", "read", "write", "pool"), wait_s)
+    request.extensions["timeout"] = {**default, **given}
+
+
+def _check_names(response: Any) -> None:
+    """Raises ValueError for an answer about a file or a model whose names lead elsewhere."""
+    request = response.request
+    if request.method == "HEAD":
+        for each in NAMING_HEADERS:
+            _check_name(each, response.headers.get(each, "-").removeprefix("W/").strip('"'))
+    elif "/api/" in request.url.path and response.is_success:
+        response.read()
+        try:
+            body = response.json()
+        except (ValueError, RecursionError):
+            return  # huggingface_hub says what it expected
+        if isinstance(body, dict) and isinstance(body.get("sha"), str):
+            _check_name("commit", body["sha"])
+
+
+def _check_name(what: str, name: str) -> None:
+    if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+        raise ValueError(f"the hub's {what} {name[:64]!r} cannot be the name of a file")
 
 
 def _line(error: BaseException) -> str:

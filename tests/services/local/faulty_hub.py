@@ -17,7 +17,9 @@ FAULTS = (
     "sizes",  # a file is shorter than the list of files says
     "nested",  # JSON of 64 MiB that is nothing but open brackets
     "kinds",  # JSON of wrong types
+    *("commit", "etag"),  # names of files that lead out of the cache
 )
+OUTSIDE = "../../../../../outside"
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 100_000}
 NESTED_BYTES = 64 << 20
 
@@ -46,11 +48,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif is_file:
             self._file(path, fault)
         else:
-            self._list(path)
+            self._list(path, fault)
 
     do_HEAD = do_GET  # noqa: N815
 
-    def _list(self, path: str) -> None:
+    def _list(self, path: str, fault: str) -> None:
         if "/tree/" in path:
             entries = [
                 {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
@@ -59,13 +61,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._answer(json.dumps(entries).encode(), {})
             return
         siblings = [{"rfilename": name} for name in FILES]
-        body = {"id": "org/x", "sha": COMMIT, "siblings": siblings}
+        body = {
+            "id": "org/x",
+            "sha": OUTSIDE if fault == "commit" else COMMIT,
+            "siblings": siblings,
+        }
         self._answer(json.dumps(body).encode(), {})
 
     def _file(self, path: str, fault: str) -> None:
         data = FILES[path.rpartition("/")[2]]
         etag = {"ETag": f'"{len(data):040x}"', "X-Repo-Commit": COMMIT}
-        if self.command == "HEAD" or not path.endswith(".safetensors"):
+        if fault == "etag":
+            etag["ETag"] = f'"{OUTSIDE}"'
+        is_whole = self.command == "HEAD" or not path.endswith(".safetensors")
+        if is_whole or fault in ("etag", "commit"):
             self._answer(data, etag)
         elif fault == "sizes":
             self._answer(data[:10], etag)

@@ -223,9 +223,11 @@ def test_error_of_the_hub_is_one_line(tmp_path: Path, status: int, code: str, wo
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_any_failure_of_a_download_is_one_line(tmp_path: Path, fault: str) -> None:
+    home = tmp_path / "hf"
     with faulty_hub() as url:
-        line = error_line(f"org/{fault}", **hub_environ(url, str(tmp_path)))
+        line = error_line(f"org/{fault}", **hub_environ(url, str(home)))
     assert f"'org/{fault}'" in line and url in line
+    assert not [*home.rglob("outside*"), *tmp_path.glob("outside*")]
 
 
 def test_safetensors_are_required_only_with_weights(hub_home: Path) -> None:
