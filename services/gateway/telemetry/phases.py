@@ -8,7 +8,7 @@ fill exactly that time. What no process has measured, such as the wire, is part 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from services.gateway.streams.try_record import TryRecord
@@ -26,16 +26,13 @@ _SHORTENED: tuple[PhaseName, ...] = (
 
 def gateway_phases(record: RequestRecord, gateway_id: str, end_at: float) -> tuple[Phase, ...]:
     """Before the first try: until the mark `submit`, or until `end_at` for a rejected request."""
-    marks = [*record.marks, ("submit", max(end_at, record.marks[-1][1]))]
+    spent_s, name = dict(record.spent_s), record.phase
+    if name != "submit":
+        spent_s[name] = spent_s.get(name, 0.0) + max(0.0, end_at - record.phase_began_at)
+    starts_s = accumulate(spent_s.values(), initial=0.0)
     phases = [
-        Phase(
-            name=name,
-            process_id=gateway_id,
-            start_s=began_at - record.arrived_at,
-            duration_s=ended_at - began_at,
-        )
-        for (name, began_at), (_, ended_at) in pairwise(marks)
-        if name != "submit"
+        Phase(name=each, process_id=gateway_id, start_s=start_s, duration_s=duration_s)
+        for (each, duration_s), start_s in zip(spent_s.items(), starts_s, strict=False)
     ]
     if record.stall_s:
         start_s = record.stalled_at - record.arrived_at
@@ -52,8 +49,7 @@ def gateway_phases(record: RequestRecord, gateway_id: str, end_at: float) -> tup
 
 def submitted_at(record: RequestRecord) -> float:
     """When the last prompt was tokenized."""
-    name, began_at = record.marks[-1]
-    return began_at if name == "submit" else record.arrived_at
+    return record.phase_began_at if record.phase == "submit" else record.arrived_at
 
 
 def try_of(

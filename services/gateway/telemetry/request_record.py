@@ -30,14 +30,20 @@ class RequestRecord:
         self.tenant_id = ""
         self.status = 200  # of the error that rejected the request
         self.outcome = "none"  # its code
-        self.marks: list[tuple[PhaseName, float]] = [("validate", arrived_at)]
+        self.phase: PhaseName = "validate"  # that runs
+        self.phase_began_at = arrived_at
+        self.spent_s: dict[PhaseName, float] = {}  # of phases before it, in the order of the first
         self.stalled_at = 0.0
         self.stall_s = 0.0
         self.ended_at: float | None = None  # all outputs
 
     def begin(self, phase: PhaseName, now: float) -> None:
-        """The phase before it ends. Prompts of one response are prepared one after the other."""
-        self.marks.append((phase, now))
+        """The phase before it ends. Prompts of one response are prepared one after the other: their
+        times are added, since each of a thousand prompts has a timeline with these phases.
+        """
+        spent_s = now - self.phase_began_at
+        self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + spent_s
+        self.phase, self.phase_began_at = phase, now
 
     def reject(self, error: HearthError) -> None:
         """Keeps no reference: its traceback has the request's body, and this record."""
