@@ -12,6 +12,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
+from services.cli.given_file import read_given_file
 from services.client.chat_request import (
     Reply,
     RequestedCall,
@@ -67,10 +68,9 @@ def run_chat(
 
 def response_format(path: Path) -> dict[str, Any]:
     """Raises ConfigError for a file that cannot be read or is not JSON's object."""
+    data = read_given_file(path, what="--json")
     try:
-        schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
+        schema = msgspec.json.decode(data, type=dict[str, Any])
     except UNREADABLE as error:
         raise ConfigError(f"--json {path} is not a JSON Schema: {error}") from None
     return {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.cli.given_file import read_given_file
 from services.cli.operators.audited import audited
 from shared.errors import ConfigError
 
@@ -42,9 +42,9 @@ def publish(
     from services.cli.public_prefixes import publish_prefix
 
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+        text = read_given_file(file, what="--file").decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--file {file}: {error}") from None
     publish_prefix(redis_url, name, model, text, is_json=file.suffix == ".json")
 
 

@@ -92,6 +92,8 @@ async def test_the_schema_of_a_file_is_demanded(tmp_path: Path) -> None:
 def test_a_file_without_a_schema_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.json: No such file"):
         response_format(tmp_path / "no.json")
+    with pytest.raises(ConfigError, match=r"--json /dev/zero has more than 4194304 bytes"):
+        response_format(Path("/dev/zero"))
     for content in ("{", "[1]"):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ConfigError, match=r"bad\.json is not a JSON Schema"):

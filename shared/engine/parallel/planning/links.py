@@ -85,7 +85,8 @@ class RankLink(msgspec.Struct, frozen=True):
 def read_links(path: Path) -> LinkTable:
     """A table from a file of JSON, or of TOML if its name ends in .toml. Raises ValueError."""
     try:
-        data = path.read_bytes()[: MAX_FILE_BYTES + 1]
+        with path.open("rb") as file:  # it may have no end
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     if len(data) > MAX_FILE_BYTES:

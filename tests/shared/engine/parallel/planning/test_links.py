@@ -38,6 +38,8 @@ def test_table_survives_json_and_toml(tmp_path: Path) -> None:
     assert decode_links(msgspec.json.encode(table)) == table
     (tmp_path / "links.toml").write_text(TOML)
     assert read_links(tmp_path / "links.toml") == table
+    with pytest.raises(ValueError, match="/dev/zero has more than 1048576 bytes"):
+        read_links(Path("/dev/zero"))
 
 
 def test_link_that_was_not_measured_is_named() -> None:

@@ -1,0 +1,26 @@
+"""Reads a file that an operator names: a pipe too, and of an endless one no more than a bound."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+MAX_BYTES = 4 << 20
+
+
+def read_given_file(path: Path, *, what: str) -> bytes:
+    """`what`: begins the errors, such as the option. `-`: standard input. Raises ConfigError."""
+    try:
+        if str(path) == "-":
+            data = sys.stdin.read(MAX_BYTES + 1).encode()
+        else:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{what} {path}: {reason}") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{what} {path} has more than {MAX_BYTES} bytes")
+    return data
