@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -40,12 +39,6 @@ class Source(NamedTuple):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    reason: str
-    until: float
-
-
 class LoadedTexts:
     def __init__(self, load: Callable[[str], ServedText], clock: Clock, *, max_loaded: int) -> None:
         """`load`: reads the files of a source, on a thread. `max_loaded`: beside those in use."""
@@ -54,7 +47,7 @@ class LoadedTexts:
         self._recent: RecentlyUsed[Source, ServedText] = RecentlyUsed(max_loaded)
         self._alive: WeakValueDictionary[Source, ServedText] = WeakValueDictionary()
         self._loading: dict[Source, asyncio.Task[ServedText]] = {}
-        self._failures: dict[Source, _Failure] = {}
+        self._failures: dict[Source, float] = {}  # until when
         examine_struct_types()  # several threads decode the same files of different models
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="model-text")
 
@@ -62,7 +55,9 @@ class LoadedTexts:
         return len(self._alive)
 
     async def get(self, source: Source) -> ServedText:
-        """Raises NoCapacity, which names the source, if its files cannot be read."""
+        """Raises NoCapacity if its files cannot be read: paths and reasons are for operators, and
+        in the log.
+        """
         text = self._alive.get(source)
         if text is None:
             text = await self._loaded(source)
@@ -84,7 +79,7 @@ class LoadedTexts:
             async with asyncio.timeout(MAX_WAIT_S):
                 return await asyncio.shield(task)  # other requests wait for it, too
         except TimeoutError:
-            reason = f"the files of {source.place!r} are still being read"
+            reason = "the files of this model are still being read"
             raise NoCapacity(reason, retry_after_s=RETRY_S) from None
 
     async def _read(self, source: Source) -> ServedText:
@@ -107,15 +102,14 @@ class LoadedTexts:
     def _fail(self, source: Source, reason: str, load_s: float) -> None:
         now = self._clock.now()
         pause_s = max(RETRY_S, PAUSE_FACTOR * load_s)
-        self._failures = {key: each for key, each in self._failures.items() if each.until > now}
-        self._failures[source] = _Failure(reason, now + pause_s)
+        self._failures = {key: until for key, until in self._failures.items() if until > now}
+        self._failures[source] = now + pause_s
         log.warning("model_text_unreadable", source=source.place, reason=reason)
 
     def _check_pause(self, source: Source) -> None:
-        failure = self._failures.get(source)
-        left_s = 0.0 if failure is None else failure.until - self._clock.now()
-        if failure is not None and left_s > 0:
+        left_s = self._failures.get(source, 0.0) - self._clock.now()
+        if left_s > 0:
             raise NoCapacity(
-                f"the files of {source.place!r} cannot be read at the gateway: {failure.reason}",
+                "the files of this model cannot be read at the gateway: its log names them",
                 retry_after_s=left_s,
             )

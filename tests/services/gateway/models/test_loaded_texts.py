@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.models.loaded_texts import RETRY_S, LoadedTexts, Source
@@ -105,25 +106,33 @@ async def test_other_weights_in_the_same_directory_are_read_again(dirs: list[Pat
     assert await rig.get(dirs[0], "r1") is not await rig.get(dirs[0], "r2")
 
 
-async def test_failure_names_its_source_and_is_retried_after_a_pause(tmp_path: Path) -> None:
+async def test_failure_is_logged_with_its_source_and_retried_after_a_pause(tmp_path: Path) -> None:
     rig, path = Rig(max_loaded=2), tmp_path / "later"
-    for left_s in (RETRY_S, 2.0):
-        with pytest.raises(NoCapacity, match=f"{path}' is not a directory") as raised:
-            await rig.get(path)
-        assert raised.value.retry_after_s == left_s
-        rig.time = RETRY_S - 2.0
+    with structlog.testing.capture_logs() as lines:
+        for left_s in (RETRY_S, 2.0):
+            with pytest.raises(NoCapacity, match="cannot be read at the gateway") as raised:
+                await rig.get(path)
+            assert raised.value.retry_after_s == left_s
+            rig.time = RETRY_S - 2.0
+    assert [each["source"] for each in lines] == [str(path)]
+    assert "is not a directory" in lines[0]["reason"]
     assert len(rig.loads) == 1
     write_model_dir(path)
     rig.time = RETRY_S
     assert (await rig.get(path)).files.model_dir == path
 
 
-async def test_invalid_files_are_named_on_one_line(tmp_path: Path) -> None:
+async def test_invalid_files_are_named_on_one_line_to_operators_alone(tmp_path: Path) -> None:
     path = write_model_dir(tmp_path / "broken")
     (path / "tokenizer.json").write_text("{\n}")
-    with pytest.raises(NoCapacity, match=f"the files of '{path}' cannot be read") as raised:
+    with (
+        structlog.testing.capture_logs() as lines,
+        pytest.raises(NoCapacity, match="files of this model cannot be read") as raised,
+    ):
         await Rig(max_loaded=2).get(path)
-    assert "tokenizer" in raised.value.message and "\n" not in raised.value.message
+    assert str(tmp_path) not in raised.value.message
+    assert lines[0]["source"] == str(path)
+    assert "tokenizer" in lines[0]["reason"] and "\n" not in lines[0]["reason"]
 
 
 FIRST_LOAD = """

@@ -326,12 +326,13 @@ async def test_clients_are_told_why_no_host_can_serve_a_model(fleet: Fleet) -> N
         await bus.close()
 
 
-async def test_source_that_is_not_here_is_named(fleet: Fleet) -> None:
+async def test_source_that_is_not_here_is_no_capacity(fleet: Fleet) -> None:
     await fleet.add("away", "acme/not-in-the-cache", "digest-en")
     worker = await fleet.worker("decode-5", card_of("away", "digest-en"), ENGLISH, fleet.dirs["en"])
     response = await fleet.chat("away")
     check_envelope(response, 503, "no_capacity", None)
-    assert "the files of 'acme/not-in-the-cache' cannot be read" in response.text
+    assert "the files of this model cannot be read" in response.text
+    assert "acme/" not in response.text
     assert 1 <= int(response.headers["retry-after"]) <= 5
     assert (await fleet.chat("en", max_tokens=3)).status_code == 200
     fleet.scheduler.workers.remove(worker)
