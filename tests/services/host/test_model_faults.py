@@ -1,0 +1,101 @@
+"""Whatever work on one model raises fails that model, and the host goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.cli.service_options import DEMO_MODEL_DIR
+from services.host.budget import ModelKey
+from services.host.hosted_catalogue import HostedRevision
+from services.host.records import Records
+from services.host.service import HostService
+from services.host.sources import ModelSource
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.clock import MonotonicClock
+from shared.config import HostConfig
+from shared.randomness import SystemRandomness
+from tests.services.faults.test_item_faults import ERRORS
+from tests.simulation.world.store import MemoryStore
+
+SOURCE = ModelSource(
+    model_dir=str(DEMO_MODEL_DIR),
+    max_context_tokens=64,
+    kv_bytes_per_token=64,
+    weights_bytes=1 << 20,
+    process_bytes=1 << 20,
+)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[HostService]:
+    config = HostConfig(
+        nats_url="nats://127.0.0.1:1",
+        worker_nats_url="nats://worker-1:x@127.0.0.1:1",
+        redis_url="redis://127.0.0.1:1",
+        process_id="host-1",
+    )
+    bus: Any = SimpleNamespace(process_id="host-1")
+    host = HostService(
+        *(config, bus, MemoryStore(), MonotonicClock(), SystemRandomness()),
+        budgets={"cpu": 1 << 30},
+        records=Records(tmp_path),
+    )
+    yield host
+    await host._background.stop()
+    host._records.close()
+
+
+def add_model(host: HostService, name: str) -> HostedRevision:
+    revision = CatalogueRevision(name="r1", source="/models/a")
+    model = CatalogueModel(name=name, revisions=(revision,), num_standby=1)
+    hosted = HostedRevision(ModelKey(name, "r1"), model, revision, source=SOURCE)
+    host.catalogue.revisions[hosted.key] = hosted
+    host._put(hosted)
+    return hosted
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_start_that_raises_fails_its_model_alone(
+    host: HostService, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+
+    async def fail(*arguments: object, **fields: object) -> None:
+        raise error
+
+    monkeypatch.setattr(host._workers, "launch", fail)
+    hosted = add_model(host, "a")
+    (action,) = host.states.next_actions(host._clock.now())
+    host._carry_out(action)
+    await asyncio.gather(*host._background._tasks)
+    state = host.states.find(hosted.key)
+    assert state is not None and type(error).__name__ in state.failure
+    assert (hosted.worker_id, host._by_worker, reported) == (None, {}, [])
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_command_that_raises_kills_the_worker_of_its_model(
+    host: HostService, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(host._workers, "has", lambda worker_id: True)
+    monkeypatch.setattr(host._workers, "signal", lambda worker_id, number: killed.append(worker_id))
+    hosted = add_model(host, "a")
+    hosted.worker_id = "worker-1.a"
+    hosted.parking = asyncio.get_running_loop().create_future()
+    parking = hosted.parking
+
+    async def work() -> None:
+        raise error
+
+    host._start_item(hosted, work())
+    await asyncio.gather(*host._background._tasks)
+    assert killed == ["worker-1.a"]
+    assert parking.exception() is not None and hosted.parking is None
