@@ -53,6 +53,11 @@ class HearthError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    @property
+    def public_message(self) -> str:
+        """What a gateway's clients see: differs where `message` is for operators."""
+        return self.message
+
 
 class InvalidRequest(HearthError):
     code = "invalid_request"

@@ -62,6 +62,10 @@ class StoreRejected(StoreUnavailable):
 
     code = "store_refused"
 
+    @property
+    def public_message(self) -> str:
+        return "Redis answered with an error"  # its text names scripts, keys and disks
+
 
 class Store(Protocol):
     """Every method raises StoreUnavailable if Redis does not answer in time."""

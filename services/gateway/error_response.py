@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
 from litestar import Response
 
 from services.gateway.anthropic.errors import envelope as anthropic_envelope
@@ -16,8 +17,12 @@ from services.gateway.workers_ai.errors import envelope as workers_ai_envelope
 from services.gateway.workers_ai.errors import number_of
 from shared.errors import HearthError
 
+log = structlog.get_logger(__name__)
+
 
 def error_response(path: str, error: HearthError, request_id: str) -> Response[Any]:
+    if error.public_message != error.message:
+        log.error("request_failed", request_id=request_id, code=error.code, error=error.message)
     headers = {"x-request-id": request_id, **error_headers(error)}
     body: Any
     match dialect_of(path):

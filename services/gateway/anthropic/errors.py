@@ -84,7 +84,7 @@ def envelope(error: HearthError, request_id: str) -> ErrorEnvelope:
 
 def _message(error: HearthError) -> str:
     """The envelope has no place for a field's name: the message holds it."""
-    message = error.message
+    message = error.public_message
     if isinstance(error, PromptTooLong):
         return _too_long(message)
     if error.param is not None and error.param not in message:

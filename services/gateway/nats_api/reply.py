@@ -80,7 +80,7 @@ class Reply:
         status, body = self._encode_error(error, self.request_id)
         headers = {
             END: FAILED,
-            ERROR: error.message[:MAX_REASON_CHARS],
+            ERROR: error.public_message[:MAX_REASON_CHARS],
             ERROR_CODE: str(status),
             **self.limit_headers,
             **error_headers(error),

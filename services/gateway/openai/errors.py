@@ -25,7 +25,7 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 def envelope(error: HearthError) -> ErrorEnvelope:
-    message = shortened(error.message)
+    message = shortened(error.public_message)
     return ErrorEnvelope(ErrorBody(message, error.openai_type, error.param, error.code))
 
 

@@ -131,7 +131,7 @@ class DialectErrors:
 
 def _message(error: HearthError) -> str:
     """The envelope has no place for a field's name: the message holds it."""
-    message = error.message
+    message = error.public_message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     if number_of(type(error)).code == 3040:
