@@ -13,12 +13,19 @@ from services.gateway.request.conversation import (
     Part,
     Reasoning,
     TextPart,
+    ToolCall,
     ToolResult,
     Turn,
     tool_calls,
 )
 from services.gateway.request.supported_fields import check_count
-from services.gateway.tools.call_fields import CallFields, CallId
+from services.gateway.tools.call_fields import (
+    CalledFunction,
+    CallField,
+    CallFields,
+    CallId,
+    name_and_arguments,
+)
 from shared.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
@@ -28,14 +35,16 @@ MAX_NAME_CHARS = 128
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """`tool_calls`, `reasoning_content`, or `reasoning` as others name it: of an assistant.
-    `tool_call_id`: of a tool.
+    `tool_call_id`: of a tool. `function_call`, the role `function`: the older form of a call and
+    its result, which name the function alone.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: CallFields | None = None
     tool_call_id: CallId | None = None
+    function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -56,6 +65,9 @@ def _turn(index: int, message: ChatMessage) -> Turn:
             assert message.tool_call_id is not None, "checked before"
             text = "\n".join(each.text for each in texts)
             return Turn("tool", (ToolResult(message.tool_call_id, text),), message.name)
+        case "function":
+            text = "\n".join(each.text for each in texts)
+            return Turn("tool", (ToolResult(_function_id(message.name or ""), text),))
         case "assistant":
             return Turn("assistant", _answer(index, message, texts), message.name)
         case "developer":
@@ -68,9 +80,13 @@ def _check_role(place: str, message: ChatMessage) -> None:
     role = message.role
     if message.content is None and role != "assistant":
         raise InvalidRequest("content must not be null", param=f"{place}.content")
-    if message.tool_calls and role != "assistant":
-        param = f"{place}.tool_calls"
-        raise InvalidRequest(f"{param}: a message of role {role!r} has no calls", param=param)
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name) and role != "assistant":
+            param = f"{place}.{name}"
+            raise InvalidRequest(f"{param}: a message of role {role!r} has no calls", param=param)
+    if role == "function" and message.name is None:
+        param = f"{place}.name"
+        raise InvalidRequest(f"{param}: the result of a function needs its name", param=param)
     param = f"{place}.tool_call_id"
     if role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{param}: a result needs the id of its call", param=param)
@@ -86,7 +102,17 @@ def _answer(index: int, message: ChatMessage, texts: tuple[TextPart, ...]) -> tu
     thought = message.reasoning_content or message.reasoning
     reasoning = (Reasoning(thought),) if thought else ()
     refusal = (TextPart(message.refusal),) if message.refusal else ()
-    return (*reasoning, *texts, *refusal, *tool_calls(message.tool_calls, index))
+    calls = tool_calls(message.tool_calls, index)
+    if message.function_call is not None:
+        place = f"messages[{index}].function_call"
+        name, arguments = name_and_arguments(CallField(function=message.function_call), place)
+        calls += (ToolCall(_function_id(name), name, arguments),)
+    return (*reasoning, *texts, *refusal, *calls)
+
+
+def _function_id(name: str) -> str:
+    """The id of a call in the older form: a function has one open call."""
+    return f"call_{name}"
 
 
 def _texts(place: str, message: ChatMessage) -> tuple[TextPart, ...]:

@@ -61,6 +61,15 @@ def test_arguments_are_json_text(arguments: Any, text: str) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == text
 
 
+def test_calls_and_results_in_their_older_form() -> None:
+    calling = {"role": "assistant", "content": None, "function_call": FUNCTION}
+    result = {"role": "function", "name": "clock", "content": "12:00"}
+    _, call, found = messages_of(USER, calling, result)
+    assert call["tool_calls"][0]["function"] == FUNCTION
+    assert found["tool_call_id"] == call["tool_calls"][0]["id"]
+    assert (found["role"], found["name"], found["content"]) == ("tool", "clock", "12:00")
+
+
 def test_custom_call_is_a_call_with_one_text() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
     (_, message) = messages_of(USER, {**CALLING, "tool_calls": [call]})
@@ -131,7 +140,10 @@ def test_variables_of_the_template() -> None:
         ({"messages": [{**USER, "tool_call_id": "call_1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [USER, CALLING, {**RESULT, "content": None}]}, "messages[2].content"),
-        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]},
+         "messages[0].tool_call_id"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].name"),
+        ({"messages": [{**USER, "function_call": FUNCTION}]}, "messages[0].function_call"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
          "messages[0].content[0].text"),
         ({"messages": [{**CALLING, "tool_calls": [{"type": "function"}]}]},
