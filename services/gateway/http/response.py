@@ -176,8 +176,10 @@ class GenerationResponse:
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _stop_comments(self) -> None:
+        """Drops the task: the traceback of its cancellation refers to this response."""
         if self._comments is not None:
             self._comments.cancel()
+            self._comments = None
 
     async def _send_error(self, send: Send, error: HearthError) -> None:
         self._stop_comments()

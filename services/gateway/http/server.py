@@ -148,6 +148,8 @@ class _Http(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+        # They refer back to this object: what a connection held would stay until a full collection.
+        self.cycle, self.scope, self._unanswered = None, None, []  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         super().pause_writing()

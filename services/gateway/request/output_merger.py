@@ -66,8 +66,15 @@ class OutputMerger:
         self._wake_waiter()
 
     def close(self) -> None:
-        """The response has ended: its last byte has left, or its client has. Idempotent."""
+        """The response has ended: its last byte has left, or its client has. Idempotent.
+
+        Drops what refers back to this object: a cycle is freed only with many others.
+        """
         self.unsent.close()
+        for each in self.outputs:
+            each.on_update = _ignore
+            if each.end is not None and each.end.error is not None:
+                each.end.error.__traceback__ = None
         on_close, self._on_close = self._on_close, lambda: None
         on_close()
 
@@ -137,3 +144,7 @@ class OutputMerger:
         if num_more:
             self._num_counted_bytes[output] = num_bytes
             self.unsent.add(num_more)
+
+
+def _ignore() -> None:
+    """An update of a response that has ended."""

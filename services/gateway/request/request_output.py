@@ -309,7 +309,8 @@ class RequestOutput:
             self._count()
         finally:
             try:
-                self._on_end(self)
+                on_end, self._on_end = self._on_end, lambda output: None  # refers to this output
+                on_end(self)
             finally:
                 self.on_update()
 

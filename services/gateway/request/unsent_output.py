@@ -89,11 +89,13 @@ class UnsentResponse:
     def exceed(self) -> None:
         """Stops counting this response: its owner is about to end it."""
         self._is_exceeded = True
+        on_exceeded = self._on_exceeded
         self.close()
-        if self._on_exceeded is not None:
-            self._on_exceeded()
+        if on_exceeded is not None:
+            on_exceeded()
 
     def close(self) -> None:
         """Idempotent."""
         self._is_open = False
+        self._on_exceeded = None  # it refers to the response
         self._unsent.forget(self)
