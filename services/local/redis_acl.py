@@ -63,7 +63,9 @@ REDIS_ROLES: dict[str, RedisRole] = {
         ),
     ),
     "kv_index": RedisRole(_DATA, ("hearth:tenants", *_PREFIXES)),
-    "host": RedisRole((*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), (_CATALOGUE,)),
+    "host": RedisRole(
+        (*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), ("hearth:generation", _CATALOGUE)
+    ),
     "operator": RedisRole((*_DATA, "xadd", "xrevrange"), ("hearth:*",)),
 }
 

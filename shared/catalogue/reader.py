@@ -18,25 +18,25 @@ from shared.background import failing_alone
 from shared.catalogue.record import CATALOGUE, CATALOGUE_VERSION, MAX_MODELS, CatalogueModel
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable
-from shared.tenancy.tenant import GENERATION, TENANTS
+from shared.tenancy.tenant import GENERATION
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
 
-# KEYS: the catalogue, its version, the generation, all tenants. ARGV: the version that the caller
+# KEYS: the catalogue, its version, the generation. ARGV: the version that the caller
 # has, the most models. Returns whether Redis has records (0 or 1), whether it has a version, the
 # version, and, if it is another one, names and records alternately.
 READ_CATALOGUE = """
-local has_records = math.min(1, redis.call('EXISTS', KEYS[2], KEYS[3], KEYS[4]))
+local has_records = math.min(1, redis.call('EXISTS', KEYS[2], KEYS[3]))
 local number = redis.call('GET', KEYS[2])
 local version = (redis.call('GET', KEYS[3]) or '') .. '/' .. (number or '')
 if version == ARGV[1] then return {has_records, number and 1 or 0, version} end
 if redis.call('HLEN', KEYS[1]) > tonumber(ARGV[2]) then error(KEYS[1] .. ' has too many models') end
 return {has_records, number and 1 or 0, version, redis.call('HGETALL', KEYS[1])}
 """
-_KEYS = (CATALOGUE, CATALOGUE_VERSION, GENERATION, TENANTS)
+_KEYS = (CATALOGUE, CATALOGUE_VERSION, GENERATION)
 
 
 class CatalogueReader:

@@ -27,7 +27,7 @@ SOURCES = {
 OWN_KEYS = {
     "gateway": ("hearth:acme:meter", "hearth:acme:usage:2026-01-01", "hearth:api_key:0ff"),
     "kv_index": ("hearth:acme:prefix:0ff", "hearth:acme:prefixes"),
-    "host": ("hearth:model:catalogue", "hearth:model:catalogue:version"),
+    "host": ("hearth:generation", "hearth:model:catalogue", "hearth:model:catalogue:version"),
     "operator": ("hearth:tenants", "hearth:acme:keys", "hearth:audit"),
 }
 FOREIGN_KEYS = {
