@@ -18,6 +18,7 @@ import pytest
 import redis
 import yaml
 
+from services.local.state import ClusterState
 from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 HEARTH_SERVICES = ("kv_index", "scheduler", "prefill", "decode", "gateway")
+OPERATOR_TOKEN = "operator-token"  # compose sets none: /ready names no process
 SECRETS = {
     name: f"p{index}"
     for index, name in enumerate(sorted(set(re.findall(r"HEARTH_\w+_PASSWORD", str(COMPOSE)))))
@@ -92,6 +94,10 @@ class Stack:
         for server in self.servers:
             server.stop()
 
+    @property
+    def state(self) -> ClusterState:
+        return ClusterState(url=self.url, api_key="", operator_token=OPERATOR_TOKEN)
+
     def _nats(self) -> Server:
         (mount,) = SERVICES["nats"]["volumes"]
         source, target, _ = mount.split(":")
@@ -115,6 +121,7 @@ class Stack:
             environ["HEARTH_MAX_LOCAL_PREFILL_TOKENS"] = "4"
         if service == "gateway":
             environ["HEARTH_LAME_DUCK_S"] = "0"  # no balancer polls it here
+            environ["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
         with (self.logs / f"{service}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "services", *command],
@@ -157,9 +164,9 @@ def answers(url: str, api_key: str) -> dict[str, Any] | None:
 
 
 def test_five_services_become_ready_and_answer(stack: Stack) -> None:
-    eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
+    eventually(lambda: ready(stack.state), f"ready; logs in {stack.logs}")
     workers = eventually(
-        lambda: all((found := ready(stack.url).get("workers", {})).values()) and found, "workers"
+        lambda: all((found := ready(stack.state).get("workers", {})).values()) and found, "workers"
     )
     assert {role: list(map(credential_of, ids)) for role, ids in workers.items()} == {
         "prefill": ["prefill"],
@@ -185,7 +192,7 @@ def test_replica_replaces_a_service_without_a_lost_request(stack: Stack) -> None
     key, is_over, num_answers, failures = api_key(stack), threading.Event(), [], []
 
     def num_decode_workers() -> int:
-        return len(ready(stack.url).get("workers", {}).get("decode", []))
+        return len(ready(stack.state).get("workers", {}).get("decode", []))
 
     def load() -> None:
         while not is_over.is_set():
@@ -226,7 +233,7 @@ def test_health_check_succeeds_for_a_running_service(stack: Stack, service: str)
 
 @pytest.mark.parametrize("service", HEARTH_SERVICES)
 def test_running_service_answers_its_probes(stack: Stack, service: str) -> None:
-    eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
+    eventually(lambda: ready(stack.state), f"ready; logs in {stack.logs}")
     for path, text in (("/healthz", "ok\n"), ("/ready", "ready\n")):
         eventually(lambda path=path, text=text: stack.probe(service, path).text == text, path)
     metrics = stack.probe(service, "/metrics").text
@@ -243,7 +250,7 @@ def test_frozen_worker_is_not_live_in_the_metrics_of_the_gateway(stack: Stack) -
         line = rf'hearth_process_live{{process="decode\.\w+",role="decode"}} {value}'
         return re.search(line, metrics) is not None
 
-    eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
+    eventually(lambda: ready(stack.state), f"ready; logs in {stack.logs}")
     eventually(lambda: is_live(1.0), "a live worker")
     stack.processes["decode"].send_signal(signal.SIGSTOP)
     try:

@@ -27,7 +27,6 @@ from shared.telemetry.line_writer import replace_standard_streams
 
 def run_up(options: UpOptions, *, is_check: bool) -> None:
     """Returns after Ctrl-C or SIGTERM; for a check, after the first answers."""
-    replace_standard_streams()  # a terminal or pipe that does not read must not stop a supervisor
     configure_logging("up", level="error")  # the observer's connection would log its end
     asyncio.run(_up(options, is_check=is_check))
 
@@ -59,6 +58,7 @@ async def _serve(
     *,
     is_check: bool,
 ) -> None:
+    replace_standard_streams()  # a terminal or pipe that does not read must not stop a supervisor
     async with cluster:
         display.close()
         try:

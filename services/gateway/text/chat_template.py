@@ -47,6 +47,7 @@ _REFERENCE = re.compile(f"{_OPEN}[0-9]+{_CLOSE}")
 
 # A template that compares a content with none expects none beside calls; others expect a text.
 _NULL_CONTENT = re.compile(r"""(?<![\w])content['"\]]*\s+is\s+(not\s+)?none""", re.IGNORECASE)
+_TEXT_OF_PART = re.compile(r"""(\.|\[\s*['"])text\b""")
 _THINKING = re.compile(r"""message(\.|\[['"])thinking\b""")
 _REASONING = re.compile(r"[<\[]/?(think|thinking|thought|reasoning)[>\]]", re.IGNORECASE)
 _EMPTY: Mapping[str, Any] = {}
@@ -210,7 +211,8 @@ class ChatTemplate:
     @cached_property
     def _roles_with_parts(self) -> frozenset[str]:
         """Those whose contents the template expects as lists. Takes some renderings."""
-        return roles_with_parts(self._probe)
+        reads_parts = _TEXT_OF_PART.search(self.source.source) is not None
+        return roles_with_parts(self._probe) if reads_parts else frozenset()
 
     def _probe(self, messages: Sequence[Mapping[str, Any]]) -> str:
         context = {**self._variables, "messages": messages, "add_generation_prompt": False}

@@ -288,10 +288,10 @@ async def test_number_of_prefixes_per_tenant_is_limited(
 
 async def test_roles_and_contents_alone_are_stored(cluster: Cluster, store: RedisStore) -> None:
     message = {"role": "system", "content": SYSTEM}
-    body = {"messages": [{**message, "name": "n" * 64}]}
+    body = {"messages": [{**message, "name": "n" * 128}]}
     stored = (await cluster.http.put(f"{PREFIXES}/house", json=body)).json()
     assert stored["messages"] == [message]
-    body = {"messages": [{**message, "name": "n" * 65}]}
+    body = {"messages": [{**message, "name": "n" * 129}]}
     for response in (
         await cluster.http.put(f"{PREFIXES}/house", json=body),
         await cluster.http.post(CHAT, json=body),

@@ -81,7 +81,7 @@ async def test_runaway_template_fails_without_blocking_loop(make: Make, source: 
     async def count() -> None:
         nonlocal num_turns
         while True:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
             num_turns += 1
 
     counter = asyncio.create_task(count())
