@@ -78,10 +78,10 @@ def test_8k_prompt_is_answered_with_a_sentence(cluster):
     for num_messages in range(len(history), 0, -4):
         messages = [*history[:num_messages], {"role": "user", "content": QUESTION}]
         response = cluster.client.post("/v1/chat/completions", json=body | {"messages": messages})
-        if response.status_code == 200:
-            break
-        assert response.status_code in (400, 413)
-    answer = response.json()
+        answer = response.json()
+        if response.status_code == 200 and not answer["hearth"].get("warnings"):
+            break  # a warning says that the answer has less than 60 tokens of room
+        assert response.status_code in (200, 400)
     assert answer["usage"]["prompt_tokens"] > 8000
     assert answer["choices"][0]["message"]["content"].rstrip().endswith((".", "!", "?"))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.gateway.models.loaded_texts import Source
 from services.gateway.models.served_text import ServedText
@@ -101,7 +102,10 @@ async def outcomes(fleet: Fleet, paths: Sequence[Path]) -> dict[str, str]:
         async with turns:
             return path.name, await tried(fleet, path)
 
-    return dict(await asyncio.gather(*map(one, paths)))
+    with structlog.testing.capture_logs() as lines:
+        found = dict(await asyncio.gather(*map(one, paths)))
+    reasons = {Path(each["source"]).name: each["reason"] for each in lines if "source" in each}
+    return found | reasons
 
 
 async def test_gateway_serves_beside_some(fleet: Fleet, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.engine.models import family
+from shared.engine.models import FAMILIES
 from shared.engine.models.moe.fields import with_deepseek_experts
 from shared.errors import CheckpointError
 
@@ -22,7 +22,7 @@ GLM = {**SIZES, "n_routed_experts": 8, "num_experts_per_tok": 2}
 
 
 def layers_with_experts(architecture: str, **fields: Any) -> list[int]:
-    config = family(architecture)({**SIZES, **fields})
+    config = FAMILIES[architecture]({**SIZES, **fields})
     return [index for index, layer in enumerate(config.layers) if layer.moe is not None]
 
 
@@ -37,13 +37,13 @@ def test_layers_that_are_dense() -> None:
 
 
 def test_layers_that_predict_later_tokens_are_left_out() -> None:
-    config = family("Glm4MoeForCausalLM")({**GLM, "num_nextn_predict_layers": 2})
+    config = FAMILIES["Glm4MoeForCausalLM"]({**GLM, "num_nextn_predict_layers": 2})
     assert config.checkpoint.dropped == (r"model\.layers\.(4|5)\.",)
-    assert family("Glm4MoeForCausalLM")(GLM).checkpoint.dropped == ()
+    assert FAMILIES["Glm4MoeForCausalLM"](GLM).checkpoint.dropped == ()
 
 
 def test_shared_experts_are_one_mlp() -> None:
-    config = family("Glm4MoeForCausalLM")(
+    config = FAMILIES["Glm4MoeForCausalLM"](
         {**GLM, "n_shared_experts": 3, "moe_intermediate_size": 24}
     )
     assert config.layers[1].moe is not None
@@ -76,12 +76,12 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsupported_config_is_rejected_in_one_line(kind: str) -> None:
     changes, message = REJECTED[kind]
     with pytest.raises(CheckpointError, match=message) as caught:
-        family("Glm4MoeForCausalLM")({**GLM, **changes})
+        FAMILIES["Glm4MoeForCausalLM"]({**GLM, **changes})
     assert "\n" not in caught.value.message
 
 
 def test_number_of_experts_has_no_default() -> None:
-    config = family("LlamaForCausalLM")(SIZES)
+    config = FAMILIES["LlamaForCausalLM"](SIZES)
     fields = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
     with pytest.raises(CheckpointError, match="n_routed_experts is missing"):
         with_deepseek_experts(config, fields)
