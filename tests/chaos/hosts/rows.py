@@ -19,7 +19,14 @@ import msgspec
 
 from shared.errors import HearthError
 from shared.messages import Done, ModelWaking, ParkModel, WakeModel
-from tests.chaos.hosts.site import BUDGET_BYTES, HOST, MODELS, REQUEST_TIMEOUT_S, HostSite
+from tests.chaos.hosts.site import (
+    BUDGET_BYTES,
+    HOST,
+    MODELS,
+    REQUEST_TIMEOUT_S,
+    HostSite,
+    is_log_of,
+)
 from tests.chaos.hosts.streams import HOT, Stream, Streams
 
 HostFault = Literal["kill", "freeze", "long freeze"]
@@ -104,7 +111,7 @@ async def run_host_row(streams: Streams, fault: HostFault, phase: HostPhase) -> 
             each.exchange.metadata.get("num_resubmissions", 0) > 0 for each in complete
         ),
         refused=len(refused),
-        orphans=sum(each not in _owned(site) for each in living.values()),
+        orphans=len(living) - sum(_has_owned(site, living, name) for name in MODELS),
         doubled=sum(max(0, len(site.living_workers(name)) - 1) for name in MODELS),
         replaced=0 if fault == "kill" else len(spared - living.keys()),
         over_budget_bytes=max(0, site.used_bytes() - BUDGET_BYTES),
@@ -227,12 +234,15 @@ async def _num_not_woken(streams: Streams) -> int:
     return count
 
 
-def _owned(site: HostSite) -> set[str | None]:
-    return {each.worker_id for each in site.load.models}
+def _has_owned(site: HostSite, living: dict[int, str], model: str) -> bool:
+    """Whether one of the processes is the worker that the host has of this model."""
+    found = site.model(model)
+    has_process = any(is_log_of(each, model) for each in living.values())
+    return found is not None and found.worker_id is not None and has_process
 
 
 def _pid_of(workers: dict[int, str], model: str) -> int:
-    return next(pid for pid, each in workers.items() if each.partition(".")[2].startswith(model))
+    return next(pid for pid, each in workers.items() if is_log_of(each, model))
 
 
 def _is_refused(stream: Stream) -> bool:

@@ -145,7 +145,7 @@ class HostSite:
         return self.cluster.pid_of(HOST)
 
     def worker_pids(self) -> dict[int, str]:
-        """Processes that write to the log of a worker of this site, by pid: also orphans."""
+        """The names of the logs to which workers of this site write, by pid: also orphans."""
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
@@ -157,13 +157,16 @@ class HostSite:
         return found
 
     def pid_of_worker(self, name: str) -> int:
-        found = self.model(name)
-        assert found is not None
-        return next(pid for pid, each in self.worker_pids().items() if each == found.worker_id)
+        return next(pid for pid, each in self.worker_pids().items() if is_log_of(each, name))
 
     @property
     def worker_logs(self) -> Path:
         return Path(os.environ["XDG_STATE_HOME"], "hearth", "hosts", HOST, "logs").resolve()
+
+
+def is_log_of(log_name: str, model: str) -> bool:
+    """Whether it is the log of a model's workers."""
+    return log_name.startswith(f"{model}-")
 
 
 def write_models(folder: Path) -> tuple[NamedModel, ...]:

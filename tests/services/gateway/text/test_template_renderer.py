@@ -26,9 +26,9 @@ ENDLESS_TEMPLATE = (
     "{% if messages|length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}" + TEMPLATE
 )
-GREEDY_TEMPLATE = "{% set box = namespace(text='x' * 1000) %}" + (
+GREEDY_TEMPLATE = "{% set box = namespace(grown='x' * 1000) %}" + (
     "{% if messages|length > 1 %}{% for a in range(40) %}"
-    "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + TEMPLATE
+    "{% set box.grown = box.grown ~ box.grown %}{% endfor %}{% endif %}" + TEMPLATE
 )
 NEVER_S = 3600.0
 
