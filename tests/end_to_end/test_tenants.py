@@ -264,6 +264,9 @@ def dump(server: redis.Redis) -> bytes:
                 value = b"\n".join(server.zrange(key, 0, -1))
             case b"set":
                 value = b"\n".join(server.smembers(key))
+            case b"stream":
+                entries = [fields for _, fields in server.xrange(key)]
+                value = b"\n".join(b"%b %b" % pair for each in entries for pair in each.items())
             case other:
                 raise AssertionError(f"{key!r} is a {other!r}: search it, too")
         everything.append(b"%b\n%b" % (key, value))

@@ -104,7 +104,8 @@ async def outcomes(fleet: Fleet, paths: Sequence[Path]) -> dict[str, str]:
 
     with structlog.testing.capture_logs() as lines:
         found = dict(await asyncio.gather(*map(one, paths)))
-    reasons = {Path(each["source"]).name: each["reason"] for each in lines if "source" in each}
+    unreadable = [each for each in lines if each["event"] == "model_text_unreadable"]
+    reasons = {Path(each["source"]).name: each["reason"] for each in unreadable}
     return found | reasons
 
 
