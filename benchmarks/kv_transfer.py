@@ -42,7 +42,8 @@ from benchmarks.report import Bar, Row, at_least, write_result
 from shared.kv_wire.dialer import SECURITIES, Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader, PushLink
-from shared.kv_wire.sealing.ciphers import ciphers_of_sender, preferred_ciphers
+from shared.kv_wire.sealing.cipher_choice import preferred_ciphers
+from shared.kv_wire.sealing.ciphers import ciphers_of_sender
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey
 from shared.numerics import Numerics
