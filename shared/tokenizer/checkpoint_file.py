@@ -10,12 +10,17 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+from shared.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of a JSON decoder
+
+_T = TypeVar("_T")
 
 
 def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
@@ -28,6 +33,16 @@ def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> by
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes", str(path))
     return data
+
+
+def read_checkpoint_json(path: Path, kind: type[_T]) -> _T:
+    """Raises CheckpointError with one line."""
+    try:
+        return msgspec.json.decode(read_checkpoint_file(path), type=kind)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: {reason_of(error)}") from None
 
 
 def reason_of(error: Exception) -> str:

@@ -11,13 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from shared.errors import CheckpointError
-from shared.tokenizer.checkpoint_file import UNREADABLE, exists, read_checkpoint_file, reason_of
+from shared.tokenizer.checkpoint_file import UNREADABLE, exists, read_checkpoint_json, reason_of
 from shared.tokenizer.special_tokens import read_special_tokens
 from shared.tokenizer.tokenizer_text import token_id, tokenizer_text
 
 GENERATION_FILE, CONFIG_FILE = "generation_config.json", "config.json"
 Ids = int | Annotated[list[int], Meta(max_length=256)] | None
-
 
 _T = TypeVar("_T")
 
@@ -68,11 +67,4 @@ def _listed(given: Ids) -> tuple[int, ...]:
 
 
 def _read(path: Path, kind: type[_T]) -> _T:
-    if not exists(path):
-        return kind()
-    try:
-        return msgspec.json.decode(read_checkpoint_file(path), type=kind)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: {reason_of(error)}") from None
+    return read_checkpoint_json(path, kind) if exists(path) else kind()

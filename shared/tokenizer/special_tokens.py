@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.errors import CheckpointError
-from shared.tokenizer.checkpoint_file import UNREADABLE, exists, read_checkpoint_file, reason_of
+from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json, reason_of
 from shared.tokenizer.tiktoken_model import AddedToken
 
 CONFIG_FILE, MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
@@ -53,14 +53,7 @@ def read_special_tokens(model_dir: Path) -> SpecialTokens:
 
 
 def _read(path: Path) -> Fields:
-    if not exists(path):
-        return {}
-    try:
-        return msgspec.json.decode(read_checkpoint_file(path), type=Fields)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: {reason_of(error)}") from None
+    return read_checkpoint_json(path, Fields) if exists(path) else {}
 
 
 def _named(fields: Fields) -> Iterator[tuple[str, AddedToken]]:

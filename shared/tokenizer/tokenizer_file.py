@@ -21,6 +21,8 @@ from shared.tokenizer.checkpoint_file import (
     MAX_TOKENIZER_BYTES,
     exists,
     read_checkpoint_file,
+    read_checkpoint_json,
+    reason_of,
 )
 from shared.tokenizer.tiktoken_model import (
     KIMI,
@@ -87,16 +89,7 @@ def _check_other_forms(model_dir: Path) -> None:
 
 
 def _read_config(path: Path) -> _TokenizerConfig:
-    if not exists(path):
-        return _TokenizerConfig()
-    try:
-        return msgspec.json.decode(read_checkpoint_file(path), type=_TokenizerConfig)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return read_checkpoint_json(path, _TokenizerConfig) if exists(path) else _TokenizerConfig()
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
@@ -117,7 +110,7 @@ def _converted(ranks_path: Path, config: _TokenizerConfig, cache_dir: Path) -> P
                 return path
         return _write(_convert(ranks_path, data, config), source, cache_dir)
     except OSError as error:
-        raise CheckpointError(f"{ranks_path}: cannot be converted: {_reason(error)}") from None
+        raise CheckpointError(f"{ranks_path}: cannot be converted: {reason_of(error)}") from None
 
 
 def _convert(ranks_path: Path, data: bytes, config: _TokenizerConfig) -> dict[str, Any]:
@@ -127,7 +120,7 @@ def _convert(ranks_path: Path, data: bytes, config: _TokenizerConfig) -> dict[st
     except CheckpointError as error:
         raise CheckpointError(f"{ranks_path}: {error.message}") from None
     except ValueError as error:
-        raise CheckpointError(f"{ranks_path.parent / CONFIG_FILE}: {_reason(error)}") from None
+        raise CheckpointError(f"{ranks_path.parent / CONFIG_FILE}: {reason_of(error)}") from None
 
 
 def _write(content: dict[str, Any], source: str, cache_dir: Path) -> Path:

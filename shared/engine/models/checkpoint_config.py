@@ -6,7 +6,7 @@ Each family's file interprets its config. transformers is not imported, because 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
@@ -17,11 +17,9 @@ from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
 from shared.engine.quantisation.quantization_config import quantisation_of
 from shared.errors import CheckpointError
-from shared.tokenizer.checkpoint_file import read_checkpoint_file
+from shared.tokenizer.checkpoint_file import read_checkpoint_json
 from shared.tokenizer.end_tokens import end_token_ids
-from shared.transport.wire_errors import UNREADABLE
 
-_T = TypeVar("_T")
 log = structlog.get_logger(__name__)
 
 
@@ -36,7 +34,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     Raises CheckpointError with one line for a missing, unreadable or unsupported config.
     """
     path = model_dir / "config.json"
-    head, given = _read(path, _Head), _read(path, dict[str, Any])
+    head, given = read_checkpoint_json(path, _Head), read_checkpoint_json(path, dict[str, Any])
     written = head.architectures[0] if head.architectures else ""
     try:
         architecture = supported_architecture(written, head.model_type or "")
@@ -64,12 +62,3 @@ def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> Mode
         for index, layer in enumerate(config.layers)
     )
     return msgspec.structs.replace(config, layers=layers)
-
-
-def _read(path: Path, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(read_checkpoint_file(path), type=kind)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: {error}") from None
