@@ -21,7 +21,7 @@ from services.gateway.openai.chat import (
 from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs, chat_logprobs_parts
 from services.gateway.openai.tool_calls import ToolCallDeltas, message_tool_call
-from services.gateway.openai.usage import hearth_info_of, to_usage
+from services.gateway.openai.usage import ending, hearth_info_of, to_usage
 from services.gateway.output.events import (
     Event,
     Finished,
@@ -132,17 +132,8 @@ class ChatEncoder(OpenAIEncoder):
         return b"".join(self._event(index, self._delta(index, tool_call=each)) for each in calls)
 
     def _ending(self, usage: Usage) -> bytes:
-        """What follows the last choice: the usage, or warnings alone, in a chunk with a choice, as
-        clients that ask for no usage expect.
-        """
-        if self.has_usage:
-            chunk = msgspec.structs.replace(self._chunk(), usage=to_usage(usage))
-        elif self.context.merger.warnings:
-            chunk = self._empty_chunk()
-        else:
-            return b""
-        hearth = hearth_info_of(self.context)
-        return self.context.framing.event(msgspec.structs.replace(chunk, hearth=hearth))
+        chunk = msgspec.structs.replace(self._chunk(), usage=to_usage(usage))
+        return ending(self.context, chunk if self.has_usage else None, self._empty_chunk())
 
     def _empty_chunk(self) -> ChatCompletionChunk:
         return self._chunk(ChunkChoice(index=0, delta=Delta()))

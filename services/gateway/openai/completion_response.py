@@ -25,7 +25,7 @@ from services.gateway.openai.logprobs import (
     output_tokens,
     prompt_tokens,
 )
-from services.gateway.openai.usage import hearth_info_of, to_usage
+from services.gateway.openai.usage import ending, hearth_info_of, to_usage
 from services.gateway.output.events import Event, Finished, TextDelta, Usage, with_ends
 from services.gateway.output.framing import TextEvent
 from services.gateway.output.results import ChoiceResult, Results
@@ -108,17 +108,8 @@ class CompletionEncoder(OpenAIEncoder):
         return self.context.framing.event(self._chunk(choice))
 
     def _ending(self, usage: Usage) -> bytes:
-        """What follows the last choice: the usage, or warnings alone, in a chunk with a choice, as
-        clients that ask for no usage expect.
-        """
-        if self.has_usage:
-            chunk = msgspec.structs.replace(self._chunk(), usage=to_usage(usage))
-        elif self.context.merger.warnings:
-            chunk = self._empty_chunk()
-        else:
-            return b""
-        hearth = hearth_info_of(self.context)
-        return self.context.framing.event(msgspec.structs.replace(chunk, hearth=hearth))
+        chunk = msgspec.structs.replace(self._chunk(), usage=to_usage(usage))
+        return ending(self.context, chunk if self.has_usage else None, self._empty_chunk())
 
     def _empty_chunk(self) -> CompletionChunk:
         return self._chunk(CompletionChoice(index=0, text=""))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from services.gateway.output import events
 from services.gateway.request.endpoint import ResponseContext
@@ -70,6 +71,16 @@ def hearth_info_of(context: ResponseContext) -> HearthInfo:
         num_resubmissions=sum(0 if each is None else each.num_resubmissions for each in ends),
         warnings=context.merger.warnings or msgspec.UNSET,
     )
+
+
+def ending(context: ResponseContext, usage: Struct | None, empty: Struct) -> bytes:
+    """What follows the last choice of a stream: the chunk with the `usage`, if one is asked for;
+    else warnings alone in the `empty` chunk, whose choice clients expect that ask for no usage.
+    """
+    if usage is None and not context.merger.warnings:
+        return b""
+    chunk = empty if usage is None else usage
+    return context.framing.event(msgspec.structs.replace(chunk, hearth=hearth_info_of(context)))
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

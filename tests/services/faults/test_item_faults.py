@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.gateway.request.request_output import RequestOutput
-from shared.background import TASK_FAILED
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import MODEL, LiveCluster, live_cluster
+from tests.services.live_cluster import MODEL, LiveCluster
 
 ROOT = Path(__file__).resolve().parents[3]
 ERRORS = (
@@ -84,23 +82,9 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
 }
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[LiveCluster]:
-    model = write_model_dir(tmp_path / "tiny")
-    async with live_cluster(tmp_path, model, has_tls=False, security="none") as found:
-        yield found
-
-
 async def test_item_fails_and_every_process_lives(
-    cluster: LiveCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[object] = []
-
-    def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context["message"] == TASK_FAILED:
-            ended.append(context["exception"])
-
-    asyncio.get_running_loop().set_exception_handler(on_error)
     for name, (owner_of, method, outcome) in FAULTS.items():
         for error in ERRORS:
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,12 +17,10 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from shared.background import TASK_FAILED
 from shared.subjects import api_cancel, api_request, permissions, sender_of
 from shared.transport.nats_client import DirectClient
 from tests.fuzz.mutations import BYTES, LISTS, NUMBERS, TEXTS, paths
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster, live_cluster
+from tests.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster
 from tests.simulation.world.bus import matches
 
 PER_VALUE = 3
@@ -56,23 +52,9 @@ RAW = (
 )
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[LiveCluster]:
-    model = write_model_dir(tmp_path / "tiny")
-    async with live_cluster(tmp_path, model, has_tls=False, security="none") as found:
-        yield found
-
-
 async def test_no_message_ends_a_process_or_a_request_of_others(
-    cluster: LiveCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[object] = []
-
-    def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context["message"] == TASK_FAILED:
-            ended.append(context["exception"])
-
-    asyncio.get_running_loop().set_exception_handler(on_error)
     sent = await recorded(cluster, monkeypatch)
     expected = await text_of(cluster)
     draw = random.Random(7)
