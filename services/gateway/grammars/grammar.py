@@ -9,9 +9,7 @@ import msgspec
 
 from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.grammars.whitespace import DEFAULT_PATTERN
-from services.gateway.schemas.disjoint import without_disjoint_one_of
-from services.gateway.schemas.endless import without_endless
-from services.gateway.schemas.enforceable import enforceable
+from services.gateway.schemas.written_schema import written_schema
 from shared.grammar.right_recursion import without_right_recursion
 from shared.grammar.spec import GrammarKind
 
@@ -48,18 +46,15 @@ def _json(constraint: OutputConstraint, schema: Any) -> Grammar:
 def json_grammar(
     schema: Any, *, is_strict: bool = False, whitespace_pattern: str | None = None
 ) -> Grammar:
-    """The schema without spaces, endless parts, and what cannot be enforced, with llguidance's
-    options at its root. Raises InvalidRequest for a strict one with such a part.
+    """The schema as `written_schema` has it, without spaces, with llguidance's options at its root.
+    Raises InvalidRequest for a strict one that cannot be enforced.
     """
     options: dict[str, Any] = {"lenient": not is_strict}
     if whitespace_pattern == "":
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = whitespace_pattern or DEFAULT_PATTERN
-    fields = {} if schema is True else without_endless(schema)
-    if is_strict:
-        fields = without_disjoint_one_of(fields)
-    fields, warnings = enforceable(fields, is_strict=is_strict)
+    fields, warnings = written_schema(schema, is_strict=is_strict)
     source = msgspec.json.encode({**fields, "x-guidance": options}).decode()
     return Grammar("json_schema", source, warnings)
 

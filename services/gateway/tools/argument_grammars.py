@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.schemas.disjoint import without_disjoint_one_of
-from services.gateway.schemas.endless import without_endless
 from services.gateway.schemas.graph import (
     NO_FINITE_VALUE,
     ROOT,
@@ -19,6 +17,7 @@ from services.gateway.schemas.graph import (
     has_no_finite_value,
     has_references,
 )
+from services.gateway.schemas.written_schema import written_schema
 from services.gateway.tools.lark import (
     UNESCAPED,
     TokenIdOf,
@@ -88,23 +87,31 @@ def argument_rules(
     """The rule `name`; the names of the others begin with it, or with its upper case.
 
     Raises InvalidRequest for a custom tool whose grammar cannot stand in a string, for a schema
-    that no finite arguments match, and in a style that is not JSON for one that is no JSON Schema.
+    that no finite arguments match, for a strict one that cannot be enforced, and in a style that is
+    not JSON for one that is no JSON Schema.
     """
     custom = tool.custom if tool.custom is not None and tool.custom.syntax != "text" else None
     if custom is not None:
         return _custom_rules(name, tool, custom, style, token_id_of)
     schema = arguments_schema(tool)
-    if style == "json":
-        if has_references(schema) and has_no_finite_value(schema):
-            raise _unsatisfiable(tool)
-        return ArgumentRules([f"{name}: {json_value(schema, is_strict=tool.is_strict)}"])
     try:
+        if style == "json":
+            return _json_rules(name, tool, schema)
         return _typed_rules(name, tool, schema, style, token_id_of)
     except InvalidRequest as error:
         if error.param is not None:
             raise
         message = f"{tool.schema_param}: {error.message}"
         raise type(error)(message, param=tool.schema_param) from error
+
+
+def _json_rules(name: str, tool: Tool, schema: dict[str, Any]) -> ArgumentRules:
+    if has_references(schema) and has_no_finite_value(schema):
+        raise _unsatisfiable(tool)
+    written, _ = written_schema(schema, is_strict=tool.is_strict)
+    options = {"lenient": not tool.is_strict, "whitespace_pattern": WHITESPACE}
+    value = msgspec.json.encode({**written, "x-guidance": options}).decode()
+    return ArgumentRules([f"{name}: %json {value}"])
 
 
 def _typed_rules(
@@ -167,17 +174,6 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     if "properties" in schema and not _OPEN_KEYWORDS & schema.keys():
         schema = {**schema, "additionalProperties": False}
     return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
-
-
-def json_value(schema: Any, *, is_strict: bool) -> str:
-    """What the schema allows, as JSON in Lark."""
-    if schema is True:
-        schema = {}
-    schema = without_endless(schema)
-    if is_strict:
-        schema = without_disjoint_one_of(schema)
-    options = {"lenient": not is_strict, "whitespace_pattern": WHITESPACE}
-    return f"%json {msgspec.json.encode({**schema, 'x-guidance': options}).decode()}"
 
 
 def _input(custom: CustomFormat, style: ArgumentStyle, param: str) -> str:

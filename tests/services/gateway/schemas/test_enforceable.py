@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.gateway.grammars.constraint import OutputConstraint
-from services.gateway.grammars.grammar import json_grammar
-from services.gateway.grammars.grammar_request import GrammarRequest
+from services.gateway.grammars.grammar import TokenIdOf, json_grammar
+from services.gateway.grammars.grammar_request import CheckedPlan, GrammarRequest
 from services.gateway.grammars.plan_checks import PlanChecks
 from services.gateway.schemas.enforceable import enforceable, is_regular
-from services.gateway.tools.families import PLAIN
+from services.gateway.tools.families import FAMILIES, PLAIN
+from services.gateway.tools.tool import Tool, ToolOptions
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
 from shared.grammar.vocabulary import Vocabulary
-from tests.services.gateway.grammars.conftest import Accepts, accepts, tokenizer, vocabulary
+from tests.services.gateway.grammars.conftest import (
+    Accepts,
+    accepts,
+    token_id_of,
+    tokenizer,
+    vocabulary,
+)
 
-__all__ = ["accepts", "tokenizer", "vocabulary"]
+__all__ = ["accepts", "token_id_of", "tokenizer", "vocabulary"]
 
 LEAP = "2016-12-31T23:59:60"
 LOCAL = "a" * 64
@@ -63,6 +71,36 @@ def test_warnings_and_refusals_name_keyword_and_place(
     for text in (refusal.value.message, " ".join(warnings)):
         assert all(each in text for each in words.split("|")), text
         assert not any(each in text for each in ("coerce", "regex parse", "Unimplemented")), text
+
+
+def checked_tool(vocabulary: Vocabulary, token_id_of: TokenIdOf, *, is_strict: bool) -> CheckedPlan:
+    """Of a request that demands a call of a tool in JSON. Raises InvalidRequest."""
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "p": {"type": "string", "pattern": "^(?=a)a+$"}},
+    }
+    tool = Tool(name="f", parameters=parameters, is_strict=is_strict, schema_param="tools[0].p")
+    tools = msgspec.json.encode(ToolOptions(tools=(tool,), choice="required"))
+    found = PlanChecks(vocabulary, FAMILIES["hermes"], token_id_of).check(
+        GrammarRequest(None, tools)
+    )
+    assert found is not None
+    return found
+
+
+def test_arguments_of_tools_are_written_like_outputs(
+    vocabulary: Vocabulary, token_id_of: TokenIdOf, accepts: Accepts
+) -> None:
+    found = checked_tool(vocabulary, token_id_of, is_strict=False)
+    assert [each.partition(" at ")[2] for each in found.warnings] == ["/properties/p/pattern"]
+    assert found.warnings[0].startswith("tools[0].p: pattern: look-around")
+    spec = GrammarSpec(kind="lark", source=found.plan.grammar.source)
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": %d, "p": "b"}}\n</tool_call>'
+    assert accepts(spec, call % 10**18)
+    assert not accepts(spec, call % 10**19)
+    with pytest.raises(InvalidRequest, match=r"look-around.*at /properties/p/pattern") as refusal:
+        checked_tool(vocabulary, token_id_of, is_strict=True)
+    assert refusal.value.param == "tools[0].p"
 
 
 def test_an_invalid_pattern_is_refused_by_place(vocabulary: Vocabulary) -> None:
