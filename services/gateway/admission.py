@@ -124,12 +124,16 @@ class Admission:
             raise self._too_large()
         kind = _header(scope, b"content-type")
         encoding = BodyEncoding(_header(scope, b"content-encoding"), kind)
-        parts, num_bytes = [], 0
+        parts, num_bytes, num_sent = [], 0, 0  # a compressed body may become nothing
         while True:
             event: dict[str, Any] = await receive()  # type: ignore[assignment]
             if event["type"] == "http.disconnect":
                 raise ClientDisconnected("the client closed the connection")
-            for part in encoding.parts(event.get("body", b"")):
+            chunk = event.get("body", b"")
+            num_sent += len(chunk)
+            if num_sent > self._max_body_bytes:
+                raise self._too_large()
+            for part in encoding.parts(chunk):
                 num_bytes += len(part)
                 if num_bytes > self._max_body_bytes:
                     raise self._too_large()

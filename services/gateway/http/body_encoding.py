@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from services.gateway.http.errors import UnsupportedMediaType
 
 PART_BYTES = 64 * 1024  # of a decompressed body, between two counts
+MAX_MEMBERS = 16  # of gzip, one after the other: each copies the input that is left
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # of zlib, with the container
 _CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
 _UTF8 = {"", "utf-8", "utf8", "us-ascii", "ascii"}
@@ -35,22 +36,31 @@ class BodyEncoding:
         window = _WINDOWS.get(encoding)
         self._window = window
         self._inflating = None if window is None else zlib.decompressobj(window)
+        self._num_members = 1
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The body's next bytes, in parts of a bounded size. Raises UnsupportedMediaType."""
+        """The body's next bytes, in parts of a bounded size; none is empty.
+
+        Raises UnsupportedMediaType.
+        """
         if self._inflating is None:
             yield chunk
             return
         part = b""
         while chunk or len(part) == PART_BYTES:  # of which zlib may hold more without input
             part = self._inflated(chunk)
-            yield part
+            if part:
+                yield part
             chunk = self._inflating.unconsumed_tail or self._inflating.unused_data
 
     def _inflated(self, chunk: bytes) -> bytes:
         assert self._inflating is not None and self._window is not None, "it is compressed"
         if self._inflating.eof and chunk:  # gzip: another member follows
             self._inflating = zlib.decompressobj(self._window)
+            self._num_members += 1
+            if self._num_members > MAX_MEMBERS:
+                reason = f"content-encoding: the body has more than {MAX_MEMBERS} gzip members"
+                raise UnsupportedMediaType(reason)
         try:
             return self._inflating.decompress(chunk, PART_BYTES)
         except zlib.error as error:

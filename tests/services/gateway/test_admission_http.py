@@ -7,6 +7,7 @@ import gc
 import gzip
 import json
 import zlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -148,6 +149,7 @@ def gzipped(data: bytes) -> bytes:
 
 PROMPT = json.dumps({"prompt": "hello"})
 BOMB = gzipped(b" " * 50_000_000)
+NOTHING = zlib.compress(b"")[:2] + b"\x00\x00\x00\xff\xff" * 14_000  # blocks of no bytes
 ENCODED: list[tuple[dict[str, str], bytes, int]] = [
     ({"content-encoding": "gzip"}, gzipped(PROMPT.encode()), 200),
     ({"content-encoding": "gzip"}, gzipped(b"  ") + gzipped(PROMPT.encode()), 200),
@@ -158,6 +160,9 @@ ENCODED: list[tuple[dict[str, str], bytes, int]] = [
     ({"content-encoding": "gzip"}, PROMPT.encode(), 415),
     ({"content-encoding": "br"}, PROMPT.encode(), 415),
     ({"content-encoding": "gzip"}, BOMB[:60_000], 413),
+    ({"content-encoding": "deflate"}, NOTHING, 413),
+    ({"content-encoding": "gzip"}, gzipped(b"") * 15 + gzipped(PROMPT.encode()), 200),
+    ({"content-encoding": "gzip"}, gzipped(b"") * 16 + gzipped(PROMPT.encode()), 415),
     ({"content-type": "application/json; charset=utf-16"}, PROMPT.encode("utf-16"), 415),
     ({}, PROMPT.encode("utf-16"), 415),
     ({}, PROMPT.encode("utf-16-le"), 415),
@@ -166,12 +171,17 @@ ENCODED: list[tuple[dict[str, str], bytes, int]] = [
 ]
 
 
+async def chunked(content: bytes) -> AsyncIterator[bytes]:
+    """Sent without a content-length."""
+    yield content
+
+
 async def test_encodings_of_a_body(acme: Acme) -> None:
     """A body counts as what it becomes; an encoding that is not read is named."""
     await acme.configure()
     for headers, content, status in ENCODED:
         given = {"content-type": "application/json", **headers}
-        response = await acme.http.post("/tokenize", content=content, headers=given)
+        response = await acme.http.post("/tokenize", content=chunked(content), headers=given)
         assert response.status_code == status, (headers, response.text)
     assert not acme.cluster.gateway._body_budget.num_bytes
 
