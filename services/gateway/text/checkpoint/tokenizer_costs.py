@@ -6,7 +6,8 @@ Encoding with steps that are not listed runs in a preparation process, which can
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import inf, prod
 from typing import Any
 
 import msgspec
@@ -17,9 +18,10 @@ from shared.errors import ConfigError
 MAX_TOKEN_CHARS = 16_384
 MAX_ADDED_TOKENS = 16_384
 MAX_STEPS = 32
-MAX_REPLACEMENT_CHARS = 16
+MAX_PREPENDED_CHARS = 16  # to each text, by one step
 MAX_GROWTH = 4  # of a text by the replacements of all steps together
-_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "Prepend", "StripAccents"}
+_SUFFIX = "</w>"  # of BPEDecoder's words, by default
+_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 _SPLITS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece", "BPEDecoder"}
 
@@ -48,16 +50,11 @@ def has_known_cost(source: str) -> bool:
     """
     file = msgspec.json.decode(source, type=_File)
     normalizers, splits = list(_steps(file.normalizer)), list(_steps(file.pre_tokenizer))
-    growth = 1.0
-    for step in normalizers:
-        if step["type"] == "Replace" and "String" in step["pattern"]:
-            growth *= max(1.0, len(step["content"]) / max(1, len(step["pattern"]["String"])))
-        elif step["type"] not in _NORMALIZERS:
-            return False
     return (
         file.model.type == "BPE"
-        and growth <= MAX_GROWTH
+        and _growth(normalizers) <= MAX_GROWTH
         and len(normalizers) + len(splits) <= MAX_STEPS
+        and all(map(_is_known_normalizer, normalizers))
         and all(map(_is_known_split, splits))
     )
 
@@ -73,13 +70,14 @@ def check_decoding(source: str) -> None:
     steps = list(_steps(file.decoder))
     if len(steps) > MAX_STEPS:
         raise ConfigError(f"its decoder has {len(steps)} steps, the limit is {MAX_STEPS}")
-    for step in steps:
-        kind = step["type"]
-        if kind == "Replace":
-            if "String" not in step["pattern"] or len(step["content"]) > MAX_REPLACEMENT_CHARS:
-                raise ConfigError("its decoder replaces by a pattern, or by a long text")
-        elif kind not in _DECODERS:
+    for kind in (each["type"] for each in steps):
+        if kind != "Replace" and kind not in _DECODERS:
             raise ConfigError(f"its decoder has a step {kind[:40]!r}, which is not supported")
+    growth = _growth(steps)
+    if growth > MAX_GROWTH:
+        raise ConfigError(
+            f"its decoder may make a text {growth:.3g} times as long, the limit is {MAX_GROWTH}"
+        )
 
 
 def check_token_lengths(vocab: dict[str, int]) -> None:
@@ -87,6 +85,33 @@ def check_token_lengths(vocab: dict[str, int]) -> None:
     longest = max(map(len, vocab), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise ConfigError(f"it has a token of {longest} characters, limit {MAX_TOKEN_CHARS}")
+
+
+def _growth(steps: Iterable[Step]) -> float:
+    """The most by which the replacements of all steps together multiply the length of a text:
+    infinite for one by a pattern.
+    """
+    return prod(map(_growth_of, steps))
+
+
+def _growth_of(step: Step) -> float:
+    if step["type"] == "BPEDecoder":  # replaces each suffix by a space
+        replaced, content = step.get("suffix", _SUFFIX), " "
+    elif step["type"] == "Replace":
+        replaced, content = step["pattern"].get("String"), step["content"]
+    else:
+        return 1.0
+    if replaced is None:
+        return inf
+    if not replaced:  # the content goes around each character
+        return 2.0 + len(content)
+    return max(1.0, len(content) / len(replaced))
+
+
+def _is_known_normalizer(step: Step) -> bool:
+    if step["type"] == "Prepend":
+        return len(step["prepend"]) <= MAX_PREPENDED_CHARS
+    return step["type"] == "Replace" or step["type"] in _NORMALIZERS
 
 
 def _is_known_split(step: Step) -> bool:
