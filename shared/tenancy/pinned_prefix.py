@@ -26,6 +26,7 @@ from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import HearthError
 from shared.packing import TOKEN_ID_BYTES
 from shared.store import Store
+from shared.tenancy.tenant import MAY_STORE_LUA, TENANTS
 from shared.transport.wire_errors import UNREADABLE
 
 VERSION_KEY = "hearth:pinned_prefixes:version"
@@ -48,12 +49,15 @@ end
 """
 
 # Counts and writes in one step, so that concurrent writes do not pass the limits together.
-# KEYS: the tenant's entries, the prefix, the tenants, the version, the changes. ARGV: name, Entry,
+# KEYS: the tenant's entries, the prefix, the tenants with prefixes, the version, the changes, all
+# tenants' records, which an operator may have changed meanwhile. ARGV: name, Entry,
 # PinnedPrefix, seconds to live (0: for ever), creation time, tenant, the limits of prefixes and of
-# their bytes, and the start of the keys of the tenant's prefixes.
+# their bytes, the start of the keys of the tenant's prefixes, and the writer's region.
 SAVE_LUA = (
-    _RECORD_CHANGE
+    MAY_STORE_LUA
+    + _RECORD_CHANGE
     + """
+if ARGV[10] and not may_store(KEYS[6], ARGV[6], ARGV[10]) then return 'forbidden' end
 local count, size = 1, #ARGV[3]
 for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
   if name ~= ARGV[1] then
@@ -200,21 +204,31 @@ async def load(
 
 
 async def save(
-    store: Store, prefix: PinnedPrefix, now: float, *, max_prefixes: int = MAX_PER_TENANT
-) -> None:
-    """Adds a prefix, or replaces the one with the same name. `now`: unix seconds.
+    store: Store,
+    prefix: PinnedPrefix,
+    now: float,
+    *,
+    max_prefixes: int = MAX_PER_TENANT,
+    region: str | None = None,
+) -> bool:
+    """Adds a prefix, or replaces the one with the same name. `now`: unix seconds. `region`: of the
+    writer; None: of an operator. False: the tenant's record of now forbids a writer of this region
+    to store it.
 
     Raises TooManyPrefixes or PrefixStorageFull, with nothing changed; StoreUnavailable.
     """
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
     life_s = 0 if prefix.expires_at is None else max(1, prefix.expires_at - int(now))
-    keys = _keys(prefix.tenant_id, prefix.name)
+    keys = [*_keys(prefix.tenant_id, prefix.name), TENANTS]
     arguments: list[str | bytes | int | float] = [
         *(prefix.name, _encode(entry), _encode(prefix), life_s, prefix.created_at),
         *(prefix.tenant_id, max_prefixes, MAX_BYTES_PER_TENANT, _body_key(prefix.tenant_id, "")),
+        *(() if region is None else (region,)),
     ]
     match await store.evaluate(SAVE_LUA, keys, arguments):
+        case b"forbidden":
+            return False
         case b"too_many":
             raise TooManyPrefixes(f"there can be at most {max_prefixes} prefixes: delete one first")
         case b"too_large":
@@ -222,6 +236,7 @@ async def save(
                 f"with this prefix, all prefixes together take more than {MAX_BYTES_PER_TENANT} "
                 "bytes: delete one first"
             )
+    return True
 
 
 async def delete(store: Store, tenant_id: str, name: str) -> None:

@@ -44,6 +44,21 @@ LIMITS = (
 # KEYS: all tenants. ARGV: a tenant id. Returns its record, as JSON.
 RECORD_LUA = "return redis.call('HGET', KEYS[1], ARGV[1])"
 
+# Of a writer in `region`. Also true without a record, as of the public tenant.
+MAY_STORE_LUA = """
+local function may_store(tenants_key, tenant, region)
+  local data = redis.call('HGET', tenants_key, tenant)
+  if not data then return true end
+  local is_read, record = pcall(cjson.decode, data)
+  if not is_read or type(record) ~= 'table' or record.is_zero_retention then return false end
+  if type(record.allowed_regions) ~= 'table' then return true end
+  for _, each in ipairs(record.allowed_regions) do
+    if each == region then return true end
+  end
+  return false
+end
+"""
+
 # Part of Redis keys: no colon, and no character that a shell or a log would garble.
 _TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 

@@ -144,20 +144,26 @@ class TenantAdmin:
 
     async def change(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantRecord:
         """Applies `changes`; concurrent changes by two operators are both preserved. Stored
-        responses and prefixes that the tenant no longer allows are deleted.
+        responses and prefixes that the tenant no longer allows are deleted; repeated after a
+        failure, the same changes delete them again.
         """
         for _ in range(MAX_SWAPS):
             record, before = await self._read(tenant_id)
             changed = _changed(record, changes)
             if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
-                await self._apply_retention(record, changed)
+                await self._apply_retention(record, changed, changes)
                 return changed
         raise ConfigError(f"the tenant {tenant_id!r} was modified concurrently; try again")
 
-    async def _apply_retention(self, before: TenantRecord, after: TenantRecord) -> None:
+    async def _apply_retention(
+        self, before: TenantRecord, after: TenantRecord, changes: Mapping[str, Any]
+    ) -> None:
         """A record does not tell in which region it was stored: a region less deletes all."""
-        tenant_id = after.tenant_id
-        if after.is_zero_retention or not _covers(after.allowed_regions, before.allowed_regions):
+        tenant_id, regions = after.tenant_id, after.allowed_regions
+        is_repeated = changes.get("allowed_regions") is not None
+        is_repeated = is_repeated and regions == before.allowed_regions
+        has_all = _covers(regions, before.allowed_regions) and not is_repeated
+        if after.is_zero_retention or not has_all:
             await stored_responses.delete_all(self._store, tenant_id)
             await pinned_prefix.delete_all(self._store, tenant_id)
         if after.allowed_regions != before.allowed_regions:

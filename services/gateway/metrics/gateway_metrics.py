@@ -57,7 +57,8 @@ class OwnCollector(Collector):
         )
         self.stored_responses = LabelCounts(
             "hearth_stored_responses",
-            "Responses to keep for later requests; outcome: stored, evicted, too_large, failed.",
+            "Responses to keep for later requests; "
+            "outcome: stored, evicted, too_large, forbidden, failed.",
             "outcome",
         )
         self.histograms: dict[str, ModelHistograms] = {}

@@ -19,6 +19,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.errors import UnknownPrefix
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.tenancy.errors import PermissionDenied
 from services.gateway.tenancy.permissions import check_may_store, may_store
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
@@ -78,8 +79,7 @@ class PrefixStore:
         """`charge`: called with the prefix's tokens before the prefix is stored.
 
         Raises InvalidRequest and its subclasses, TooManyPrefixes, PrefixStorageFull,
-        ZeroRetentionRejected, NoRegionAllowed, ModelNotAllowed, StoreUnavailable, and the errors
-        of `charge`.
+        PermissionDenied and its subclasses, StoreUnavailable, and the errors of `charge`.
         """
         check_may_store(tenant, self._region, "a prefix")
         if not re.match(NAME_PATTERN, name):
@@ -108,7 +108,8 @@ class PrefixStore:
         reader = self._reader_of(model)
         prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
-        await pinned_prefix.save(self._store, prefix, now)
+        if not await pinned_prefix.save(self._store, prefix, now, region=self._region):
+            raise PermissionDenied("a prefix: its text is stored; this tenant no longer allows it")
         return await self._stored(tenant, prefix, card)
 
     async def get(self, tenant: TenantRecord, name: str) -> Prefix:

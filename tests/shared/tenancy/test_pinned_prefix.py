@@ -15,6 +15,7 @@ from shared.tenancy.pinned_prefix import (
     PrefixStorageFull,
     TooManyPrefixes,
 )
+from shared.tenancy.tenant import TENANTS
 from tests.servers import RedisServer
 from tests.simulation.world.clock import run
 from tests.simulation.world.store import MemoryStore
@@ -76,6 +77,36 @@ def test_life_cycle_in_memory() -> None:
 async def test_life_cycle_in_redis(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     await check_life_cycle(store)
+    await store.close()
+
+
+async def check_permissions(store: Store) -> None:
+    """A prefix follows its tenant's record of now; without one, as of the public tenant, none."""
+    prefix = make_prefix("house", "strict")
+    for fields, is_saved in (
+        ({"allowed_regions": ["eu"]}, True),
+        ({"allowed_regions": ["us"]}, False),
+        ({"allowed_regions": []}, False),
+        ({"is_zero_retention": True}, False),
+        ({}, True),
+    ):
+        data = msgspec.json.encode({"tenant_id": "strict", **fields})
+        await store.write([("HSET", TENANTS, "strict", data)])
+        assert await pinned_prefix.save(store, prefix, NOW, region="eu") is is_saved
+        assert bool(await pinned_prefix.entries(store, "strict")) is is_saved
+        await pinned_prefix.delete(store, "strict", "house")
+    assert await pinned_prefix.save(store, make_prefix("house", ""), NOW, region="eu")
+    await pinned_prefix.delete(store, "", "house")
+
+
+def test_permissions_in_memory() -> None:
+    run(check_permissions(MemoryStore()))
+
+
+async def test_permissions_in_redis(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await check_permissions(store)
+    await store.write([("HDEL", TENANTS, "strict")])
     await store.close()
 
 

@@ -29,7 +29,7 @@ from shared.tenancy.rate_limit import (
     RateLimitCounter,
 )
 from shared.tenancy.stored_responses import DELETE_SOME_LUA
-from shared.tenancy.tenant import RECORD_LUA
+from shared.tenancy.tenant import RECORD_LUA, decoded_tenant
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
@@ -139,8 +139,20 @@ def _swap_model(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -
     return b"stored"
 
 
+def _may_store(store: MemoryStore, tenants_key: str, tenant_id: str, region: str) -> bool:
+    data = _fields(store, tenants_key).get(tenant_id.encode())
+    if data is None:
+        return True
+    record = decoded_tenant(data)
+    if record is None or record.is_zero_retention:
+        return False
+    return record.allowed_regions is None or region in record.allowed_regions
+
+
 def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
-    name, entry, body, life_s, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments
+    name, entry, body, life_s, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments[:9]
+    if arguments[9:] and not _may_store(store, keys[5], tenant_id, arguments[9]):
+        return b"forbidden"
     others = [each for each in _fields(store, keys[0]) if each != name.encode()]
     if len(others) >= max_prefixes:
         return b"too_many"
@@ -155,7 +167,7 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
             ("ZADD", keys[2], created_at, tenant_id),
         ]
     )
-    _record_change(store, keys[3:], tenant_id)
+    _record_change(store, keys[3:5], tenant_id)
     return b"saved"
 
 
@@ -193,6 +205,8 @@ def _tenant_record(store: MemoryStore, keys: Sequence[str], arguments: Arguments
 
 def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     response_id, data, previous, life_s = arguments[:4]
+    if not _may_store(store, keys[4], *arguments[6:]):
+        return -1
     store.apply(
         [
             ("HSET", keys[0] + response_id, "data", data, "previous", previous),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from shared.tenancy.tenant import MAY_STORE_LUA
+
 _REMOVE = """
 local function remove(id)
   redis.call('DEL', KEYS[1] .. id)
@@ -20,11 +22,15 @@ end
 """
 
 # KEYS of all: the start of the records' keys, uses, ends, sizes.
-# ARGV: id, data, previous id, seconds to live, now, bytes that a tenant may store.
-# Returns how many of the responses used longest ago were removed to make room.
+# SAVE also: all tenants' records, which an operator may have changed since the response began.
+# ARGV: id, data, previous id, seconds to live, now, bytes that a tenant may store, tenant, region.
+# Returns how many of the responses used longest ago were removed to make room; -1: nothing is
+# stored, as the tenant's record forbids it.
 SAVE = (
-    _REMOVE
+    MAY_STORE_LUA
+    + _REMOVE
     + """
+if not may_store(KEYS[5], ARGV[7], ARGV[8]) then return -1 end
 local id, data, life, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
 for _, ended in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 256)) do
   remove(ended)

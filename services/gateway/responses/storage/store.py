@@ -30,7 +30,7 @@ from shared.clock import Clock
 from shared.errors import PayloadTooLarge
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.stored_responses import response_keys
-from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant import TENANTS, TenantRecord
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class StoredSize:
 class ResponseStore:
     """`bulk`: a connection for more than MAX_PART_BYTES, whose slow replies must not make Redis
     look away to others (default: `store`). `region`: of this gateway. `now`: unix seconds. `count`:
-    called with what became of a record: stored, evicted, too_large, failed.
+    called with what became of a record: stored, evicted, too_large, forbidden, failed.
     """
 
     def __init__(
@@ -194,10 +194,11 @@ class ResponseStore:
         try:
             num_evicted = await store.evaluate(
                 scripts.SAVE,
-                response_keys(tenant_id),
+                [*response_keys(tenant_id), TENANTS],
                 [
                     *(response_id, msgspec.msgpack.encode(record), record.previous),
                     *(max(1, int(self._ttl_s)), self._now(), self._max_bytes),
+                    *(tenant_id, self._region),
                 ],
             )
         except StoreUnavailable as error:
@@ -207,7 +208,7 @@ class ResponseStore:
         finally:
             self._num_pending_bytes -= record.num_bytes
             del self._pending[key]
-        self._count("stored")
+        self._count("forbidden" if num_evicted < 0 else "stored")
         for _ in range(num_evicted):
             self._count("evicted")
 

@@ -25,7 +25,7 @@ from shared.clock import MonotonicClock
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 from shared.randomness import SystemRandomness
 from shared.store import RedisStore, StoreUnavailable
-from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant import TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.conftest import Cluster, until
@@ -235,6 +235,42 @@ async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
     stored = Stored(redis_server, region="eu")
     assert Completion(stored.store, None).of_tenant(EUROPEAN).save is not None
     await stored.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"is_zero_retention": True}, {"allowed_regions": ["eu"]}, {"allowed_regions": []}, None],
+)
+async def test_response_that_ends_after_a_change_is_not_stored(
+    stored: Stored, change: dict[str, Any] | None
+) -> None:
+    admin = TenantAdmin(stored.redis, lambda: 0.0)
+    tenant = await admin.add("changed", {}, "key")
+    if change is None:
+        await stored.redis.write([("HSET", TENANTS, "changed", "[")])
+    else:
+        await admin.change("changed", change)
+    record = record_of("a")
+    await stored.save(tenant, record)
+    assert stored.counts == {"forbidden": 1} and not await stored.is_known(tenant, record)
+    if change is not None:
+        await admin.change("changed", {"is_zero_retention": False, "allowed_regions": None})
+        await stored.save(tenant, record)
+        assert await stored.is_known(tenant, record)
+        await admin.change("changed", {"allowed_regions": [""]})
+        await stored.save(tenant, record)
+        assert await stored.is_known(tenant, record)
+
+
+async def test_repeated_change_of_regions_deletes_again(stored: Stored) -> None:
+    """As after one whose deletion failed."""
+    admin, record = TenantAdmin(stored.redis, lambda: 0.0), record_of("a")
+    tenant = await admin.add("changed", {"allowed_regions": [""]}, "key")
+    await stored.save(tenant, record)
+    await admin.change("changed", {"weight": 2.0})
+    assert await stored.is_known(tenant, record)
+    await admin.change("changed", {"allowed_regions": [""]})
+    assert not await stored.is_known(tenant, record)
 
 
 async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
