@@ -84,7 +84,8 @@ def _rendered(
             event = processor(logger, method, event)
         return event
     except Exception as error:
-        return f'{{"event": "log_line_failed", "of": "{name}", "error": "{type(error).__name__}"}}'
+        failed = {"event": "log_line_failed", "of": str(name), "error": type(error).__name__}
+        return json.dumps(failed)
 
 
 def json_line(event: dict[str, Any], default: Callable[[Any], Any]) -> str:

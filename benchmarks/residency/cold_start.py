@@ -32,7 +32,9 @@ from services.local.cluster import LocalCluster
 from services.local.named_models import NamedModel
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
+from shared.background import Background
 from shared.clock import MonotonicClock
+from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import Done, Heartbeat, HostedModel, ParkModel
 from shared.subjects import HEARTBEATS, host_models
 from shared.transport.bus import NatsBus
@@ -71,9 +73,12 @@ class Site:
         self._client = client
         self._bus = bus
         self._clock = MonotonicClock()
+        self.background = Background()
+        self._received = ReceivedModels(bus, self._clock, self.background)
         self.model: HostedModel | None = None
 
     def observe(self, message: Heartbeat) -> None:
+        message = self._received.complete(message)
         for each in message.host.models if message.host is not None else ():
             if each.name == self._cluster.model_name:
                 self.model = each
@@ -137,6 +142,7 @@ async def measure(name: str, model_dir: Path, num_rounds: int) -> list[Row]:
             times["cold"].append(await site.first_token_s())
             found = await site.until("hot")
             phases.append({"start_s": found.start_s, "wake_s": found.wake_s})
+        await site.background.stop()
         await bus.close()
     rows: list[Row] = [
         {"model": name, "case": case, "first_token_s": round(statistics.median(found), 3)}

@@ -13,7 +13,7 @@ from services.local.named_models import NamedModel
 from services.local.redis_acl import REDIS_ROLES
 from services.local.servers import LOOPBACK
 from services.processes.child_processes import ProcessSpec
-from services.processes.environ import python_path, thread_environ
+from services.processes.environ import thread_environ
 from shared.config import (
     DEVICES,
     EXPERT_SPLITS,
@@ -24,6 +24,7 @@ from shared.config import (
     is_loopback,
 )
 from shared.errors import ConfigError
+from shared.lifecycle.child_process import python_path
 from shared.nats_urls import authority
 from shared.numerics import ACTIVATIONS
 from shared.subjects import NO_INSTANCE, CredentialRole
@@ -43,6 +44,7 @@ MAX_LOCAL_PREFILL_TOKENS = 512
 DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 METRICS_VARIABLE = "HEARTH_METRICS_PORT"
+REDIS_VARIABLE = "HEARTH_REDIS_URL"
 OPERATOR_VARIABLE = "HEARTH_OPERATOR_TOKEN"
 SECRETS = frozenset({SECRET_VARIABLE, OPERATOR_VARIABLE})  # not of all processes
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
@@ -333,7 +335,8 @@ def _service(
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
-    hidden = {*SECRETS, METRICS_VARIABLE}  # several processes cannot have one port
+    # several processes cannot have one port, and not all need Redis
+    hidden = {*SECRETS, METRICS_VARIABLE, REDIS_VARIABLE}
     environ = {name: value for name, value in environ.items() if name not in hidden}
     if credential.role in ("gateway", "kv_index"):
         environ[SECRET_VARIABLE] = endpoints.cluster_secret
@@ -343,7 +346,7 @@ def _service(
         arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway
     redis = {}
     if credential.role in REDIS_ROLES:  # the others need none
-        redis["HEARTH_REDIS_URL"] = endpoints.redis_url_of(credential.role)
+        redis[REDIS_VARIABLE] = endpoints.redis_url_of(credential.role)
     return ProcessSpec(
         process_id=credential.process_id,
         argv=(sys.executable, "-m", "services", _COMMANDS[credential.role], *arguments),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import NamedTuple
 
-_CONNECTION = ("auth", "hello", "ping", "select", "client|setinfo")
+_CONNECTION = ("auth", "hello", "ping", "select")
 _SCRIPTS = ("evalsha", "eval", "script|load")
 _READ = (
     "get",

@@ -64,8 +64,11 @@ class Supervisor:
     def serve(self) -> None:
         """From now on a process that ends is restarted."""
         self._is_serving = True
-        bounding = bound_logs_while_running(self._logs, self._clock)
+        bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
         self._supervisions.append(asyncio.create_task(bounding))
+
+    def _logs_in_use(self) -> list[Path]:
+        return [each.log_path for each in self._children.values()]
 
     async def stop(self, *, grace_s: float) -> None:
         """Sends SIGTERM in reverse order, and SIGKILL to the rest of a group after `grace_s`."""

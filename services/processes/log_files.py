@@ -48,13 +48,15 @@ async def bound_logs_while_running(
 
 
 def bound_logs(folder: Path, in_use: Collection[Path] = ()) -> None:
-    with contextlib.suppress(OSError):
-        ages = {path: path.stat().st_mtime for path in folder.glob("*.log")}
-        for path in ages:
+    ages = {}
+    for path in folder.glob("*.log"):
+        with contextlib.suppress(OSError):
+            ages[path] = path.stat().st_mtime
             _rotate(path)
-        removable = sorted(ages.keys() - {*in_use}, key=ages.__getitem__)
-        for path in removable[: max(0, len(ages) - MAX_LOGS)]:
-            path.unlink()
+    removable = sorted(ages.keys() - {*in_use}, key=ages.__getitem__)
+    for path in removable[: max(0, len(ages) - MAX_LOGS)]:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
             _previous(path).unlink(missing_ok=True)
 
 
@@ -63,8 +65,16 @@ def _rotate(path: Path) -> None:
     if path.stat().st_size <= MAX_LOG_BYTES:
         return
     with contextlib.suppress(OSError):  # a full disk has room again afterwards
-        shutil.copyfile(path, _previous(path))
+        _copy(path, _previous(path))
     os.truncate(path, 0)
+
+
+def _copy(path: Path, target: Path) -> None:
+    """As private as the log."""
+    target.unlink(missing_ok=True)
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with path.open("rb") as source, os.fdopen(descriptor, "wb") as copy:
+        shutil.copyfileobj(source, copy)
 
 
 def _previous(path: Path) -> Path:

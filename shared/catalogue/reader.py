@@ -55,6 +55,7 @@ class CatalogueReader:
         self._is_versioned = False  # Redis has had a version
         self._records: dict[bytes, bytes] = {}  # as read
         self._is_away = False
+        self._failure = ""  # that was logged last
         self._handlers: list[Callable[[], None]] = []
 
     def on_change(self, handler: Callable[[], None]) -> None:
@@ -70,10 +71,12 @@ class CatalogueReader:
                 if not self._is_away:
                     log.warning("catalogue_unavailable", error=error.message)
                 self._is_away = True
-            except Exception:  # of an operator's record
-                log.exception("catalogue_not_read")
+            except Exception as error:  # of an operator's record, which may stay
+                if repr(error) != self._failure:
+                    log.exception("catalogue_not_read")
+                self._failure = repr(error)
             else:
-                self._is_away = False
+                self._is_away, self._failure = False, ""
             await self._clock.sleep(POLL_S)
 
     async def refresh(self) -> None:

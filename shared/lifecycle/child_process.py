@@ -39,9 +39,13 @@ def child_environ(
     passed, starts = {*PASSED, *names}, (*PASSED_PREFIXES, *prefixes)
     found = {name: each for name, each in environ.items() if name in passed}
     found |= {name: each for name, each in environ.items() if name.startswith(starts)}
+    return {**found, "PYTHONPATH": python_path(environ), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """Returns a PYTHONPATH with this copy of the packages, installed or not."""
     inherited = environ.get("PYTHONPATH")
-    found["PYTHONPATH"] = str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}"
-    return {**found, "TOKENIZERS_PARALLELISM": "false"}
+    return str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}"
 
 
 def engine_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -197,7 +197,7 @@ class HealthMonitor:
 
     def _lost(self, process_id: str, loss: Loss) -> None:
         log.warning("peer_lost", peer=process_id, loss=loss.value)
-        if self._received is not None:
+        if self._received is not None and loss is not Loss.RESTARTED:
             self._received.forget(process_id)
         for handler in self._lost_handlers:
             with failing_alone("peer_loss_not_handled", peer=process_id):

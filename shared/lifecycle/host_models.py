@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 RESEND_S = 1.0  # each change: four heartbeats, of which some may be lost
 MAX_CHANGES = 64  # in one heartbeat; of more, peers request the list
 PAGE_MODELS = 256
+MAX_HOSTS = 1024  # whose models are known
 REQUEST_TIMEOUT_S = 1.0
 MAX_REASON_CHARS = 300  # of a failure
 _Key = tuple[str, str]
@@ -109,9 +110,12 @@ class ReceivedModels:
         load, host_id = heartbeat.host, heartbeat.process_id
         if load is None or not load.models_version:
             return heartbeat
-        known = self._known.get(host_id)
+        known = self._known.pop(host_id, None)
         if known is None or known.epoch != heartbeat.epoch:
-            known = self._known[host_id] = _Known(heartbeat.epoch)
+            known = _Known(heartbeat.epoch)
+        self._known[host_id] = known
+        if len(self._known) > MAX_HOSTS:  # the one that was silent longest
+            del self._known[next(iter(self._known))]
         now = self._clock.now()
         if load.changed_since <= known.version <= load.models_version:
             known.put(load.changed, now)

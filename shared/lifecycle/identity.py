@@ -13,10 +13,10 @@ import structlog
 
 from shared.clock import MonotonicClock
 from shared.config import ProcessConfig
-from shared.errors import DependencyUnavailable, NameInUse, NoResponders, RequestTimeout
+from shared.errors import NameInUse, NoResponders, RequestTimeout
 from shared.messages import Alive, ReportAlive, Role
 from shared.subjects import alive
-from shared.transport.bus import Bus, NatsBus
+from shared.transport.bus import Bus, NatsBus, NatsRejected
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +72,7 @@ async def connect_to_clients(config: ProcessConfig) -> NatsBus:
     )
     try:
         bus = await connect(to_clients=True)
-    except DependencyUnavailable:  # a server whose configuration has one account for all
+    except NatsRejected:  # by a server whose configuration has one account for all
         log.warning("no_account_of_clients", remedy="write it again: hearth nats-config")
         bus = await connect()
     bus.end_process_when_lost(MonotonicClock())

@@ -211,6 +211,10 @@ def trace_header(traceparent: bytes) -> str:
     return f"00-{trace_id.hex()}-{span_id.hex()}-{flags.hex()}"
 
 
+class NatsRejected(DependencyUnavailable):
+    """The server does not know this user, or its password is another."""
+
+
 class _ConnectionEvents:
     """nats-py's callbacks. Stores errors until the connection is established, then logs them.
 
@@ -319,7 +323,8 @@ class NatsBus:
             await asyncio.wait({connecting}, timeout=0.1)
         (ended,) = await asyncio.gather(connecting, return_exceptions=True)
         reason = events.last_error or (ended if isinstance(ended, Exception) else "no answer")
-        raise DependencyUnavailable(f"cannot reach NATS at {without_password(url)}: {reason}")
+        kind = NatsRejected if events.rejected.done() else DependencyUnavailable
+        raise kind(f"cannot reach NATS at {without_password(url)}: {reason}")
 
     def end_process_when_lost(self, clock: Clock) -> None:
         """For a service process: see `lost_connection`."""

@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-import services
 from services.gateway.models.model_check import (
     CPU_LIMIT_S,
     MEMORY_LIMIT_BYTES,
@@ -20,15 +18,13 @@ from services.gateway.models.model_check import (
 )
 from services.gateway.tools.family import Family
 from shared.errors import ConfigError
+from shared.lifecycle.child_process import child_environ
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 MODULE = "services.gateway.models.model_check"
 WALL_LIMIT_S = 180.0  # of a process that waits for a disk; on a busy machine also for a core
 MAX_CHECKED = 1024
 MAX_REPLY_BYTES = 8 << 20
-ROOT = Path(services.__file__).resolve().parents[1]
-# A checkpoint's programs run there, so it gets nothing else.
-PASSED_ON = ("PATH", "HOME", "HEARTH_CACHE_DIR", "XDG_CACHE_HOME", "LANG", "TMPDIR", "TZ")
 
 
 class CheckedModels:
@@ -71,7 +67,7 @@ def checked_family(model_dir: Path, choice: str, tool_format: str) -> Family:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment(os.environ),
+            env=child_environ(os.environ),
             timeout=WALL_LIMIT_S,
             check=False,
         )
@@ -93,8 +89,3 @@ def _excess(status: int) -> str:
         return f"its templates take more than {PROGRAM_LIMIT_S:g} s to compile"
     limits = f"{CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 30} GiB"
     return f"its tokenizer or templates take more than {limits} to load (status {status})"
-
-
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    passed_on = {name: environ[name] for name in PASSED_ON if name in environ}
-    return {**passed_on, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}

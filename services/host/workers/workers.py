@@ -91,7 +91,7 @@ class Workers:
 
     async def start(self, *, has_template: bool) -> None:
         """Call on the main thread: the kernel kills children when the calling thread ends."""
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
         self._background.start_own(bounding)
         if has_template:
@@ -121,9 +121,10 @@ class Workers:
         """Kills what is left."""
         for worker_id in list(self._running):
             self.signal(worker_id, signal.SIGKILL)
-        await self._background.stop()
         for template in self._templates:
             send_signal(template.process, signal.SIGKILL)
+        await self._background.stop()  # also of what waits for their ends
+        for template in self._templates:
             await template.process.wait()
 
     def _logs_in_use(self) -> set[Path]:
@@ -244,6 +245,10 @@ class Workers:
         worker = template.workers.pop(pid, None)
         if worker is not None:
             self._ended(worker, status)
+        self._end_if_unused(template)
+
+    def _end_if_unused(self, template: _Template) -> None:
+        """One that does not fork is kept for its workers alone: they end with it."""
         if not template.workers and template is not self._template:
             send_signal(template.process, signal.SIGKILL)
 
@@ -279,6 +284,8 @@ class Workers:
                 return await future
         except TimeoutError:
             log.warning("template_does_not_fork", pid=template.process.pid)
-            self._template = None
+            if self._template is template:  # else another launch has replaced it
+                self._template = None
             template.replaced.set()
+            self._end_if_unused(template)
             raise

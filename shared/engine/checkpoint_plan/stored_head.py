@@ -17,7 +17,7 @@ from shared.engine.checkpoint_form import model_names
 from shared.engine.checkpoint_plan.headers import StoredTensor, file_tensors, has_files
 from shared.engine.codec.manifest import is_bundle, read_manifest
 from shared.engine.model_config import ModelConfig
-from shared.engine.weights.checkpoint_index import SINGLE_FILE, read_index
+from shared.engine.weights.checkpoint_index import SINGLE_FILE, file_names, read_index
 from shared.errors import CheckpointError
 
 log = structlog.get_logger(__name__)
@@ -83,6 +83,7 @@ def _stored(config: ModelConfig, model_dir: Path) -> _Stored | None:
     if not has_files(model_dir):
         return None
     index = read_index(model_dir)
+    file_names(model_dir, index)  # raises CheckpointError for a name outside of the folder
     if index is None:
         found = {each.name: each for each in file_tensors(model_dir / SINGLE_FILE)}
     else:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,20 @@ def test_log_that_cannot_be_opened_or_read_costs_its_lines(tmp_path: Path) -> No
     os.close(fd)
     assert last_line(tmp_path / "missing" / "worker.log") == ""
     bound_logs(tmp_path / "missing")
+
+
+def test_copy_is_as_private_as_its_log(tmp_path: Path) -> None:
+    os.close(open_log(tmp_path / "worker.log"))
+    (tmp_path / "worker.log").write_text("x\n" * 200)
+    bound_logs(tmp_path)
+    assert stat.S_IMODE((tmp_path / "worker.log.1").stat().st_mode) == 0o600
+
+
+def test_log_that_cannot_be_bounded_leaves_the_others_bounded(tmp_path: Path) -> None:
+    (tmp_path / "a.log").mkdir()
+    (tmp_path / "a.log" / "file").touch()
+    (tmp_path / "gone.log").symlink_to("nowhere")
+    for name in ("b", "z"):
+        (tmp_path / f"{name}.log").write_text("x\n" * 200)
+    bound_logs(tmp_path)
+    assert [(tmp_path / f"{name}.log").stat().st_size for name in ("b", "z")] == [0, 0]

@@ -9,9 +9,17 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from shared.background import Background
+from shared.lifecycle import host_models
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.lifecycle.host_models import MAX_REASON_CHARS, PAGE_MODELS, RESEND_S, AnnouncedModels
+from shared.lifecycle.host_models import (
+    MAX_REASON_CHARS,
+    PAGE_MODELS,
+    RESEND_S,
+    AnnouncedModels,
+    ReceivedModels,
+)
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock, run
@@ -83,6 +91,30 @@ def test_size_of_a_heartbeat_does_not_follow_the_catalogue(num_models: int) -> N
         await late.monitor.start()
         await asyncio.sleep(3 * HEARTBEAT_INTERVAL_S)
         assert late.models == peer.models
+
+    run(scenario())
+
+
+def test_models_of_the_latest_hosts_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stolen credential may send heartbeats under any number of names."""
+    monkeypatch.setattr(host_models, "MAX_HOSTS", 2)
+
+    async def scenario() -> None:
+        clock = VirtualClock()
+        received = ReceivedModels(SimulatedNetwork().bus("gateway-1"), clock, Background())
+        announced = AnnouncedModels(clock).announced(HostLoad(devices=(), models=(model(0),)))
+        template = Heartbeat(
+            process_id="host-1",
+            roles=("host",),
+            epoch=1,
+            sequence_number=1,
+            state="ready",
+            interval_s=0.25,
+            host=announced,
+        )
+        for number in (1, 2, 1, 3, 4):
+            received.complete(replace(template, process_id=f"host-{number}"))
+        assert list(received._known) == ["host-3", "host-4"]
 
     run(scenario())
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -20,8 +19,6 @@ from shared.engine.parallel.processes.rank_messages import Start, encode
 from shared.engine.parallel.processes.ring import RingFiles, create_ring
 from shared.engine.parallel.processes.watchdog import RankHandle
 from shared.lifecycle.child_process import engine_environ
-
-ROOT = Path(__file__).resolve().parents[4]
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,5 @@ def spawn_rank(
 
 
 def rank_environment(num_threads: int, given: Mapping[str, str]) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # Ranks wait for each other: threads that spin would take the others' processors.
-    defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
-    return {**defaults, "OMP_WAIT_POLICY": "passive", **given}
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive", **given}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,21 @@ def test_missing_file_or_shard_is_named(tmp_path: Path) -> None:
     shard = min((tmp_path / "many").glob("*.safetensors"))
     shard.unlink()
     _require_error(tmp_path / "many", f"{shard.name}: no such file")
+
+
+@pytest.mark.parametrize("name", ["a\0.safetensors", "../pipe.safetensors"])
+def test_config_of_a_folder_whose_index_names_no_file_of_it_is_read(
+    tmp_path: Path, name: str
+) -> None:
+    """Loading the weights reports the index. A pipe would block for ever."""
+    folder = tmp_path / "model"
+    write_llama(folder, max_shard_size="60KB")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps({**index, "weight_map": dict.fromkeys(index["weight_map"], name)}))
+    assert read_config(folder).has_head
+    _require_error(folder, "is not a file name")
 
 
 def test_index_that_contradicts_its_shards_is_rejected(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Launches that wait for one template which does not fork."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.host.workers import workers as module
+from services.host.workers.workers import Workers, WorkerSpec, _Template
+from shared.clock import MonotonicClock
+from shared.config import WorkerConfig
+
+
+def hung_template() -> _Template:
+    """Its process takes what is written, and answers nothing."""
+    process: Any = SimpleNamespace(
+        pid=0, returncode=0, stdin=SimpleNamespace(write=lambda data: None)
+    )
+    template = _Template(process)
+    template.ready.set()
+    return template
+
+
+async def test_late_launch_does_not_drop_the_template_that_replaced_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORK_S", 0.02)
+    workers = Workers(
+        tmp_path, {}, MonotonicClock(), num_threads=1, on_end=lambda worker, status, words: None
+    )
+    workers._template = hung = hung_template()
+    spec = WorkerSpec(
+        config=WorkerConfig(nats_url="nats://w:p@h:4222", process_id="w", model_dir=tmp_path),
+        log_path="",
+    )
+    launches = [asyncio.create_task(workers._forked(hung, spec)) for _ in range(2)]
+    await asyncio.sleep(0)  # both have written
+    await asyncio.wait(launches, return_when=asyncio.FIRST_COMPLETED)
+    workers._template = new = hung_template()
+    for each in await asyncio.gather(*launches, return_exceptions=True):
+        assert isinstance(each, TimeoutError)
+    workers._forked_ended(hung, 1, 0)
+    assert workers._template is new
+    with pytest.raises(TimeoutError):
+        await workers._forked(new, spec)
+    assert workers._template is None and new.replaced.is_set()
