@@ -153,7 +153,6 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
     "api-key", rich_help_panel=OPERATE, epilog="Example:  hearth api-key team-a --redis-url URL"
 )
 @audited("api-key")
-@audited("api-key")
 def api_key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     redis_url: RedisUrl = None,

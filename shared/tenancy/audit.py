@@ -31,18 +31,18 @@ class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
 
 
-def shown_arguments(given: Mapping[str, Any]) -> str:
-    """As JSON: without those that are empty, URLs and other secrets."""
-    shown = {
-        name: _shown(value)
-        for name, value in sorted(given.items())
-        if value not in (None, False, "", (), []) and not _SECRET.search(name)
-    }
-    return msgspec.json.encode(shown).decode()
+def shown_arguments(given: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    """As JSON, without URLs and other secrets. `given`: without what is None or False, as options
+    are that nobody gave. `changes`: all of them, as zero, None and False are limits.
+    """
+    shown = {name: each for name, each in given.items() if each is not None and each is not False}
+    shown |= changes
+    found = {name: _shown(shown[name]) for name in sorted(shown) if not _SECRET.search(name)}
+    return msgspec.json.encode(found).decode()
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int | float):
         return value
     return _USER_INFO.sub("//…@", str(value))[:MAX_VALUE_CHARS]
 

@@ -49,8 +49,8 @@ def _record(name: str, given: Mapping[str, Any], outcome: str) -> None:
     from shared.tenancy import audit
 
     redis_url = given.get("redis_url") or os.environ.get("HEARTH_REDIS_URL")
-    changes = given.get("changes") or {}
-    arguments = audit.shown_arguments({**given, **changes, "changes": None})
+    others = {name: value for name, value in given.items() if name != "changes"}
+    arguments = audit.shown_arguments(others, given.get("changes") or {})
     try:
         with_store(
             redis_url,

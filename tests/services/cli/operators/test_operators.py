@@ -61,6 +61,25 @@ def test_commands_that_change_something_are_recorded_without_secrets(url: str) -
     assert [each["command"] for each in lines(1)] == ["model remove"]
 
 
+def test_what_was_changed_is_recorded_whole(url: str) -> None:
+    assert hearth("api-key", "audited-3").exit_code == 0
+    options = (
+        "--requests-per-min 0 --concurrency unlimited --allowed-models all --no-zero-retention"
+    )
+    made = hearth("tenant", "limits", "audited-3", *options.split(), "--allowed-regions", "")
+    assert made.exit_code == 0
+    first, second = lines()
+    assert json.loads(first["arguments"]) == {"tenant": "audited-3"}
+    assert json.loads(second["arguments"]) == {
+        "tenant": "audited-3",
+        "requests_per_min": 0,
+        "concurrency": None,
+        "allowed_models": None,
+        "allowed_regions": "()",
+        "is_zero_retention": False,
+    }
+
+
 def test_stream_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "MAX_LINES", 5)
     client = redis.Redis.from_url(url)
