@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -41,21 +41,23 @@ def redis_acl(
     redis.conf. Passwords come from HEARTH_REDIS_<ROLE>_PASSWORD; the lines have their digests. A
     process logs in with redis://ROLE:PASSWORD@HOST:PORT.
     """
-    from services.local.redis_acl import REDIS_ROLES, acl_line, acl_rules
+    from services.local.redis_acl import REDIS_ROLES, acl_line
 
     found = {_role(each): _password(_role(each)) for each in roles or REDIS_ROLES}
-    if not is_applied:
-        for role, password in found.items():
-            print(acl_line(role, password))
+    if is_applied:
+        _apply(list(found), redis_url)
         return
-    _apply({role: acl_rules(role, password) for role, password in found.items()}, redis_url)
+    for role, password in found.items():
+        print(acl_line(role, password))
 
 
 @audited("redis-acl")
-def _apply(roles: Mapping[str, Sequence[str]], redis_url: str | None) -> None:
+def _apply(roles: Sequence[str], redis_url: str | None) -> None:
+    """`roles`: names alone, as the arguments are recorded."""
     from services.cli.operators.redis_users import set_users
+    from services.local.redis_acl import acl_rules
 
-    set_users(redis_url, roles)
+    set_users(redis_url, {role: acl_rules(role, _password(role)) for role in roles})
 
 
 def _role(text: str) -> str:

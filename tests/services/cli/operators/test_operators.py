@@ -118,5 +118,8 @@ def test_users_are_printed_or_made(url: str, monkeypatch: pytest.MonkeyPatch) ->
     admin.execute_command("ACL", "DELUSER", "kv_index")
     admin.close()
     assert [each["command"] for each in lines()] == ["redis-acl"]
-    assert "word" not in json.dumps(lines())
+    digest = printed.partition("#")[2].split()[0]
+    recorded = lines()[0]["arguments"]
+    assert json.loads(recorded) == {"roles": "['kv_index']"}
+    assert digest not in recorded and "word" not in recorded
     assert hearth("redis-acl", "worker").exit_code != 0
