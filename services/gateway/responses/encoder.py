@@ -258,6 +258,6 @@ def _code(error: HearthError) -> str:
 def _message(error: HearthError) -> str:
     """Clients read the time of a retry out of the message."""
     if not isinstance(error, RateLimited | Overloaded):
-        return shortened(error.message)
+        return shortened(error.public_message)
     retry_s = DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
-    return f"{shortened(error.message)}. Please try again in {retry_s:.3g}s"
+    return f"{shortened(error.public_message)}. Please try again in {retry_s:.3g}s"

@@ -35,6 +35,7 @@ from services.gateway.responses.storage.record import (
 )
 from services.gateway.tenancy.errors import LimitIsZero, RequestsExhausted
 from shared.errors import DeadlineExceeded, GrammarFailed, HearthError, Overloaded, PromptTooLong
+from shared.store import StoreRejected
 from tests.services.gateway.responses.events import STRICT_RESPONSE, events_of, joined_deltas
 from tests.services.gateway.test_encoders import context
 
@@ -154,6 +155,7 @@ def test_output_that_is_cut_is_incomplete(opened: list[Event]) -> None:
         (LimitIsZero("zero"), "insufficient_quota", "zero"),
         (GrammarFailed("g"), "invalid_prompt", "g"),
         (DeadlineExceeded("late"), "server_error", "late"),
+        (StoreRejected("script of hearth:t:meter"), "server_error", "Redis answered with an error"),
     ],
 )
 def test_error_after_the_head_is_a_failed_response(
@@ -167,6 +169,7 @@ def test_error_after_the_head_is_a_failed_response(
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert last["response"]["error"]["code"] == code
         assert message in last["response"]["error"]["message"]
+        assert "hearth:t" not in last["response"]["error"]["message"]
         assert encoded.startswith(b"event: response.created\n")
         if code not in ("context_length_exceeded", "insufficient_quota"):  # of clients, not of it
             assert events_of(encoded)[-1] == last
