@@ -19,7 +19,7 @@ from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.background import failing_alone
 from shared.block_hash import PUBLIC_TENANT_ID
-from shared.errors import DependencyUnavailable, HearthError
+from shared.errors import ConfigError, DependencyUnavailable, HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
@@ -69,7 +69,7 @@ class PinKeeper:
         self._wall_clock = wall_clock
         self._version = -1  # of the prefixes that are read; -1: none are
         self._tenants: dict[str, _TenantPins] = {}
-        self._waiting: set[str] = set()  # tenants with prefixes beyond MAX_PINS
+        self._waiting: set[str] = set()  # with prefixes beyond MAX_PINS, or an unreadable record
         self._reasons: dict[_Name, str] = {}  # as written to Redis
         self._new_reasons: dict[_Name, str] = {}  # empty: there is none any more
         self._pinned_tips: set[bytes] = set()  # as recorded in the registry
@@ -116,7 +116,14 @@ class PinKeeper:
     async def _read(self, tenant_id: str, now: float) -> None:
         """Checks the record of the tenant as it is now."""
         entries = await pinned_prefix.entries(self._store, tenant_id)
-        record = None if tenant_id == PUBLIC_TENANT_ID else await tenant_of(self._store, tenant_id)
+        is_public = tenant_id == PUBLIC_TENANT_ID
+        try:
+            record = None if is_public else await tenant_of(self._store, tenant_id)
+        except ConfigError as error:  # what it forbids is unknown
+            log.warning("pins_of_tenant_dropped", tenant=tenant_id, reason=error.message)
+            self._forget(tenant_id)
+            self._waiting.add(tenant_id)
+            return
         is_allowed = record is None or not record.is_zero_retention
         digests, ends = set[str](), list[float]()
         self._waiting.discard(tenant_id)

@@ -151,9 +151,14 @@ def usage_of(tenant_id: str, day: str) -> str:
 
 
 async def tenant_of(store: Store, tenant_id: str) -> TenantRecord | None:
-    """None if there is none, or an unreadable one. Raises StoreUnavailable."""
+    """None if there is none. Raises ConfigError for an unreadable one, StoreUnavailable."""
     data = await store.evaluate(RECORD_LUA, [TENANTS], [tenant_id])
-    return None if data is None else decoded_tenant(data)
+    if data is None:
+        return None
+    record = decoded_tenant(data)
+    if record is None:
+        raise ConfigError(f"the record of the tenant {tenant_id!r} is unreadable")
+    return record
 
 
 def decoded_tenant(data: bytes) -> TenantRecord | None:

@@ -25,6 +25,7 @@ from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH, heartbeat
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig, eventually
 from tests.simulation.world.clock import run
@@ -201,6 +202,20 @@ def test_prefix_is_pinned_only_in_regions_that_its_tenant_allows_now() -> None:
         await asyncio.sleep(3)
         assert not is_pinned(eu_worker, prefix) and not is_pinned(us_worker, prefix)
         assert await pinned_prefix.entries(rig.store, "t") == {}
+
+    scenario(test)
+
+
+def test_no_prefix_is_pinned_for_a_tenant_whose_record_is_unreadable() -> None:
+    async def test(rig: PinRig) -> None:
+        worker, prefix = await rig.engine("prefill-0"), new_prefix()
+        await rig.save(prefix)
+        await rig.warm(prefix, worker)
+        for record in (b"{", b'{"tenant_id": "t"}'):
+            await rig.store.write([("HSET", TENANTS, "t", record)])
+            await pinned_prefix.record_change(rig.store, "t")
+            await asyncio.sleep(3)
+            assert is_pinned(worker, prefix) is (record != b"{")
 
     scenario(test)
 
