@@ -6,12 +6,13 @@
 `admit` charges the request and takes its place under `concurrency` before its body is read;
 `charge` adds the tokens once they are known, only for tenants with a limit of tokens. Redis decides
 for all gateways, in one round trip each; while Redis is unavailable, this gateway's local counter
-decides, which counts every request too, on the limit divided by the gateways. A Redis that has
-returned empty still decides, and counts from zero: a tenant gets at most one minute's limit again,
-where local counters would allow each gateway a limit of its own. Open requests renew their leases:
-they are back in an emptied Redis within `RENEW_S`, and those of a dead gateway stop counting after
-`LEASE_S`. Settled requests are sent in the background and with the tenant's next request, so a
-client that has its response never finds that request still counted. Settling is idempotent.
+decides, which counts every request too, on the limit divided by the gateways; a request larger than
+this part needs an empty meter and fills it. A Redis that has returned empty still decides, and
+counts from zero: a tenant gets at most one minute's limit again, where local counters would allow
+each gateway a limit of its own. Open requests renew their leases: they are back in an emptied Redis
+within `RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Settled requests are
+sent in the background and with the tenant's next request, so a client that has its response never
+finds that request still counted. Settling is idempotent.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class _Account:
     counter: RateLimitCounter = field(default_factory=RateLimitCounter)
     open: dict[str, LimitLease] = field(default_factory=dict)
     unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # and its expiry
-    closed: tuple[int, float] = (0, 0.0)  # a requests_per_min, and until when it rejects
+    is_local: bool = False  # the local counter decided last: on this gateway's part
+    # a requests_per_min, the part of it that decided, and until when it rejects
+    closed: tuple[int, int, float] = (0, 0, 0.0)
 
 
 class Limits:
@@ -108,12 +111,12 @@ class Limits:
         account = self._accounts.get(tenant.tenant_id)
         if account is None or account.closed[0] != tenant.requests_per_min:
             return
-        limit, until = account.closed
+        _, limit, until = account.closed
         left_s = until - self._clock.now()
         if left_s > 0:
             used = {**dict.fromkeys(RATES, 0.0), "requests_per_min": float(limit)}
             state = LimitState("requests_per_min", left_s, used, 0)
-            _reject(state, {"requests_per_min": limit})
+            _reject(state, {"requests_per_min": limit}, tenant)
 
     async def admit(
         self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost = UNKNOWN_COST
@@ -144,7 +147,7 @@ class Limits:
         try:
             return await self._open(account, lease_id, request_cost, costs, settled=(first,))
         finally:
-            account.counter.apply(_own_command(account, settled=(first,)), self._clock.now())
+            self._count(account, settled=(first,))
             # again with the next command: a renewal may have been under way
             account.unsettled[first.lease_id] = (first, self._clock.now() + LEASE_S)
 
@@ -159,13 +162,15 @@ class Limits:
     ) -> LimitLease:
         tenant = account.tenant
         requested = RequestedTokens(lease_id, costs)
-        state, is_charged = await self._decide(account, requested, settled)
-        if state.rejected_by == "requests_per_min":
-            account.closed = (tenant.requests_per_min or 0, self._clock.now() + state.wait_s)
+        state = await self._decide(account, requested, settled)
+        limits = self._limits_of(account)
+        if state.rejected_by == (name := "requests_per_min"):
+            until = self._clock.now() + state.wait_s
+            account.closed = (tenant.requests_per_min or 0, limits[name], until)
         if state.rejected_by:
-            _reject(state, enforced_limits(tenant))
-        headers = ratelimit_headers(enforced_limits(tenant), state)
-        lease = LimitLease(tenant, lease_id, request_cost, is_charged, headers)
+            _reject(state, limits, tenant)
+        headers = ratelimit_headers(limits, state)
+        lease = LimitLease(tenant, lease_id, request_cost, not account.is_local, headers)
         self._accounts.setdefault(tenant.tenant_id, account).open[lease_id] = lease
         return lease
 
@@ -174,37 +179,59 @@ class Limits:
         account = self._accounts.get(lease.tenant.tenant_id)
         if account is None or account.open.pop(lease.lease_id, None) is None:
             return
-        unused = max(0, lease.request_cost.num_output_tokens - num_output_tokens)
-        settled = Settled(lease.lease_id, unused)
-        account.counter.apply(_own_command(account, settled=(settled,)), self._clock.now())
+        name, costs = "output_tokens_per_min", lease.request_cost.costs
+        own_costs = costs if lease.is_charged else _up_to(self._limits_of(account), costs)
+        own = Settled(lease.lease_id, max(0, own_costs[name] - num_output_tokens))
+        self._count(account, settled=(own,))
         # Redis did not charge requests that this gateway admitted: nothing to refund there
-        self._leave(account, settled if lease.is_charged else Settled(lease.lease_id, 0))
+        self._leave(account, own if lease.is_charged else Settled(lease.lease_id, 0))
 
     async def _decide(
         self, account: _Account, requested: RequestedTokens, settled: tuple[Settled, ...]
-    ) -> tuple[LimitState, bool]:
-        """Returns the state from Redis and True, or from the local counter and False."""
-        own = _own_command(account, settled=settled, requested=requested)
+    ) -> LimitState:
+        """Returns the state from Redis or, if it is unavailable, from the local counter, and sets
+        `account.is_local`.
+        """
         refund = Settled(requested.lease_id, requested.costs["output_tokens_per_min"])
         try:
             state = await self._apply(account, settled=settled, requested=requested)
         except StoreUnavailable:
-            state = account.counter.apply(self._part_of(own), self._clock.now())
+            account.is_local = True
+            costs = _up_to(self._limits_of(account), requested.costs)
+            requested = RequestedTokens(requested.lease_id, costs)
+            state = self._count(account, settled=settled, requested=requested)
             if state.rejected_by:
                 self._leave(account, refund)  # Redis may have admitted the request, replying late
-            return state, False
+            return state
         except BaseException:
             self._leave(account, refund)
             raise
+        account.is_local = False
         if not state.rejected_by:
-            account.counter.apply(own, self._clock.now(), is_forced=True)
-        return state, True
+            self._count(account, settled=settled, requested=requested, is_forced=True)
+        return state
 
-    def _part_of(self, own: LimitCommand) -> LimitCommand:
-        """At least one of each limit: a gateway alone must not refuse all."""
-        num_gateways = max(1, self._num_gateways())
-        parts = {name: max(1, limit // num_gateways) for name, limit in own.limits.items()}
-        return msgspec.structs.replace(own, limits=parts)
+    def _count(
+        self,
+        account: _Account,
+        *,
+        settled: tuple[Settled, ...] = (),
+        requested: RequestedTokens | None = None,
+        is_forced: bool = False,
+    ) -> LimitState:
+        """In the local counter. Its leases do not expire: the gateway ends them."""
+        command = LimitCommand(
+            limits=self._limits_of(account), lease_s=inf, settled=settled, asked=requested
+        )
+        return account.counter.apply(command, self._clock.now(), is_forced=is_forced)
+
+    def _limits_of(self, account: _Account) -> dict[str, int]:
+        """The limits that decided last: the tenant's, or without Redis this gateway's part, at
+        least one of each: a gateway alone must not refuse all.
+        """
+        limits = enforced_limits(account.tenant)
+        num_gateways = max(1, self._num_gateways()) if account.is_local else 1
+        return {name: max(1, limit // num_gateways) for name, limit in limits.items()}
 
     def _leave(self, account: _Account, settled: Settled) -> None:
         account.unsettled[settled.lease_id] = (settled, self._clock.now() + LEASE_S)
@@ -323,24 +350,20 @@ def _command(
     )
 
 
-def _own_command(
-    account: _Account,
-    *,
-    settled: tuple[Settled, ...] = (),
-    requested: RequestedTokens | None = None,
-) -> LimitCommand:
-    """A command for the local counter. Its leases do not expire: the gateway ends them."""
-    return LimitCommand(
-        limits=enforced_limits(account.tenant), lease_s=inf, settled=settled, asked=requested
-    )
+def _up_to(limits: dict[str, int], costs: dict[str, int]) -> dict[str, int]:
+    """Costs that an empty meter admits."""
+    return {name: min(cost, limits.get(name, cost)) for name, cost in costs.items()}
 
 
-def _reject(state: LimitState, limits: dict[str, int]) -> NoReturn:
+def _reject(state: LimitState, limits: dict[str, int], tenant: TenantRecord) -> NoReturn:
+    """`limits`: those that decided."""
     name, limit = state.rejected_by, limits[state.rejected_by]
     used = state.num_open if name == "concurrency" else round(state.used[name])
+    full = getattr(tenant, name)
+    part = "" if limit == full else f"this gateway's part {limit} of "
     raise EXHAUSTED[name](
-        f"this tenant's limit {name} of {limit} is reached ({used} used); "
-        f"retry in {max(state.wait_s, 0.001):.3f} s",
+        f"{part}this tenant's limit {name} of {full} is "
+        f"reached ({used} used); retry in {max(state.wait_s, 0.001):.3f} s",
         retry_after_s=state.wait_s,
         headers=ratelimit_headers(limits, state),
     )

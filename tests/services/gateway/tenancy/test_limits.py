@@ -21,7 +21,7 @@ from services.gateway.tenancy.errors import (
 )
 from services.gateway.tenancy.limits import RENEW_S, Limits
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
-from shared.clock import MonotonicClock
+from shared.clock import Clock, MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.rate_limit import LEASE_S, LimitState
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
@@ -355,6 +355,55 @@ async def test_gateways_without_redis_share_a_limit(clock: PacedClock) -> None:
                 await admit(limits, record, f"u{number}", 1, 1)
                 num_admitted += 1
     assert num_admitted == 6
+
+
+def local_limits(clock: Clock, num_gateways: int = 10) -> Limits:
+    store = MemoryStore()
+    store.is_away = True
+    return Limits(store, clock, lambda: num_gateways)
+
+
+def test_ended_requests_drain_a_part_no_faster() -> None:
+    async def admitted_in_ten_minutes() -> int:
+        clock, num_admitted = VirtualClock(), 0
+        limits, record = local_limits(clock), tenant(requests_per_min=600)
+        while clock.now() < 600:
+            with contextlib.suppress(RequestsExhausted):
+                lease = await admit(limits, record, f"{num_admitted}")
+                num_admitted += 1
+                await clock.sleep(0.1)
+                limits.settle(lease, 1)
+            await clock.sleep(0.1)
+        return num_admitted
+
+    assert 600 < run(admitted_in_ten_minutes()) <= 660
+
+
+async def test_answers_without_redis_name_the_part_that_decided(clock: PacedClock) -> None:
+    limits, record = local_limits(clock), tenant(requests_per_min=20)
+    leases = [await admit(limits, record, f"{number}") for number in range(2)]
+    assert leases[1].headers["x-ratelimit-limit-requests"] == "2"
+    assert leases[1].headers["x-ratelimit-remaining-requests"] == "0"
+    for _ in range(2):  # decided, and closed since
+        with pytest.raises(RequestsExhausted, match=r"part 2 of .* of 20 is") as caught:
+            await admit(limits, record, "c")
+        assert caught.value.headers["x-ratelimit-limit-requests"] == "2"
+
+
+async def test_request_larger_than_the_part_takes_an_empty_meter(clock: PacedClock) -> None:
+    """As it is told to: a retry after the time that an answer names is admitted."""
+    limits, record = local_limits(clock), tenant(output_tokens_per_min=600)
+    lease = await admit(limits, record, "a", 1, 500)
+    limits.settle(lease, 30)  # of 60: the part
+    with pytest.raises(OutputTokensExhausted) as caught:
+        await admit(limits, record, "b", 1, 500)
+    assert 29 < caught.value.retry_after_s <= 30
+    clock.advance(caught.value.retry_after_s)
+    await admit(limits, record, "b", 1, 500)
+    with pytest.raises(OutputTokensExhausted):
+        await admit(limits, record, "c", 1, 1)
+    with pytest.raises(ExceedsLimit):
+        await admit(limits, record, "d", 1, 601)
 
 
 class FailingStore:
