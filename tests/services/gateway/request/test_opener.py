@@ -30,6 +30,12 @@ def test_body_of_many_values_is_large(content: object, is_inline: bool) -> None:
     assert is_small(body) == is_inline
 
 
+def test_values_of_spaced_objects_count() -> None:
+    """As Jackson writes them."""
+    object_ = b"{" + b", ".join(b'"k%d" : 1' % number for number in range(3000)) + b"}"
+    assert not is_small(object_)
+
+
 async def test_many_messages_are_prepared_in_a_process(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
