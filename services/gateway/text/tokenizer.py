@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.checkpoint.prepended_text import prepends_text
 from services.gateway.text.checkpoint.tokenizer_costs import check_decoding, has_known_cost
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.detokenizer import REPLACEMENT, Detokenizer
 from services.gateway.text.tiktoken_bpe import MAX_CHARS, encoders
 from services.gateway.text.token_bounds import longest_token_chars
 from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
@@ -200,13 +200,17 @@ class PromptTokenizer:
         incomplete character at its end is left out: the output may complete it.
         """
         detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
+        num_complete = len(token_ids) - self.token_bytes.num_partial(token_ids)
         texts, offsets, end = [], [], 0
-        for token_id in token_ids:
+        for number, token_id in enumerate(token_ids):
+            if number == num_complete:
+                texts.append(detokenizer.flush())
+                end += len(texts[-1])
             offsets.append(end)
             texts.append("".join(detokenizer.feed((token_id,))))
             end += len(texts[-1])
-        if not self.token_bytes.num_partial(token_ids):
-            texts.append(detokenizer.flush())
+        rest = detokenizer.flush()
+        texts.append(rest if num_complete == len(token_ids) else rest.rstrip(REPLACEMENT))
         return "".join(texts), offsets
 
     def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:

@@ -176,6 +176,10 @@ def test_character_that_an_output_does_not_complete_is_a_replacement(
     for output, text in [([1, 2], "😀"), ([3], "\ufffdb"), ([1, 3], "\ufffdb")]:
         detokenizer = Detokenizer(tokenizer, [3, 0], num_partial=num_partial)
         assert "".join(detokenizer.feed(output)) + detokenizer.flush() == text
+    prompt_tokenizer = PromptTokenizer(tokenizer.to_str())  # an echo has the rest of the text
+    assert prompt_tokenizer.decode_with_offsets([3, 0]) == ("ba", [0, 1])
+    assert prompt_tokenizer.decode_with_offsets([3, 0, 1]) == ("ba", [0, 1, 1])
+    assert prompt_tokenizer.decode_with_offsets([1, 0, 1]) == ("\ufffda", [0, 1, 1])
 
 
 @given(
