@@ -6,7 +6,7 @@ tenants.
 
 Small conversations of one tenant and model, of some 0.1 ms each, share a turn: a process gets up to
 MAX_BATCH of them at once, since each round trip waits for the event loop. If one ends the process,
-those after it run in the tenant's next turn.
+those after it run in the tenant's next turn, unless they have waited for `max_wait_s` by then.
 
 The pool starts further processes when all are busy, and unless it `grows`, some seconds after its
 start. One more is a spare: it takes the place of a process that was killed, so that no job waits
@@ -74,6 +74,7 @@ class _Waiting:
     job: Job
     reply: asyncio.Future[Reply]
     was_frozen: bool = False  # with its process: it gets one more
+    is_overdue: bool = False  # it came later than `max_wait_s` ago, and is in a turn
 
 
 class _PoolProcess:
@@ -308,7 +309,10 @@ class PreparationPool:
             cpu_s += limit_s(first.job) if has_lost else 0.0
             self._turns.ended(first.tenant_id, cpu_s, reached_limit=has_lost)
             if not self._is_closed:
-                self._turns.put_back(first.tenant_id, left)
+                _fail_overdue([each for each in left if each.is_overdue])
+                self._turns.put_back(
+                    first.tenant_id, [each for each in left if not each.is_overdue]
+                )
                 self._start_jobs()
                 self._start_spares()
 
@@ -322,9 +326,10 @@ class PreparationPool:
                 self._dying = [*filter(_is_alive, self._dying), process]
 
     def _give_up(self, waiting: _Waiting) -> None:
+        waiting.is_overdue = True
         if all(waiting not in seat.running for seat in self._seats):
             self._turns.remove(waiting.tenant_id, waiting)
-            _fail(waiting, Overloaded("too many requests wait to be prepared", retry_after_s=1.0))
+            _fail_overdue([waiting])
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────
 
@@ -421,6 +426,11 @@ def _is_small(job: Job) -> bool:
 def _fail_jobs(jobs: Sequence[_Waiting], error: Exception) -> None:
     for waiting in jobs:
         _fail(waiting, InvalidRequest("the request cannot be prepared"))
+
+
+def _fail_overdue(jobs: Sequence[_Waiting]) -> None:
+    for waiting in jobs:
+        _fail(waiting, Overloaded("too many requests wait to be prepared", retry_after_s=1.0))
 
 
 def _fail(waiting: _Waiting, error: HearthError) -> None:

@@ -16,7 +16,13 @@ import pytest_asyncio
 from services.gateway.text import preparation_pool
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.preparation_pool import PreparationPool, _PoolProcess
-from services.gateway.text.process_jobs import MAX_SETUPS, ProcessSetup, frame
+from services.gateway.text.process_jobs import (
+    MAX_SETUPS,
+    Finished,
+    ProcessSetup,
+    Rendered,
+    frame,
+)
 from services.gateway.text.template_renderer import Renderer
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
@@ -133,6 +139,46 @@ async def test_job_not_started_in_time_is_overloaded(make: Make) -> None:
     first, second = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(first, InvalidRequest)
     assert isinstance(second, Overloaded)
+
+
+class LostProcess:
+    """Its second turn ends it, after a while. Each other job is done at once."""
+
+    def __init__(self) -> None:
+        self.num_turns = 0
+        self.wait_s = 0.0
+        self.is_frozen = False
+
+    def begin_watch(self) -> None:
+        self.num_turns += 1
+
+    def end_watch(self) -> None: ...
+    def send_setup(self, setup: ProcessSetup) -> None: ...
+    def send(self, frames: bytes) -> None: ...
+
+    async def finished(self) -> Finished:
+        if self.num_turns == 2:
+            await asyncio.sleep(self.wait_s)
+            raise EOFError
+        return Finished(Rendered([]), 0.0)
+
+
+async def test_overdue_job_of_a_lost_process_is_not_put_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer, process = await make(TEMPLATE), LostProcess()
+    renderer.pool.max_wait_s, process.wait_s = 0.1, 0.2
+
+    async def started(seat: Any, setup: Any) -> Any:
+        return process
+
+    monkeypatch.setattr(renderer.pool, "_started", started)
+    monkeypatch.setattr(renderer.pool, "_start_spares", lambda: None)
+    jobs = [renderer.render(MESSAGES) for _ in range(3)]
+    replies = await asyncio.gather(*jobs, return_exceptions=True)
+    assert replies[0] == []
+    assert [type(each) for each in replies[1:]] == [NoCapacity, Overloaded]
+    assert process.num_turns == 2
 
 
 async def test_tenant_does_not_wait_for_endless_jobs_of_another(make: Make) -> None:
