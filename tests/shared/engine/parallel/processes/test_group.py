@@ -21,8 +21,8 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.rank_messages import Failed, RankIdentity, difference, encode
 from shared.engine.parallel.processes.records import Record
-from shared.engine.parallel.processes.spawn import ROOT
 from shared.engine.parallel.processes.watchdog import GroupLost, RankHandle, failure_of
+from shared.lifecycle.child_process import ROOT
 from tests.shared.engine.parallel.processes.echo import Config, Plan
 from tests.shared.engine.parallel.processes.mlp import Mlp
 
