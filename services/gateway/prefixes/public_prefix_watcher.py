@@ -10,11 +10,10 @@ from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.request.public_prefixes import PublicPrefixes
-from shared.background import failing_alone
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
-from shared.errors import HearthError, InvalidRequest, NoCapacity
-from shared.store import Store
+from shared.errors import HearthError, InvalidRequest
+from shared.store import Store, StoreUnavailable
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix, TooManyPrefixes
 
@@ -62,15 +61,30 @@ class PublicPrefixWatcher:
         if self._is_complete and names == self._names and not is_changed:
             self._version = changes.version
             return
-        prefixes, self._is_complete = [], True
+        prefixes, is_complete = [], True
         for name, entry in (await pinned_prefix.entries(self._store, PUBLIC_TENANT_ID)).items():
             if self._models.serves(entry.model):
                 prefix = await pinned_prefix.load(self._store, PUBLIC_TENANT_ID, name)
                 if prefix is not None:
-                    with failing_alone("public_prefix_failed", name=name):
-                        prefixes.append(await self._read_public(prefix))
+                    read = await self._read_alone(prefix)
+                    is_complete = is_complete and read is not None
+                    prefixes.append(prefix if read is None else read)
         self._public.replace(prefix for prefix in prefixes if prefix.token_ids)
-        self._version, self._names = changes.version, names
+        self._version, self._names, self._is_complete = changes.version, names, is_complete
+
+    async def _read_alone(self, prefix: PinnedPrefix) -> PinnedPrefix | None:
+        """None: it failed, and is read again in the next poll; the others do not wait for it.
+        Raises StoreUnavailable.
+        """
+        try:
+            return await self._read_public(prefix)
+        except StoreUnavailable:
+            raise
+        except HearthError as error:  # as where nothing can serve the model yet
+            log.debug("public_prefix_failed", name=prefix.name, reason=error.message)
+        except Exception:
+            log.exception("public_prefix_failed", name=prefix.name)
+        return None
 
     async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
         """The operator provides the text; the first gateway of the model adds the tokens."""
@@ -82,8 +96,5 @@ class PublicPrefixWatcher:
             await pinned_prefix.save(self._store, read, self._wall_clock())
         except (InvalidRequest, TooManyPrefixes) as error:
             log.warning("public_prefix_refused", name=prefix.name, error=error.message)
-            return prefix
-        except NoCapacity:  # nothing can serve the model yet: the others do not wait for it
-            self._is_complete = False
             return prefix
         return read
