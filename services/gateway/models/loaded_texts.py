@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 RETRY_S = 5.0  # after a failure
 PAUSE_FACTOR = 10  # of the time that the load took, if this is longer
+MAX_PAUSE_S = 300.0
 MAX_WAIT_S = 30.0  # of a request, for a load
 NUM_THREADS = 4  # a source that hangs, such as one on a lost network drive, delays no other
 
@@ -83,16 +84,24 @@ class LoadedTexts:
             raise NoCapacity(reason, retry_after_s=RETRY_S) from None
 
     async def _read(self, source: Source) -> ServedText:
-        loop, began_at = asyncio.get_running_loop(), self._clock.now()
-        try:
-            text = await loop.run_in_executor(self._threads, self._load, source.place)
-        except Exception as error:  # the edge to files that are not ours
-            self._fail(source, one_line(error), self._clock.now() - began_at)
+        loop = asyncio.get_running_loop()
+        loaded, seconds = await loop.run_in_executor(self._threads, self._timed_load, source.place)
+        if isinstance(loaded, Exception):
+            self._fail(source, one_line(loaded), seconds)
             self._check_pause(source)
-            raise
-        self._alive[source] = text
-        log.info("model_text_loaded", source=source.place, seconds=self._clock.now() - began_at)
-        return text
+            raise loaded
+        self._alive[source] = loaded
+        log.info("model_text_loaded", source=source.place, seconds=seconds)
+        return loaded
+
+    def _timed_load(self, place: str) -> tuple[ServedText | Exception, float]:
+        """Its seconds, too, without the wait for a thread."""
+        began_at = self._clock.now()
+        try:
+            loaded: ServedText | Exception = self._load(place)
+        except Exception as error:  # the edge to files that are not ours
+            loaded = error
+        return loaded, self._clock.now() - began_at
 
     def _ended(self, source: Source, task: asyncio.Task[ServedText]) -> None:
         del self._loading[source]
@@ -101,7 +110,7 @@ class LoadedTexts:
 
     def _fail(self, source: Source, reason: str, load_s: float) -> None:
         now = self._clock.now()
-        pause_s = max(RETRY_S, PAUSE_FACTOR * load_s)
+        pause_s = min(MAX_PAUSE_S, max(RETRY_S, PAUSE_FACTOR * load_s))
         self._failures = {key: until for key, until in self._failures.items() if until > now}
         self._failures[source] = now + pause_s
         log.warning("model_text_unreadable", source=source.place, reason=reason)

@@ -14,7 +14,13 @@ import pytest
 import structlog
 
 from services.gateway.grammars.checks import GrammarChecks
-from services.gateway.models.loaded_texts import RETRY_S, LoadedTexts, Source
+from services.gateway.models.loaded_texts import (
+    MAX_PAUSE_S,
+    NUM_THREADS,
+    RETRY_S,
+    LoadedTexts,
+    Source,
+)
 from services.gateway.models.served_text import ServedText, TextLoader
 from services.gateway.text.preparation_pool import PreparationPool
 from shared.errors import NoCapacity
@@ -120,6 +126,20 @@ async def test_failure_is_logged_with_its_source_and_retried_after_a_pause(tmp_p
     write_model_dir(path)
     rig.time = RETRY_S
     assert (await rig.get(path)).files.model_dir == path
+
+
+async def test_wait_for_a_thread_lengthens_no_pause(tmp_path: Path) -> None:
+    rig = Rig(max_loaded=2)
+    rig.may_load.clear()
+    gets = [asyncio.create_task(rig.get(tmp_path / f"{each}")) for each in range(NUM_THREADS + 1)]
+    async with asyncio.timeout(10):
+        while len(rig.loads) < NUM_THREADS:
+            await asyncio.sleep(0.001)
+    rig.time = 180.0
+    rig.may_load.set()
+    errors = await asyncio.gather(*gets, return_exceptions=True)
+    pauses = [each.retry_after_s for each in errors if isinstance(each, NoCapacity)]
+    assert pauses == [MAX_PAUSE_S] * NUM_THREADS + [RETRY_S]
 
 
 async def test_invalid_files_are_named_on_one_line_to_operators_alone(tmp_path: Path) -> None:
