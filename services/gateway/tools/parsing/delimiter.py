@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_lengt
 MAX_HELD_CHARS = 4096  # of text that may be a delimiter
 MATCH_TIMEOUT_S = 0.02  # of a search on the event loop, which usually takes microseconds
 MAX_TIMEOUTS = 8  # a busy machine may break some off, too
+REGAIN_S = 60.0
 log = structlog.get_logger(__name__)
 
 _SPACES = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
@@ -27,20 +30,21 @@ _NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")
 
 
 class Patience:
-    """Of a pattern that takes too long: a checkpoint may bring one that takes for ever. After some
-    searches that were broken off, it matches nothing any more.
+    """Of a pattern that takes too long: a checkpoint may bring one that takes for ever. After
+    MAX_TIMEOUTS searches that were broken off it matches nothing; each REGAIN_S restores one.
     """
 
-    def __init__(self) -> None:
-        self._num_left = MAX_TIMEOUTS
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._regained_at = 0.0  # when all of them are restored
 
     @property
     def is_over(self) -> bool:
-        return self._num_left == 0
+        return self._regained_at - self._now() > (MAX_TIMEOUTS - 1) * REGAIN_S
 
     def lose(self) -> tuple[None, bool]:
         """Returns what a search without a match returns."""
-        self._num_left -= 1
+        self._regained_at = max(self._regained_at, self._now()) + REGAIN_S
         if self.is_over:
             log.warning("pattern_too_slow", effect="what it delimits is part of the content")
         return None, False
@@ -55,7 +59,7 @@ class Delimiter(msgspec.Struct, frozen=True):
     can_grow: bool
     leads: Any = None
     is_at_start: bool = False
-    patience: Patience = msgspec.field(default_factory=lambda: Patience())
+    patience: Patience = msgspec.field(default_factory=Patience)
 
     def search(self, text: str, start: int = 0, *, is_ended: bool) -> tuple[Any, bool]:
         """The match and whether more text may change it. One that grows too long is no match."""
