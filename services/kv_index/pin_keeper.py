@@ -15,6 +15,7 @@ from math import inf
 import structlog
 
 from services.kv_index.index import PrefixIndex
+from services.kv_index.pin_reasons import PinReasons
 from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.background import failing_alone
@@ -34,9 +35,6 @@ ROUND_S = 1.0
 PIN_TIMEOUT_S = 0.5  # and the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
 MAX_PINS = 4_096  # over all tenants
-
-
-_Name = tuple[str, str]  # of a prefix: its tenant and its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,7 @@ class PinKeeper:
         self._version = -1  # of the prefixes that are read; -1: none are
         self._tenants: dict[str, _TenantPins] = {}
         self._waiting: set[str] = set()  # with prefixes beyond MAX_PINS, or an unreadable record
-        self._reasons: dict[_Name, str] = {}  # as written to Redis
-        self._new_reasons: dict[_Name, str] = {}  # empty: there is none any more
+        self._reasons = PinReasons(store, wall_clock)
         self._pinned_tips: set[bytes] = set()  # as recorded in the registry
         self._pinned_workers: set[str] = set()  # workers that may have pins
         self._round = 0
@@ -91,7 +88,9 @@ class PinKeeper:
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
                 await asyncio.gather(*(self._retain_alone(worker) for worker in some))
-            await self._write_reasons()
+            await self._reasons.write()
+        else:
+            self._reasons.distrust()
 
     # ── pins ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,6 +105,7 @@ class PinKeeper:
             changed.update(changes.tenants, self._waiting)
         else:
             changed = {each async for each in pinned_prefix.tenants(self._store)}
+            self._reasons.clear()
             for tenant_id in self._tenants.keys() - changed:
                 self._forget(tenant_id)
         for tenant_id in sorted(changed):
@@ -116,6 +116,7 @@ class PinKeeper:
     async def _read(self, tenant_id: str, now: float) -> None:
         """Checks the record of the tenant as it is now."""
         entries = await pinned_prefix.entries(self._store, tenant_id)
+        self._reasons.forget(tenant_id)
         is_public = tenant_id == PUBLIC_TENANT_ID
         try:
             record = None if is_public else await tenant_of(self._store, tenant_id)
@@ -133,11 +134,13 @@ class PinKeeper:
                 await pinned_prefix.delete(self._store, tenant_id, name)
             elif num_others + len(digests) >= MAX_PINS:
                 self._waiting.add(tenant_id)
-                self._explain((tenant_id, name), f"the index holds {MAX_PINS} prefixes already")
+                self._reasons.explain(
+                    tenant_id, name, f"the index holds {MAX_PINS} prefixes already"
+                )
             elif is_allowed and await self._has(tenant_id, name, entry):
                 digests.add(entry.digest)
                 ends += [] if entry.expires_at is None else [entry.expires_at]
-                self._explain((tenant_id, name), "")
+                self._reasons.explain(tenant_id, name, "")
         if not digests:
             self._forget(tenant_id)
             return
@@ -155,28 +158,6 @@ class PinKeeper:
                 return False
             self.pins.add(entry.digest, prefix)
         return True
-
-    # ── reasons ──────────────────────────────────────────────────────────────────────────────────
-
-    def _explain(self, name: _Name, reason: str) -> None:
-        """Why a prefix is not warm; empty: it is, or will be soon."""
-        if self._reasons.get(name, "") != reason:
-            self._new_reasons[name] = reason
-
-    async def _write_reasons(self) -> None:
-        written, self._new_reasons = self._new_reasons, {}
-        by_tenant: dict[str, dict[str, str]] = {}
-        for (tenant_id, name), reason in written.items():
-            by_tenant.setdefault(tenant_id, {})[name] = reason
-        try:
-            for tenant_id, reasons in by_tenant.items():
-                await pinned_prefix.explain(self._store, tenant_id, reasons)
-        except StoreUnavailable as error:
-            log.debug("pin_reasons_not_written", reason=error.message)
-            self._new_reasons = {**written, **self._new_reasons}
-            return
-        self._reasons.update(written)
-        self._reasons = {name: reason for name, reason in self._reasons.items() if reason}
 
     def _record(self, workers: list[Heartbeat]) -> None:
         """Marks the pinned prefixes in the registry, which counts their hits."""
@@ -230,7 +211,7 @@ class PinKeeper:
 
     async def _warm(self, worker_id: str, subject: str, pin: ExpectedPin) -> None:
         """Raises HearthError."""
-        name = (pin.prefix.tenant_id, pin.prefix.name)
+        tenant_id, name = pin.prefix.tenant_id, pin.prefix.name
         try:
             await self._requests.request(
                 worker_id, subject, pin.command, PrefixPinned, base_s=PIN_TIMEOUT_S
@@ -238,9 +219,9 @@ class PinKeeper:
         except DependencyUnavailable:  # of the way to the worker
             raise
         except HearthError as error:
-            self._explain(name, f"{worker_id} cannot hold it: {error.message}")
+            self._reasons.explain(tenant_id, name, f"{worker_id} cannot hold it: {error.message}")
             raise
-        self._explain(name, "")
+        self._reasons.explain(tenant_id, name, "")
 
     def _cold(
         self, worker_id: str, expected: dict[bytes, ExpectedPin], reply: PinsKept

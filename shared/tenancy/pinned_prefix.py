@@ -49,15 +49,15 @@ end
 """
 
 # Counts and writes in one step, so that concurrent writes do not pass the limits together.
-# KEYS: the tenant's entries, the prefix, the tenants with prefixes, the version, the changes, all
-# tenants' records, which an operator may have changed meanwhile. ARGV: name, Entry,
+# KEYS: the tenant's entries, the prefix, the tenants with prefixes, the version, the changes, the
+# tenant's reasons, all tenants' records, which an operator may have changed. ARGV: name, Entry,
 # PinnedPrefix, seconds to live (0: for ever), creation time, tenant, the limits of prefixes and of
 # their bytes, the start of the keys of the tenant's prefixes, and the writer's region.
 SAVE_LUA = (
     MAY_STORE_LUA
     + _RECORD_CHANGE
     + """
-if ARGV[10] and not may_store(KEYS[6], ARGV[6], ARGV[10]) then return 'forbidden' end
+if ARGV[10] and not may_store(KEYS[7], ARGV[6], ARGV[10]) then return 'forbidden' end
 local count, size = 1, #ARGV[3]
 for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
   if name ~= ARGV[1] then
@@ -71,18 +71,21 @@ if size > tonumber(ARGV[8]) then return 'too_large' end
 redis.call('SET', KEYS[2], ARGV[3])
 if ARGV[4] ~= '0' then redis.call('EXPIRE', KEYS[2], ARGV[4]) end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('HDEL', KEYS[6], ARGV[1])
 redis.call('ZADD', KEYS[3], 'NX', ARGV[5], ARGV[6])
 record_change(KEYS[4], KEYS[5], ARGV[6])
 return 'saved'
 """
 )
 
-# KEYS: as of SAVE_LUA. ARGV: name, tenant, which leaves the tenants with its last prefix.
+# KEYS: as of SAVE_LUA, without the last. ARGV: name, tenant, which leaves the tenants with its last
+# prefix.
 DELETE_LUA = (
     _RECORD_CHANGE
     + """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('DEL', KEYS[2])
+redis.call('HDEL', KEYS[6], ARGV[1])
 if redis.call('HLEN', KEYS[1]) == 0 then redis.call('ZREM', KEYS[3], ARGV[2]) end
 record_change(KEYS[4], KEYS[5], ARGV[2])
 """
@@ -269,10 +272,15 @@ async def explain(store: Store, tenant_id: str, reasons: Mapping[str, str]) -> N
     )
 
 
+async def reasons(store: Store, tenant_id: str) -> Mapping[str, str]:
+    """Why the index cannot hold prefixes, by name. Raises StoreUnavailable."""
+    found = await store.hash_get(_reasons_key(tenant_id))
+    return {name.decode(errors="replace"): r.decode(errors="replace") for name, r in found.items()}
+
+
 async def reason_of(store: Store, tenant_id: str, name: str) -> str | None:
     """Why the index cannot hold the prefix, if so. Raises StoreUnavailable."""
-    found = (await store.hash_get(_reasons_key(tenant_id))).get(name.encode())
-    return None if found is None else found.decode(errors="replace")
+    return (await reasons(store, tenant_id)).get(name)
 
 
 async def tenants(store: Store) -> AsyncIterator[str]:
@@ -316,7 +324,7 @@ def _digest(data: bytes) -> str:
 
 def _keys(tenant_id: str, name: str) -> list[str]:
     own = [_entries_key(tenant_id), _body_key(tenant_id, name)]
-    return [*own, TENANTS_KEY, VERSION_KEY, CHANGES_KEY]
+    return [*own, TENANTS_KEY, VERSION_KEY, CHANGES_KEY, _reasons_key(tenant_id)]
 
 
 def _entries_key(tenant_id: str) -> str:

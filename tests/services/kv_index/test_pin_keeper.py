@@ -261,6 +261,44 @@ def test_prefix_that_cannot_be_held_says_why(monkeypatch: pytest.MonkeyPatch) ->
     scenario(test)
 
 
+def test_reasons_follow_their_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another index, of a prefix that is replaced, and of one that is no more."""
+    monkeypatch.setattr(pin_keeper, "MAX_PINS", 1)
+
+    async def test(rig: PinRig) -> None:
+        def reasons() -> Awaitable[Mapping[str, str]]:
+            return pinned_prefix.reasons(rig.store, "t")
+
+        await rig.engine("prefill-0")
+        await rig.save(new_prefix("a"))
+        await pinned_prefix.explain(rig.store, "t", {"a": "as of another"})
+        await asyncio.sleep(2.5)
+        assert await reasons() == {}
+        full = {"b": "the index holds 1 prefixes already"}
+        for start in (100, 200):
+            await rig.save(new_prefix("b", start=start))
+            await asyncio.sleep(2.5)
+            assert await reasons() == full
+        rig.service._keeper._reasons._renew_at = 0.0
+        await rig.store.write([("DEL", pinned_prefix._reasons_key("t"))])  # as when it expires
+        await asyncio.sleep(2.5)
+        assert await reasons() == full
+        await pinned_prefix.explain(rig.store, "t", {"a": "as of another"})
+        await rig.service.stop()
+        rig.network.disconnect("kv_index-0")
+        rig.service = rig.replica("kv_index-0")
+        await rig.service.start()
+        await asyncio.sleep(2.5)
+        assert await reasons() == full
+        for name in ("a", "b"):
+            await pinned_prefix.delete(rig.store, "t", name)
+        await asyncio.sleep(2.5)
+        assert await reasons() == {}
+        assert not rig.service._keeper._reasons._reasons
+
+    scenario(test)
+
+
 def test_public_prefix_has_the_public_tenant_and_root() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")

@@ -67,6 +67,13 @@ async def check_life_cycle(store: Store) -> None:
     assert await pinned_prefix.reason_of(store, "t", "life") == "full"
     await pinned_prefix.explain(store, "t", {"life": ""})
     assert await pinned_prefix.reason_of(store, "t", "life") is None
+    for change in (
+        pinned_prefix.save(store, prefix, NOW),
+        pinned_prefix.delete(store, "t", "life"),
+    ):
+        await pinned_prefix.explain(store, "t", {"life": "full", "other": "full"})
+        await change
+        assert await pinned_prefix.reasons(store, "t") == {"other": "full"}
 
 
 def test_life_cycle_in_memory() -> None:

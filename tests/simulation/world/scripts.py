@@ -151,7 +151,7 @@ def _may_store(store: MemoryStore, tenants_key: str, tenant_id: str, region: str
 
 def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
     name, entry, body, life_s, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments[:9]
-    if arguments[9:] and not _may_store(store, keys[5], tenant_id, arguments[9]):
+    if arguments[9:] and not _may_store(store, keys[6], tenant_id, arguments[9]):
         return b"forbidden"
     others = [each for each in _fields(store, keys[0]) if each != name.encode()]
     if len(others) >= max_prefixes:
@@ -164,6 +164,7 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
         [
             ("SET", keys[1], body, *ending),
             ("HSET", keys[0], name, entry),
+            ("HDEL", keys[5], name),
             ("ZADD", keys[2], created_at, tenant_id),
         ]
     )
@@ -173,10 +174,10 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
 
 def _delete_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> None:
     name, tenant_id = arguments
-    store.apply([("HDEL", keys[0], name), ("DEL", keys[1])])
+    store.apply([("HDEL", keys[0], name), ("DEL", keys[1]), ("HDEL", keys[5], name)])
     if not _fields(store, keys[0]):
         store.apply([("ZREM", keys[2], tenant_id)])
-    _record_change(store, keys[3:], tenant_id)
+    _record_change(store, keys[3:5], tenant_id)
 
 
 def _record_change(store: MemoryStore, keys: Sequence[str], tenant_id: str) -> None:
