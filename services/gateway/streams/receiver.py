@@ -6,9 +6,9 @@ streams: the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -17,6 +17,8 @@ from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 
 log = structlog.get_logger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +66,16 @@ class GuardedReceiver:
     def on_tokens(
         self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> bool:
-        try:
-            return self.failure is not None or self._receiver.on_tokens(
-                choice_index, token_ids, logprobs
-            )
-        except Exception as error:
-            self._fail(error)
-            return True
+        return self._try(self._receiver.on_tokens, choice_index, token_ids, logprobs) is not False
 
     def on_served(self, choice_index: int, served: Served) -> None:
-        try:
-            self._receiver.on_served(choice_index, served)
-        except Exception as error:
-            self._fail(error)
+        self._try(self._receiver.on_served, choice_index, served)
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        try:
-            self._receiver.on_prompt_logprobs(logprobs)
-        except Exception as error:
-            self._fail(error)
+        self._try(self._receiver.on_prompt_logprobs, logprobs)
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
-        try:
-            if self.failure is None:
-                self._receiver.on_finish(choice_index, finish)
-        except Exception as error:
-            self._fail(error)
+        self._try(self._receiver.on_finish, choice_index, finish)
 
     def on_end(self, end: StreamEnd) -> None:
         if end.error is None and self.failure is not None:
@@ -98,6 +84,14 @@ class GuardedReceiver:
             self._receiver.on_end(end)
         except Exception as error:
             self._fail(error)
+
+    def _try(self, call: Callable[..., Result], *args: Any) -> Result | None:
+        """None if it raises, and after a failure."""
+        try:
+            return call(*args) if self.failure is None else None
+        except Exception as error:
+            self._fail(error)
+            return None
 
     def _fail(self, error: Exception) -> None:
         log.error("output_failed", request=self._request_id, exc_info=error)
