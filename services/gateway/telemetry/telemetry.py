@@ -154,12 +154,16 @@ class RequestTelemetry:
         return encoded
 
     def _log(self, timeline: Timeline) -> None:
-        num_refusals = 1
-        if not timeline.tries:  # no worker was asked: refusals cost their sender nothing
-            now = self._clock.now()
-            num_refusals = self._samples.num_to_log(timeline.tenant_id, timeline.outcome, now)
-        if num_refusals:
-            _log(timeline, **({"num_refusals": num_refusals} if num_refusals > 1 else {}))
+        if timeline.tries:
+            _log(timeline)
+            return
+        # No worker was asked: refusals cost their sender nothing.
+        now = self._clock.now()
+        counts = self._samples.counts_to_log(timeline.tenant_id, timeline.outcome, now)
+        if counts is not None:
+            own = {"num_refusals": counts.num_refusals} if counts.num_refusals > 1 else {}
+            others = {"num_other_refusals": counts.num_others} if counts.num_others else {}
+            _log(timeline, **own, **others)
 
     def _timeline(
         self, record: RequestRecord, model: str, now: float, output: EndedOutput

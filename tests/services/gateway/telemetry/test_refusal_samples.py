@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import structlog
@@ -14,18 +15,30 @@ from tests.shared.test_store import ManualClock
 
 def test_first_refusal_is_logged_then_their_number_each_interval() -> None:
     samples, now = RefusalSamples(), 5.0
-    assert [samples.num_to_log("a", "overloaded", now) for _ in range(1000)] == [1] + [0] * 999
-    assert samples.num_to_log("b", "overloaded", now) == 1
-    assert samples.num_to_log("a", "invalid_request", now) == 1
-    assert samples.num_to_log("a", "overloaded", now + INTERVAL_S) == 1000
+    found = [samples.counts_to_log("a", "overloaded", now) for _ in range(1000)]
+    assert found == [(1, 0)] + [None] * 999
+    assert samples.counts_to_log("b", "overloaded", now) == (1, 0)
+    assert samples.counts_to_log("a", "invalid_request", now) == (1, 0)
+    assert samples.counts_to_log("a", "overloaded", now + INTERVAL_S) == (1000, 0)
 
 
-def test_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_bounded_and_no_line_counts_others_as_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(refusal_samples, "MAX_KEYS", 3)
     samples = RefusalSamples()
-    logged = [samples.num_to_log(f"tenant-{each}", "overloaded", 0.0) for each in range(100)]
-    assert sum(map(bool, logged)) == 4
-    assert samples.num_to_log("tenant-99", "overloaded", INTERVAL_S) == 1  # the first have gone
+    logged = [samples.counts_to_log(f"tenant-{each}", "overloaded", 0.0) for each in range(100)]
+    assert [*filter(None, logged)] == [(1, 0)] * 4
+    assert samples.counts_to_log("tenant-99", "overloaded", INTERVAL_S) == (1, 96)
+
+
+def test_no_refusal_is_lost_or_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_samples, "MAX_KEYS", 3)
+    samples, tenants = RefusalSamples(), random.Random(1)
+    sent = [(tenants.randrange(8), number * 0.5) for number in range(5000)]
+    sent += [*((tenant, 1e4) for tenant in range(8)), (0, 1e5)]
+    logged = [samples.counts_to_log(f"{tenant}", "overloaded", now) for tenant, now in sent]
+    assert sum(map(sum, filter(None, logged))) == len(sent)
 
 
 def test_flood_of_one_tenant_is_a_few_lines_and_other_tenants_keep_theirs() -> None:
