@@ -125,8 +125,8 @@ class GatewayService:
         """`files`: of its own model; None: it has none. `family`: of these files (default: it is
         found here, for trusted files). `prefix_redis`: a Redis connection outside the request path
         (default: `store`); `bulk_redis`: one for replies of megabytes (default: `prefix_redis`);
-        `redis_replica`: a near one, for API keys; `messages`: those of the API over NATS (default:
-        there is none).
+        `redis_replica`: a near one, for API keys; `clients`: the connection of the API over NATS
+        (default: there is none).
         """
         self._config = config
         self._bus = bus
