@@ -30,10 +30,11 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
     """Workers with equal numerics and one revision of a model compute the same bits.
 
     `device`: the instruction set or architecture that the kernels use, such as cpu-avx512 or sm90;
-    `dtype`: of activations and KV; `kernels`: versions of the kernels and of what compiles them.
+    `dtype`: of activations; `kernels`: versions of the kernels and of what compiles them.
     `sum_lanes`: the parts in which a row-parallel product sums over K, 1 for none; `activations`:
     how sums of lanes cross ranks; `tp`: the ranks that a result depends on, 0 where it depends on
-    none.
+    none. `kv_dtype`: of stored KV; empty: that of activations. Scales of KV are part of the model's
+    revision.
     """
 
     mode: Mode
@@ -43,22 +44,28 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
     sum_lanes: _Count = 1
     activations: _Part = "plain"
     tp: _Count = 0
+    kv_dtype: Annotated[str, Meta(max_length=64)] = ""
 
     @property
     def kv_key(self) -> str:
         """Equal for workers that may share KV: in the exact mode those of equal numerics, in the
-        fast mode those of one dtype and one form of activations; never across modes.
+        fast mode those of equal dtypes and one form of activations; never across modes.
         """
         if self.mode == "exact":
             return str(self)
-        return f"{self.mode}/{self.dtype}/{self.activations}"
+        return f"{self.mode}/{self.dtype}/{self.activations}{self._kv_suffix}"
 
     def may_share_kv(self, other: Numerics) -> bool:
         return self.kv_key == other.kv_key
 
     def __str__(self) -> str:
         parts = self.mode, self.device, self.dtype, self.kernels
-        return "/".join((*parts, f"lanes{self.sum_lanes}", self.activations, f"tp{self.tp}"))
+        sums = f"lanes{self.sum_lanes}", self.activations, f"tp{self.tp}"
+        return "/".join((*parts, *sums)) + self._kv_suffix
+
+    @property
+    def _kv_suffix(self) -> str:
+        return f"/kv-{self.kv_dtype}" if self.kv_dtype else ""
 
 
 def exchange_of(activations: str) -> Literal["fp32", "bf16"]:

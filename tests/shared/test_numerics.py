@@ -23,6 +23,9 @@ replace = msgspec.structs.replace
         (FAST, replace(FAST, tp=2, sum_lanes=8), True),
         (EXACT, replace(EXACT, sum_lanes=8), False),
         (EXACT, replace(EXACT, activations="fp8"), False),
+        (EXACT, replace(EXACT, kv_dtype="float8_e4m3fn"), False),
+        (FAST, replace(FAST, kv_dtype="float8_e4m3fn"), False),
+        (replace(FAST, kv_dtype="float8_e4m3fn"), replace(FAST, kv_dtype="float8_e4m3fn"), True),
         (FAST, EXACT, False),
     ],
 )
@@ -32,6 +35,11 @@ def test_kv_is_shared_between_equal_numerics_or_in_fast_mode_by_dtype(
     assert one.may_share_kv(other) == other.may_share_kv(one) == may_share
 
 
+def test_numerics_of_workers_that_know_no_kv_dtype_mean_that_of_activations() -> None:
+    assert msgspec.convert(msgspec.to_builtins(EXACT)[:7], Numerics) == EXACT
+    assert msgspec.to_builtins(EXACT)[7:] == [""]
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -39,6 +47,7 @@ def test_kv_is_shared_between_equal_numerics_or_in_fast_mode_by_dtype(
         ["other", "sm90", "bf16", "1"],
         [1, 2, 3, 4],
         ["exact", "sm90", "bf16", "1", -1],
+        ["exact", "sm90", "bf16", "1", 1, "plain", 0, 8],
     ],
 )
 def test_invalid_numerics_are_rejected_when_decoded(bad: list[object]) -> None:
