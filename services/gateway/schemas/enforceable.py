@@ -20,7 +20,7 @@ _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions")
 _NO_SCHEMA = frozenset(("enum", "const", "default", "examples", "required", "not", "if"))
 # Beside `properties`: a type, or what may bring one.
 _TYPED = frozenset(("type", "$ref", "enum", "const", "allOf", "anyOf", "oneOf"))
-_NUMBERED = frozenset(("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "multipleOf"))
+_NUMBERED = frozenset(("enum", "const", "$ref", "allOf", "anyOf", "oneOf"))
 MOST = 10**18  # exact as a float
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<|\(\?P=")
 _NEVER = "look-around, bounds of words and references back"
@@ -35,8 +35,9 @@ FORMATS = {
 
 
 def enforceable(schema: Any, *, is_strict: bool) -> tuple[Any, tuple[str, ...]]:
-    """The schema, and a warning for each difference. Raises InvalidRequest for what a strict schema
-    demands in vain. A schema that is invalid stays as it is.
+    """The schema, and a warning for each pattern that is left out and each type that is added;
+    bounds and formats, which change no value that clients expect, have none. Raises InvalidRequest
+    for what a strict schema demands in vain. A schema that is invalid stays as it is.
     """
     warnings: list[str] = []
     return _Rewriting(warnings, is_strict).of(schema, ""), tuple(warnings)
@@ -63,10 +64,11 @@ class _Rewriting:
             self._warnings.append(
                 f"properties without a type: objects alone are allowed at {pointer}/properties"
             )
-        if schema.get("type") == "integer" and not _NUMBERED & schema.keys():
+        types = _types(schema)
+        if "integer" in types and "number" not in types and not _NUMBERED & schema.keys():
             found |= _bounds(schema)
         expression = _expression(schema.get("format"))
-        if expression is not None and schema.get("type", "string") == "string":
+        if expression is not None and (not types or "string" in types):
             others = found.get("allOf")
             found["allOf"] = [*(others if isinstance(others, list) else ()), expression]
         return found
@@ -105,6 +107,12 @@ class _Rewriting:
     def _lacks_pattern(self, schema: dict[str, Any]) -> bool:
         names = schema.get("patternProperties")
         return isinstance(names, dict) and not all(map(is_regular, names))
+
+
+def _types(schema: dict[str, Any]) -> list[Any]:
+    """The names of the types; none where the schema names none."""
+    named = schema.get("type", [])
+    return named if isinstance(named, list) else [named]
 
 
 def _bounds(schema: dict[str, Any]) -> dict[str, int]:
