@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.schemas.integral_numbers import MAX_NUMBERS, with_integer
+from services.gateway.schemas.integral_numbers import place_of_integer, write_integers
 from shared.errors import InvalidRequest, PayloadTooLarge
 
+MAX_REPAIRS = 4  # objects and arrays of one body: each takes another pass
 MAX_NEUTRAL_BYTES = 256  # of a neutral value, with the spaces that a client writes
 
 # Fields of other servers that change an answer, or what is returned of it, with the values that
@@ -133,14 +134,17 @@ class SupportedFields:
 
     def _decoded(self, data: bytes | msgspec.Raw) -> Any:
         """Raises DecodeError, UnicodeDecodeError and RecursionError."""
-        for _ in range(MAX_NUMBERS):
+        body: Any = msgspec.UNSET
+        for _ in range(MAX_REPAIRS):
             try:
                 return self._decoder.decode(data)
             except msgspec.ValidationError as error:
-                changed = with_integer(bytes(data), str(error))
-                if changed is None:
+                place = place_of_integer(str(error))
+                if place and body is msgspec.UNSET:
+                    body = msgspec.json.decode(data)
+                if not place or not write_integers(body, place):
                     raise
-                data = changed
+                data = msgspec.json.encode(body)
         return self._decoder.decode(data)
 
 

@@ -5,50 +5,54 @@ of number, and JSON Schema calls 8.0 an integer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
-
-MAX_NUMBERS = 16  # of one body: each takes another pass
+MAX_INTEGER = 2.0**63  # a larger number is none that a field takes
 _MESSAGE = re.compile(
     r"Expected `(?:[^`]* \| )?int(?: \| [^`]*)?`, got `float` - at `\$(?P<path>[^`]*)`"
 )
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
+Step = re.Match[str]
 
-def with_integer(data: bytes, message: str) -> bytes | None:
-    """The body with an integer at the place that a ValidationError names. None if another error is
-    named, or a number with a fraction is there.
+
+def place_of_integer(message: str) -> list[Step]:
+    """The path in a body to the number in whose place a ValidationError demands an integer. Empty:
+    the error is another.
     """
     found = _MESSAGE.fullmatch(message)
-    steps = [] if found is None else list(_STEP.finditer(found["path"]))
-    if not steps:
-        return None
-    *above, last = steps
-    body = msgspec.json.decode(data)
+    return [] if found is None else list(_STEP.finditer(found["path"]))
+
+
+def write_integers(body: Any, place: Sequence[Step]) -> bool:
+    """Writes integers there and beside it, in the same object or array. Returns False, with the
+    body unchanged, if there is a number with a fraction.
+    """
+    *above, last = place
     holders = [body]
     for step in above:
         holders = [each for holder in holders for _, each in _children(holder, step)]
-    changed = False
+    if not any(_is_integral(each) for holder in holders for _, each in _children(holder, last)):
+        return False
     for holder in holders:
-        for key, value in list(_children(holder, last)):
-            if isinstance(value, float) and value.is_integer():
+        for key, value in list(_items(holder)):
+            if _is_integral(value):
                 holder[key] = int(value)
-                changed = True
-    return msgspec.json.encode(body) if changed else None
+    return True
 
 
-def _children(holder: Any, step: re.Match[str]) -> Iterator[tuple[Any, Any]]:
+def _is_integral(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER
+
+
+def _children(holder: Any, step: Step) -> Iterable[tuple[Any, Any]]:
     """The keys and values that a step of a path leads to; `[...]`: all values of an object."""
-    if step["name"] is not None:
-        if isinstance(holder, dict) and step["name"] in holder:
-            yield step["name"], holder[step["name"]]
-    elif isinstance(holder, list):
-        index = None if step["index"] is None else int(step["index"])
-        if index is None:
-            yield from enumerate(holder)
-        elif index < len(holder):
-            yield index, holder[index]
-    elif isinstance(holder, dict):
-        yield from holder.items()
+    key = step["name"] if step["index"] is None else int(step["index"])
+    return ((each, value) for each, value in _items(holder) if key in (None, each))
+
+
+def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(holder, dict):
+        return holder.items()
+    return enumerate(holder) if isinstance(holder, list) else ()

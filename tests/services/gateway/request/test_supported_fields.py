@@ -134,3 +134,11 @@ def test_a_number_without_a_fraction_is_an_integer(number: str, expected: int | 
     assert (body.seed, body.stop_token_ids, body.priority) == (expected, [5, expected], expected)
     assert isinstance(body.chat_template_kwargs["a"], float)
     assert body.chat_template_kwargs["b"] == 10**30
+
+
+def test_all_numbers_of_an_object_or_array_take_one_pass() -> None:
+    numbers = {"seed": 1.0, "n": 2.0, "top_k": 3.0, "min_tokens": 4.0, "priority": 5.0}
+    fields = {"messages": [{"role": "user", "content": "x"}], "stop_token_ids": [4.0] * 30}
+    body = CHAT_FIELDS.decode(json.dumps({**fields, **numbers, "temperature": 1.0}).encode())
+    assert (body.seed, body.n, body.top_k, body.min_tokens, body.priority) == (1, 2, 3, 4, 5)
+    assert body.stop_token_ids == [4] * 30
