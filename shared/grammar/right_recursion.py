@@ -1,112 +1,200 @@
-"""Writes right-recursive rules of Lark with a repetition, which means the same.
+"""Writes rules of Lark that end in themselves, or in each other, with repetitions: equal in their
+outputs.
 
-x: a x | b x | c      ──▶   x: (a | b)* (c)
-x: a ("," x)?         ──▶   x: (a ",")* (a)
+x: a x | b x | c                   ──▶   x: (a | b)* c
+x: a ("," x)?                      ──▶   x: (a ",")* a
+x: x "+" x | "-" x | a             ──▶   x: "-"* a ("+" "-"* a)*
+x: a y | b,  y: c x                ──▶   x: (a c)* b,  y: c x
 
 The parser retains all open repetitions of a right-recursive rule: each token takes longer than the
-one before, and after 2,000 of them the output ends. A rule that this module does not read, or that
-is recursive through other rules, stays as it is.
+one before, and after 2,000 of them the output ends. Rules of one cycle are linear equations, which
+are solved one after another.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
-_START = re.compile(r"(?m)^(?:%\w+|[?!]?[A-Za-z_]\w*(?:\.-?\d+)?\s*(?:\[[^\]\n]*\])?\s*:)")
-_RULE = re.compile(r"(?P<name>[a-z_]\w*)\s*:(?P<body>.*)", re.DOTALL)
-_TOKEN = re.compile(
-    r"""(?P<space>\s+|//[^\n]*)
-    |"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|[A-Za-z_]\w*|<[^>\n]*>|[()|?*+]|\{\d+(?:,\d*)?\}
-    """,
-    re.VERBOSE,
-)
-Tokens = list[str]
+from shared.errors import GrammarTooComplex, InvalidRequest
+from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, rules_of, size_of
+
+MAX_RULES = 64  # of all cycles
+MAX_SIZE = 4_000  # of one equation: it can double with each rule
+
+_Branch = tuple[Items, str | None]  # what stands before the rule of the cycle that ends it, if any
 
 
 def without_right_recursion(source: str) -> str:
-    """The grammar, equal in its outputs."""
-    starts = [found.start() for found in _START.finditer(source)]
-    if not starts:
-        return source
-    ends = [*starts[1:], len(source)]
-    rules = (source[start:end] for start, end in zip(starts, ends, strict=True))
-    return source[: starts[0]] + "".join(map(_rewritten, rules))
-
-
-def _rewritten(rule: str) -> str:
-    found = _RULE.fullmatch(rule)
-    tokens = None if found is None else _tokens(found["body"])
-    if found is None or tokens is None:
-        return rule
-    name, repeated, last = found["name"], list[Tokens](), list[Tokens]()
-    for alternative in _alternatives(tokens):
-        before, stops = _before_recursion(alternative, name)
-        if before is not None:
-            repeated.append(before)
-        last += stops
-    if not repeated or not last or any(not each or each[0] == name for each in repeated):
-        return rule
-    end = "" if last == [[]] else _any_of(last) + ("?" if [] in last else "")
-    return f"{name}: {_any_of(repeated)}* {end}\n"
-
-
-def _before_recursion(alternative: Tokens, name: str) -> tuple[Tokens | None, list[Tokens]]:
-    """What stands before the recursion at its end, if there is one, and the alternatives without
-    the recursion.
+    """A rule that has no end, or that cannot be read, stays as it is. Raises InvalidRequest,
+    GrammarTooComplex for other rules that end in themselves and cannot be written so.
     """
-    match alternative:
-        case [*before, last] if last == name:
-            return before, []
-        case [*before, last, "?"] if last == name:
-            return before, [before]
-    is_optional = alternative[-1:] == ["?"]
-    closed = alternative[:-1] if is_optional else alternative
-    opening = _opening(closed)
-    if opening is None or closed[-2] != name:
-        return None, [alternative]
-    before, inner = closed[:opening], closed[opening + 1 : -2]
-    if len(list(_alternatives(inner))) > 1:
-        return None, [alternative]
-    return [*before, *inner], [before] if is_optional else []
+    try:
+        rules = rules_of(source)
+        named = {each.name: each for each in rules if each.name is not None}
+        if len(named) < sum(each.name is not None for each in rules):
+            return source  # a grammar within the grammar
+        written = dict(_written(named))
+    except RecursionError:  # as deep as this the grammar is refused anyway
+        return source
+    return "".join(written.get(each.name or "", each).text for each in rules)
 
 
-def _opening(tokens: Tokens) -> int | None:
-    """Where the group begins that ends with the tokens."""
-    if tokens[-1:] != [")"] or len(tokens) < 3:
-        return None
-    depth = 0
-    for index in range(len(tokens) - 1, -1, -1):
-        depth += (tokens[index] == ")") - (tokens[index] == "(")
-        if not depth:
-            return index
-    return None
+def _written(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
+    ends = {
+        name: set(_ends(each.alternatives or ())) & rules.keys() for name, each in rules.items()
+    }
+    for cycle in _cycles(ends):
+        equations = {name: list(_branches(rules[name], cycle)) for name in cycle}
+        for name, alternatives in _solved(equations).items():
+            yield name, rules[name].with_body(alternatives)
 
 
-def _alternatives(tokens: Sequence[str]) -> Iterator[Tokens]:
-    depth, found = 0, Tokens()
-    for token in tokens:
-        depth += (token == "(") - (token == ")")
-        if token == "|" and not depth:
-            yield found
-            found = []
+def _ends(alternatives: Alternatives) -> Iterator[str]:
+    """The names at the ends of alternatives, also of those in groups."""
+    for *_, last in filter(None, alternatives):
+        if isinstance(last.atom, str):
+            yield last.atom
         else:
-            found.append(token)
-    yield found
+            yield from _ends(last.atom)
 
 
-def _any_of(alternatives: Sequence[Tokens]) -> str:
-    return f"({' | '.join(' '.join(each) for each in alternatives if each)})"
+# ── cycles ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tokens(body: str) -> Tokens | None:
-    """None for a body that has anything else."""
-    found, place = Tokens(), 0
-    while place < len(body):
-        token = _TOKEN.match(body, place)
-        if token is None:
-            return None
-        if token["space"] is None:
-            found.append(token[0])
-        place = token.end()
+def _cycles(ends: Mapping[str, Set[str]]) -> Iterator[list[str]]:
+    """The strongly connected sets of rules, in the order of the grammar."""
+    left = _before_cycles(ends)
+    if len(left) > MAX_RULES:
+        raise GrammarTooComplex(f"more than {MAX_RULES} rules end in each other")
+    reached = {name: _reached(name, left) for name in left}
+    done = set[str]()
+    for name in left:
+        cycle = [each for each in left if each in reached[name] and name in reached[each]]
+        if name not in done and cycle:
+            done.update(cycle)
+            yield cycle
+
+
+def _before_cycles(ends: Mapping[str, Set[str]]) -> dict[str, set[str]]:
+    """Without the rules that reach none."""
+    users: dict[str, list[str]] = {name: [] for name in ends}
+    for name, targets in ends.items():
+        for each in targets:
+            users[each].append(name)
+    left = {name: set(targets) for name, targets in ends.items()}
+    waiting = [name for name, targets in left.items() if not targets]
+    while waiting:
+        name = waiting.pop()
+        del left[name]
+        for user in users[name]:
+            left[user].discard(name)
+            if not left[user]:
+                waiting.append(user)
+    return left
+
+
+def _reached(name: str, ends: Mapping[str, Set[str]]) -> set[str]:
+    found, waiting = set[str](), [name]
+    while waiting:
+        new = ends[waiting.pop()] - found
+        found |= new
+        waiting += new
     return found
+
+
+# ── equations ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _branches(rule: Rule, cycle: Collection[str]) -> Iterator[_Branch]:
+    """Raises InvalidRequest."""
+    if rule.has_attributes:
+        raise InvalidRequest(_refusal(cycle, "with attributes"))
+    yield from _of_alternatives(rule.alternatives or (), cycle)
+
+
+def _of_alternatives(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[_Branch]:
+    for items in alternatives:
+        if set(_ends((items,))).isdisjoint(cycle):
+            yield items, None
+            continue
+        before, last = items[:-1], items[-1]
+        if last.operator not in ("", "?"):
+            raise InvalidRequest(_refusal(cycle, "within a repetition"))
+        if last.operator:
+            yield before, None
+        if isinstance(last.atom, str):
+            yield before, last.atom
+        else:
+            for inner, name in _of_alternatives(last.atom, cycle):
+                yield before + inner, name
+
+
+def _refusal(cycle: Collection[str], where: str) -> str:
+    names = ", ".join(sorted(cycle))
+    subject = (
+        f"the rule {names} ends in itself" if len(cycle) == 1 else f"{names} end in each other"
+    )
+    return f"{subject} {where}: write a repetition instead, such as (…)*"
+
+
+def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
+    """Each rule by the rules after it. Empty where a rule has no end."""
+    solved: dict[str, Alternatives] = {}
+    names = list(equations)
+    for index, name in enumerate(names):
+        branches = list(_bounded(_without_own(name, equations[name], names), names))
+        if not branches:
+            return {}
+        solved[name] = tuple(items + _call(target) for items, target in branches)
+        for other in names[index + 1 :]:
+            equations[other] = list(_bounded(_inserted(equations[other], name, branches), names))
+    return solved
+
+
+def _bounded(branches: Iterable[_Branch], cycle: Collection[str]) -> Iterator[_Branch]:
+    """Raises GrammarTooComplex."""
+    size = 0
+    for each in branches:
+        size += size_of(each[0]) + 1
+        if size > MAX_SIZE:
+            raise GrammarTooComplex(_refusal(cycle, "in too many ways"))
+        yield each
+
+
+def _call(name: str | None) -> Items:
+    return () if name is None else (Item(name),)
+
+
+def _inserted(branches: list[_Branch], name: str, ends: list[_Branch]) -> Iterator[_Branch]:
+    for items, target in branches:
+        if target != name:
+            yield items, target
+        else:
+            yield from ((items + after, last) for after, last in ends)
+
+
+def _without_own(name: str, branches: list[_Branch], cycle: Collection[str]) -> list[_Branch]:
+    """The branches, none of which ends in the rule itself. Raises InvalidRequest."""
+    own = [items for items, target in branches if target == name and items]
+    others = [each for each in branches if each[1] != name]
+    if not any(items[0] == Item(name) for items in own):
+        loop = _repeated(own)
+        return [(loop + items, target) for items, target in others]
+    if any(target is not None for _, target in others):
+        raise InvalidRequest(_refusal(cycle, "and begin so"))
+    operand = _operand(name, own, [items for items, _ in others])
+    infixes = tuple(items[1:] for items in own if items[0] == Item(name))
+    return [((*operand, Item(((Item(infixes), *operand),), "*")), None)] if operand else []
+
+
+def _operand(name: str, own: list[Items], others: list[Items]) -> Items:
+    """What infix operators stand between, with its prefixes and suffixes."""
+    suffixed = [items[1:] for items in others if items[:1] == (Item(name),)]
+    plain = tuple(items for items in others if items[:1] != (Item(name),))
+    prefixes = [items for items in own if items[0] != Item(name)]
+    return (*_repeated(prefixes), Item(plain), *_repeated(suffixed)) if plain else ()
+
+
+def _repeated(items: list[Items]) -> Items:
+    full = tuple(filter(None, items))
+    return (Item(full, "*"),) if full else ()

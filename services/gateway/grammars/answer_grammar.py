@@ -23,6 +23,7 @@ from services.gateway.grammars.grammar import (
     grammar_of,
     joined,
     json_grammar,
+    lark_grammar,
     literal,
     marker,
 )
@@ -216,8 +217,10 @@ def _tool_part(tool: Tool) -> GrammarPart | None:
         )
     if tool.custom.syntax == "text":
         return None
-    grammar = Grammar(tool.custom.syntax, tool.custom.definition)
-    return GrammarPart(tool.schema_param, grammar)
+    syntax, definition = tool.custom.syntax, tool.custom.definition
+    if syntax == "regex":
+        return GrammarPart(tool.schema_param, Grammar(syntax, definition))
+    return _part(tool.schema_param, lambda: lark_grammar(definition))
 
 
 def _part(param: str, make: Callable[[], Grammar]) -> GrammarPart:

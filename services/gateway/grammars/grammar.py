@@ -33,7 +33,7 @@ def grammar_of(constraint: OutputConstraint) -> Grammar:
         case "choice":
             return choice_grammar(msgspec.json.decode(constraint.source))
         case "lark":
-            return Grammar("lark", without_right_recursion(constraint.source))
+            return lark_grammar(constraint.source)
         case "regex" | "gbnf" as kind:
             return Grammar(kind, constraint.source)
 
@@ -57,6 +57,11 @@ def json_grammar(
     fields, warnings = written_schema(schema, is_strict=is_strict)
     source = msgspec.json.encode({**fields, "x-guidance": options}).decode()
     return Grammar("json_schema", source, warnings)
+
+
+def lark_grammar(source: str) -> Grammar:
+    """Raises InvalidRequest, GrammarTooComplex for a recursion that cannot be a repetition."""
+    return Grammar("lark", without_right_recursion(source))
 
 
 def choice_grammar(choices: list[str]) -> Grammar:

@@ -38,6 +38,7 @@ from services.gateway.tools.typed_values import (
 )
 from services.gateway.tools.xml_arguments import argument_tags, xml_arguments
 from shared.errors import InvalidRequest
+from shared.grammar.right_recursion import without_right_recursion
 
 ArgumentStyle = Literal["json", "xml", "glm", "python", "function_gemma", "gemma4"]
 
@@ -91,10 +92,10 @@ def argument_rules(
     not JSON for one that is no JSON Schema.
     """
     custom = tool.custom if tool.custom is not None and tool.custom.syntax != "text" else None
-    if custom is not None:
-        return _custom_rules(name, tool, custom, style, token_id_of)
     schema = arguments_schema(tool)
     try:
+        if custom is not None:
+            return _custom_rules(name, tool, custom, style, token_id_of)
         if style == "json":
             return _json_rules(name, tool, schema)
         return _typed_rules(name, tool, schema, style, token_id_of)
@@ -186,6 +187,7 @@ def _input(custom: CustomFormat, style: ArgumentStyle, param: str) -> str:
             terminal = in_slashes(custom.definition) + (f" & {UNESCAPED}" if is_quoted else "")
             return f"%lark {{\nstart: INPUT\nINPUT: {terminal}\n}}"
         case "lark":
-            rules = in_string(custom.definition, param) if is_quoted else custom.definition
+            definition = without_right_recursion(custom.definition)
+            rules = in_string(definition, param) if is_quoted else definition
             return f"%lark {{\n{rules}\n}}"
     raise ValueError(f"no grammar of {custom.syntax}")

@@ -149,7 +149,21 @@ def test_constrained_input_of_a_custom_tool(
         assert walk.walk(format, walk.grammar(format, options), 1)
 
 
-@pytest.mark.parametrize("definition", ['start: X\nX: ~"a"', "start: <[3]>", "start: %json {}"])
+def test_long_input_of_a_recursive_grammar() -> None:
+    custom = CustomFormat(syntax="lark", definition='start: "," next | "a"\nnext: start')
+    options = ToolOptions(tools=(Tool(name="shell", custom=custom),))
+    for format, text in (
+        ("hermes", '<tool_call>{"name": "shell", "arguments": {"input": "INPUT"}}</tool_call>'),
+        ("mistral_list", '[TOOL_CALLS][{"name": "shell", "arguments": {"input": "INPUT"}}]'),
+    ):
+        grammar = walks().grammar(format, options)
+        assert walks().matches(grammar, text.replace("INPUT", "," * 2500 + "a")), format
+
+
+@pytest.mark.parametrize(
+    "definition",
+    ['start: X\nX: ~"a"', "start: <[3]>", "start: %json {}", 'start: "a" start* | "b"'],
+)
 def test_input_that_cannot_stand_in_a_string_is_rejected(definition: str) -> None:
     custom = CustomFormat(syntax="lark", definition=definition)
     options = ToolOptions(
