@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention.amx_attention import amx_attention, can_attend_on_amx
+from kernels.cpu.attention.dequantised_attention import dequantised_attention
 from kernels.cpu.attention.vector_attention import vector_attention
-from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 
 
 def decode_attention(
@@ -24,20 +24,15 @@ def decode_attention(
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Like kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
+    query_lens = torch.ones_like(context_lens)
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
-        return reference_decode_attention(
-            query,
-            kv_cache,
-            block_tables,
-            context_lens,
-            scale,
+        return dequantised_attention(
+            *(query, kv_cache, block_tables, query_lens, context_lens, scale),
+            kv_scales=kv_scales,
             lower=lower,
             softcap=softcap,
-            kv_scales=kv_scales,
-            value_dim=value_dim,
-        )
+        )[..., :value_dim]
     attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
-    query_lens = torch.ones_like(context_lens)
     return attend(
         *(query, kv_cache, block_tables, query_lens, context_lens, scale),
         lower=lower,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention.amx_attention import amx_attention, can_attend_on_amx
+from kernels.cpu.attention.dequantised_attention import dequantised_attention
 from kernels.cpu.attention.vector_attention import vector_attention
-from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 
 
 def prefill_attention(
@@ -26,18 +26,12 @@ def prefill_attention(
 ) -> Tensor:
     """Like kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
-        return reference_prefill_attention(
-            query,
-            kv_cache,
-            block_tables,
-            cu_seqlens_q,
-            context_lens,
-            scale,
+        return dequantised_attention(
+            *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),
+            kv_scales=kv_scales,
             lower=lower,
             softcap=softcap,
-            kv_scales=kv_scales,
-            value_dim=value_dim,
-        )
+        )[..., :value_dim]
     attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
     return attend(
         *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),

@@ -158,3 +158,37 @@ def test_masked_lane_and_large_scores_stay_finite() -> None:
     assert out.isfinite().all()
     nearest = torch.stack([(paged.kv[0, : i + 1, 0].sum(-1)).argmax() for i in range(70)])
     torch.testing.assert_close(out[:, 0], paged.kv[1, nearest, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reach", [None, Window(37), Chunk(40)])
+def test_bits_over_an_fp8_cache_depend_neither_on_chunks_nor_on_the_batch(reach: Reach) -> None:
+    """Near FP64 of the stored numbers times their head's scale."""
+    paged = Paged(131, heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    scales = torch.tensor([[0.5, 0.25], [2.0, 3.0]])
+    stored = (paged.cache / scales[:, None, :, None, None]).to(torch.float8_e4m3fn)
+    query = torch.randn(131, 4, 64).bfloat16()
+
+    def attended(first: int, end: int) -> Tensor:
+        return prefill_attention(
+            query[first:end],
+            stored,
+            paged.table.unsqueeze(0),
+            torch.tensor([0, end - first]),
+            torch.tensor([end]),
+            0.125,
+            lower=lower_of(reach, [end - first], [end], query.device),
+            kv_scales=scales,
+        )
+
+    unchunked, lens = attended(0, 131), torch.arange(1, 132)
+    paged.kv = (paged.kv / scales[:, None, :, None]).to(stored.dtype).float()
+    paged.kv *= scales[:, None, :, None]
+    expected = torch.stack([paged.attend(q, i, reach, None) for i, q in enumerate(query)])
+    torch.testing.assert_close(unchunked.double(), expected, rtol=8e-3, atol=8e-3)
+    for size in (1, 7, 64):
+        chunks = [attended(cut, min(cut + size, 131)) for cut in range(0, 131, size)]
+        assert torch.equal(torch.cat(chunks), unchunked)
+    lower = lower_of(reach, [1] * 131, lens.tolist(), query.device)
+    tables = paged.table.expand(131, -1)
+    rest = {"lower": lower, "kv_scales": scales}
+    assert torch.equal(decode_attention(query, stored, tables, lens, 0.125, **rest), unchunked)
