@@ -102,6 +102,7 @@ def load_model(
 
     options: dict[str, Any] = {
         "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
         "block_size": config.block_size,
         "kv_cache_bytes": config.kv_cache_bytes,
         "kv_ceiling_bytes": config.kv_ceiling_bytes,

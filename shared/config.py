@@ -16,7 +16,14 @@ import msgspec
 from shared.errors import ConfigError
 from shared.messages import WORKER_ROLES
 from shared.nats_urls import nats_servers
-from shared.numerics import ACTIVATIONS, MODES, Activations, ModeChoice
+from shared.numerics import (
+    ACTIVATIONS,
+    KV_DTYPES,
+    MODES,
+    Activations,
+    KvDtype,
+    ModeChoice,
+)
 from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
@@ -305,6 +312,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
 
     announce: str = ""  # of the roles that it handles: prefill, decode or both; empty: all
     dtype: str = "auto"
+    kv_dtype: KvDtype = "auto"  # of stored KV: fp8 holds twice the tokens of bf16
     device: str = "auto"  # CUDA if a device is present
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
@@ -356,6 +364,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"announce {self.announce!r} is none of {', '.join(WORKER_ROLES)}"
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
+        if self.kv_dtype not in KV_DTYPES:
+            yield f"kv_dtype {self.kv_dtype!r} is none of {', '.join(KV_DTYPES)}"
         if not is_device_name(self.device):
             yield f"device {self.device!r} is not {DEVICES}"
         if self.load_format not in LOAD_FORMATS:

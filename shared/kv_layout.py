@@ -12,7 +12,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
+FP8 = "float8_e4m3fn"
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1, "uint8": 1}
 MAX_PADDING = 0.08  # of a block's bytes, so that groups have equally many layers
 MAX_GROUPS = 16
 ShardIndex = Annotated[int, msgspec.Meta(ge=0, le=2**16)]

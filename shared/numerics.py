@@ -22,6 +22,10 @@ KERNELS_VERSION = 2
 Activations = Literal["plain", "bf16-exchange"]
 ACTIVATIONS: tuple[Activations, ...] = ("plain", "bf16-exchange")
 
+# auto: fp8 if the checkpoint declares it, else as activations; bf16; fp8: e4m3 with scales
+KvDtype = Literal["auto", "bf16", "fp8"]
+KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bf16", "fp8")
+
 _Part = Annotated[str, Meta(min_length=1, max_length=64)]
 _Count = Annotated[int, Meta(ge=0, le=1024)]
 

@@ -160,8 +160,9 @@ LAYERS = {
     ),
     "shared/engine": (
         "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
-        " | engine | batching | runners quantise | step_plan | models | checkpoint_plan | weights"
-        " | layers | sampling | parallel kv_copies codec | kv_cache quantisation"
+        " | engine | batching | runners quantise | kv_quantisation | step_plan | models"
+        " | checkpoint_plan | weights | layers | sampling | parallel kv_copies codec"
+        " | kv_cache quantisation"
     ),
 }
 MAX_FILES = 16

@@ -174,6 +174,7 @@ def run_rank(options: dict[str, Any]) -> None:
     setup = RankSetup(
         model_dir=options["folder"],
         dtype="bfloat16",
+        kv_dtype="bfloat16",
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         mode="exact",

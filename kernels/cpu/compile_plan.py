@@ -32,6 +32,7 @@ class CompilePlan:
     quantised_experts: tuple[QuantisedKind, ...] = ()  # gate and up, down
     has_experts: bool = False  # in some layers
     has_latents: bool = False  # instead of keys and values
+    has_fp8_kv: bool = False  # then layers have no kernel of all of their operations
 
     def marker(self, part: str) -> Path:
         """A file that exists once the part is compiled."""

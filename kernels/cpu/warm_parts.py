@@ -55,6 +55,7 @@ def _compile_attention(plan: CompilePlan) -> None:
     from kernels.cpu.layer.rms_norm import rms_norm
 
     query, cache = _zeros(plan, 2, 1, plan.head_dim), _cache(plan)
+    cache = cache.to(torch.float8_e4m3fn) if plan.has_fp8_kv else cache
     table, lens, starts = torch.zeros(1, 1).long(), torch.tensor([2]), torch.tensor([0, 2])
     if plan.has_plain_attention:
         prefill_attention(query, cache, table, starts, lens, 1.0)
@@ -87,7 +88,7 @@ def _compile_layers(plan: CompilePlan) -> None:
             select_rows(head, torch.zeros(1).long())
     elif not plan.has_experts:
         _compile_single_operations(plan)
-    if plan.has_experts or plan.has_latents:
+    if plan.has_experts or plan.has_latents or plan.has_fp8_kv:
         _compile_products(plan)
 
 
@@ -99,7 +100,7 @@ def _compile_single_operations(plan: CompilePlan) -> None:
     cos, sin = torch.zeros(2, _MANY, plan.head_dim // 2)
     for num_rows in (_FEW, _MANY):
         rms_norm(_zeros(plan, num_rows, _BLOCK), _zeros(plan, _BLOCK), 0.0)
-        if not plan.has_latents:
+        if not (plan.has_latents or plan.has_fp8_kv):
             heads, slots = _zeros(plan, num_rows, 3, plan.head_dim), torch.full((num_rows,), -1)
             rotate_and_store(heads, cos[:num_rows], sin[:num_rows], _cache(plan), slots)
     (gelu_and_mul if plan.has_gelu else silu_and_mul)(_zeros(plan, _FEW, 2 * _BLOCK))

@@ -101,6 +101,9 @@ HELP = {
     "announce": "Roles that a worker with both starts in: prefill, decode or both (default: all "
     "that it has). `hearth role` changes them.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
+    "kv_dtype": "Of stored KV: auto (fp8 if the checkpoint declares it, else as activations), "
+    "bf16, or fp8: e4m3 with the checkpoint's scales (1 without any), twice the tokens in equal "
+    "memory.",
     "device": "auto (CUDA if there is a device), cpu, cuda or cuda:N.",
     "load_format": "auto (as in the directory) or dummy: seeded weights from config.json alone, "
     "for measurements.",

@@ -27,6 +27,7 @@ def warm(
     dtype: Annotated[
         str, typer.Option(help="auto, bfloat16, float16 or float32, as on the worker.")
     ] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8, as on the worker.")] = "auto",
     weights: Annotated[
         str,
         typer.Option(
@@ -44,6 +45,7 @@ def warm(
     compile_model(
         local_copy(model, needs_weights=False),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         weights=weights,
         block_size=block_size,
         has_rows=rows,

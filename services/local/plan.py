@@ -26,7 +26,7 @@ from shared.config import (
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import python_path
 from shared.nats_urls import authority
-from shared.numerics import ACTIVATIONS
+from shared.numerics import ACTIVATIONS, KV_DTYPES
 from shared.subjects import NO_INSTANCE, CredentialRole
 
 _COMMANDS: dict[CredentialRole, str] = {
@@ -63,6 +63,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     advertise_host: str = LOOPBACK  # NATS and the KV data plane listen here
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "auto"
     num_gpus: int = 0  # visible on this machine; with 0, "auto" is the CPU
     load_format: str = "auto"
@@ -146,6 +147,9 @@ def check_options(options: UpOptions) -> None:
     if options.activations not in ACTIVATIONS:
         names = ", ".join(ACTIVATIONS)
         problems.append(f"--activations {options.activations!r} is none of {names}")
+    if options.kv_dtype not in KV_DTYPES:
+        names = ", ".join(KV_DTYPES)
+        problems.append(f"--kv-dtype {options.kv_dtype!r} is none of {names}")
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
@@ -154,7 +158,7 @@ def check_options(options: UpOptions) -> None:
 def _several_models_problems(options: UpOptions) -> list[str]:
     """A host chooses what these would fix."""
     fixed = (
-        *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
+        *("dtype", "kv_dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
         *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
     )
     fields = {each.name: each.default for each in msgspec.structs.fields(UpOptions)}
@@ -322,6 +326,7 @@ def _service(
         arguments += ["--model-name", options.model_name]
     if device is not None:
         arguments += ["--dtype", options.dtype, "--device", device]
+        arguments += ["--kv-dtype", options.kv_dtype]
         arguments += ["--weights", options.weights, "--load-format", options.load_format]
         if options.kv_cache_bytes is not None:
             arguments += ["--kv-cache-bytes", str(options.kv_cache_bytes)]
@@ -374,6 +379,7 @@ def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec 
     if options.device not in ("cpu", "auto") or any(root.glob("kernels/*/compiled-start-*")):
         return None
     arguments = ["--model", str(options.model_dir.resolve()), "--dtype", options.dtype]
+    arguments += ["--kv-dtype", options.kv_dtype]
     arguments += ["--weights", options.weights, "--no-rows"]
     return ProcessSpec(
         process_id="warm",

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-# Buffers that old exporters saved, although the config determines them, and the copy of a tied
-# model's embedding.
-HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# Buffers that old exporters saved, although the config determines them, the copy of a tied model's
+# embedding, and scales of KV, which a cache in another dtype than FP8 does not need.
+HARMLESS_SUFFIXES = (
+    *("rotary_emb.inv_freq", "lm_head.weight"),
+    *(".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale"),
+)
 # What quantisation puts beside or in place of a layer's weight.
 _QUANTISED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"

@@ -81,7 +81,9 @@ class KvCopies:
     @torch.inference_mode()
     def zero_blocks(self, block_ids: list[int]) -> None:
         self._check_thread()
-        self.kv_cache.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
+        # bytes: torch has no such operations for FP8
+        as_bytes = self.kv_cache.view(torch.uint8)
+        as_bytes.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
 
     def give_back(self, block_ids: list[int]) -> None:
         release_blocks(self.kv_cache, block_ids)

@@ -117,6 +117,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logit_softcap: float | None = None
     has_head: bool = True
     latent: LatentConfig | None = None  # then head_dim is of queries, and num_kv_heads 1
+    declares_fp8_kv: bool = False  # the checkpoint is made for a cache in FP8
 
     @property
     def output_dim(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.kv_quantisation.kv_scales import set_kv_scales
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks
@@ -25,6 +27,7 @@ from shared.engine.runners.cuda_runner import warm_up
 from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
 from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import AllTokens, idle_step
+from shared.kv_layout import FP8
 from tests.kernels.support.fake_driver import FakeDriver
 from tests.kernels.support.triton_ops import triton_ops
 from tests.shared.engine.support.checkpoints import write_llama
@@ -34,14 +37,25 @@ CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 5
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> ModelExecutor:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     fields = {"vocab_size": 512, "hidden_size": 64, "head_dim": 16, "intermediate_size": 640}
     write_llama(folder, num_hidden_layers=1, **fields)
+    return folder
+
+
+def executor_of(folder: Path, kv_dtype: str) -> ModelExecutor:
     config = read_config(folder)
-    kv_layout = kv_layout_of(config, "bfloat16", 16)
+    kv_layout = kv_layout_of(config, kv_dtype, 16)
     model = Decoder(config, dtype=torch.bfloat16, num_positions=4096).eval()
+    if kv_dtype == FP8:
+        set_kv_scales(model, torch.ones(1, 2, config.num_kv_heads))
     return ModelExecutor(model, allocate_kv_cache(kv_layout, 64, torch.device("cpu")), kv_layout)
+
+
+@pytest.fixture(scope="module")
+def executor(folder: Path) -> ModelExecutor:
+    return executor_of(folder, "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +120,21 @@ def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver,
         executor.run(step)
     assert fake.num_launches > num_launches
     assert Counter(each.name for each in fake.compiled) == {}
+
+
+def test_warm_worker_with_an_fp8_cache_compiles_nothing(folder: Path) -> None:
+    executor, options = executor_of(folder, FP8), LoadOptions(max_batch_tokens=32, max_sequences=4)
+    with triton_ops() as driver:
+        finish_model(executor.model, options.mode, is_compressed=False)
+        warm_up(executor, options)
+        names = {each.name for each in driver.compiled}
+        assert {"_rotate_and_store_kernel", "_decode_attention_kernel"} <= names
+        driver.compiled.clear()
+        for rows in ([1], [1] * 4, [32], [7, 1, 1]):
+            for context in (0, 513):
+                executor.run(idle_step(16, rows, context_tokens=context))
+        executor.zero_blocks([0])
+        assert Counter(each.name for each in driver.compiled) == {}
 
 
 def test_pushes_of_a_warm_worker_compile_nothing(executor: ModelExecutor, fake: FakeDriver) -> None:

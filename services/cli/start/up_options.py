@@ -62,6 +62,13 @@ Advertise = Annotated[
     typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_KV_DTYPE",
+        help="Of stored KV: auto (fp8 if the checkpoint declares it), bf16 or fp8 (half the size).",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(

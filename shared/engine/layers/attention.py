@@ -22,11 +22,13 @@ class PagedAttention(nn.Module):
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
     value_dim: int | None = None
+    kv_scales: Tensor | None  # [2, num_kv_heads] FP32 of a cache in FP8
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
+        self.register_buffer("kv_scales", None, persistent=False)
 
     def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape,
@@ -46,6 +48,7 @@ class PagedAttention(nn.Module):
                 self.scale,
                 lower=inputs.prefill.lower,
                 softcap=self.softcap,
+                kv_scales=self.kv_scales,
                 value_dim=self.value_dim,
                 is_batch_invariant=self.is_batch_invariant,
             )
@@ -60,6 +63,7 @@ class PagedAttention(nn.Module):
                 self.scale,
                 lower=inputs.decode.lower,
                 softcap=self.softcap,
+                kv_scales=self.kv_scales,
                 value_dim=self.value_dim,
                 is_batch_invariant=self.is_batch_invariant,
             )
@@ -115,6 +119,7 @@ class Attention(PagedAttention):
             key_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=self.norm_eps,
             has_unit_offset=self.has_unit_offset_norms,
+            kv_scales=self.kv_scales,
         )
         return self.o_proj(self.attend(query, kv_cache, inputs).flatten(1))
 

@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
         """The layer as one kernel; None if there is no kernel for it."""
         if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
             return None  # the kernel would sum the lanes itself, and has one MLP
-        if isinstance(self.self_attn, LatentAttention):
+        if isinstance(self.self_attn, LatentAttention) or self.self_attn.kv_scales is not None:
             return None
         norms = self.input_layernorm, self.post_attention_layernorm
         return fused_layer(self.self_attn, self.mlp, norms)
@@ -112,7 +112,7 @@ class SandwichLayer(DecoderLayer):
     def fused(self) -> FusedLayer | None:
         if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
             return None
-        if isinstance(self.self_attn, LatentAttention):
+        if isinstance(self.self_attn, LatentAttention) or self.self_attn.kv_scales is not None:
             return None
         before = self.input_layernorm, self.pre_feedforward_layernorm
         after = self.post_attention_layernorm, self.post_feedforward_layernorm
@@ -128,6 +128,7 @@ class LayerStack(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
         super().__init__()
         self.layer_config = config
+        self.dtype = dtype  # of activations
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
         self.layers = nn.ModuleList()
         for each in config.layers:

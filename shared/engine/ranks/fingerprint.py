@@ -7,7 +7,7 @@ import xxhash
 
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
-from shared.engine.parallel.cuts import Cut
+from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.weight_source import WeightSource
 
 NUM_SAMPLED_ROWS = 1
@@ -19,7 +19,7 @@ def fingerprint(tensors: WeightSource, described: bytes) -> str:
     for name in sorted(tensors.names()):
         dtype, shape = tensors.info(name)
         digest.update(f"{name} {dtype} {shape}".encode())
-        cut = Cut(rows=((0, min(NUM_SAMPLED_ROWS, shape[0])),))
+        cut = Cut(rows=((0, min(NUM_SAMPLED_ROWS, shape[0])),)) if shape else WHOLE
         sample = torch.empty(cut.shape(shape), dtype=torch.float32)
         tensors.read_into(name, cut, sample)
         digest.update(sample.numpy().tobytes())

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from shared.engine.kv_cache import num_blocks_for
+from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.weight_cuts import WeightCuts
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -66,7 +67,8 @@ def load_group(
     if options.weights == "compressed":
         raise ConfigError("compressed weights are not cut for ranks yet", param="weights")
     dtype = resolve_dtype(options.dtype, CPU)
-    kv_layout = kv_layout_of(config, dtype, options.block_size)
+    kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype, config, CPU)
+    kv_layout = kv_layout_of(config, kv_dtype, options.block_size)
     given = options.kv_cache_bytes
     num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
     max_blocks = options.kv_ceiling(kv_layout, num_blocks)
@@ -87,6 +89,7 @@ def load_group(
     setup = RankSetup(
         model_dir=str(model_dir.resolve()),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         block_size=options.block_size,
         max_blocks=max_blocks,
         max_context_tokens=max_context_tokens,
@@ -116,7 +119,7 @@ def load_group(
         RankLinks(channels.kv, kv_shards(parts)),
         shape,
         kv_layout=kv_layout,
-        numerics=device_numerics(CPU, dtype, mode, options.activations),
+        numerics=device_numerics(CPU, dtype, mode, options.activations, kv_dtype=kv_dtype),
         num_blocks=num_blocks,
         max_blocks=max_blocks,
         max_context_tokens=max_context_tokens,

@@ -24,6 +24,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str
     dtype: str
+    kv_dtype: str  # torch's name
     block_size: int
     max_blocks: int
     max_context_tokens: int

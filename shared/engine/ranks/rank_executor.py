@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
 from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.kv_quantisation.kv_scales import read_kv_scales, set_kv_scales
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.device_step import DeviceStepOutput
@@ -35,7 +36,7 @@ from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
-from shared.kv_layout import KvLayout, KvShard
+from shared.kv_layout import FP8, KvLayout, KvShard
 from shared.kv_wire.shards import sent_shards
 from shared.messages import TokenLogprobs
 
@@ -84,7 +85,7 @@ class RankExecutor(ModelExecutor):
         if self._is_first:
             return None
         shape = len(inputs.input_ids), self.model.config.hidden_size
-        return self._mesh.recv(shape, self.kv_cache.dtype)
+        return self._mesh.recv(shape, self.model.dtype)
 
     def _is_drawn(self, inputs: StepInputs) -> bool:
         """Samples of other rows are drawn after the last exchange, where an error is harmless."""
@@ -134,10 +135,10 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     part = parts[mesh.rank]
     stage, _ = mesh.shape.place(mesh.rank)
     local = local_config(config, part)
-    layout = kv_layout_of(config, setup.dtype, setup.block_size)
+    layout = kv_layout_of(config, setup.kv_dtype, setup.block_size)
     kv_layout = rank_layout(layout, part)
     if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
-        compile_kernels(compile_plan(local, kv_layout, is_compressed=False))
+        compile_kernels(compile_plan(local, setup.dtype, kv_layout, is_compressed=False))
     model = RankDecoder(
         config,
         part,
@@ -147,7 +148,9 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
         num_positions=setup.max_context_tokens,
     ).eval()
     checkpoint = _fill(model, config, part, model_dir, setup)
-    numerics = device_numerics(CPU, setup.dtype, setup.mode, setup.activations)
+    numerics = device_numerics(
+        CPU, setup.dtype, setup.mode, setup.activations, kv_dtype=setup.kv_dtype
+    )
     identity = RankIdentity(
         weights_digest=checkpoint,
         layout_key=layout.key,
@@ -183,6 +186,9 @@ def _fill(
     destinations = model.weight_destinations()
     whole = model_on_meta(config, setup.dtype)
     with open_weights(model_dir, config, whole, setup.load_format) as source:
+        if setup.kv_dtype == FP8:
+            scales = read_kv_scales(source.tensors, config.num_layers, config.num_kv_heads)
+            set_kv_scales(model, scales[part.layers][:, :, part.kv_heads])
         own = RankTensors(source.tensors, WeightCuts(config, part), destinations.keys())
 
         def identity() -> str:

@@ -11,7 +11,7 @@ import structlog
 from kernels.ops import CompilePlan, QuantisedKind, cpu_host
 from shared.engine.model_config import ModelConfig
 from shared.engine.quantisation.formats import Fp8Block, Int4, WeightFormat
-from shared.kv_layout import KvLayout
+from shared.kv_layout import FP8, KvLayout
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +34,10 @@ def import_kernels() -> None:
     cpu_host()
 
 
-def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: bool) -> CompilePlan:
-    """The properties that a model's machine code depends on."""
+def compile_plan(
+    config: ModelConfig, dtype: str, kv_layout: KvLayout, *, is_compressed: bool
+) -> CompilePlan:
+    """The properties that a model's machine code depends on. `dtype`: of activations."""
     widths = (
         config.hidden_size,
         config.intermediate_size,
@@ -46,14 +48,15 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         layer.reach is not None or config.attention_softcap is not None for layer in config.layers
     ]
     has_layer_kernel = (
-        cpu_host().has_gemm(kv_layout.dtype)
+        cpu_host().has_gemm(dtype)
         and config.latent is None
+        and kv_layout.dtype != FP8
         and all(width % _BLOCK == 0 for width in widths)
         and not (config.has_output_bias or config.has_mlp_bias)
         and not all(layer.moe for layer in config.layers)
     )
     return cpu_host().compile_plan(
-        dtype=kv_layout.dtype,
+        dtype=dtype,
         head_dim=kv_layout.state.row[2],
         block_size=kv_layout.block_size,
         is_compressed=is_compressed,
@@ -61,19 +64,20 @@ def compile_plan(config: ModelConfig, kv_layout: KvLayout, *, is_compressed: boo
         has_plain_attention=not all(is_masked),
         has_masked_attention=any(is_masked),
         has_gelu=config.activation != "silu",
-        quantised=_quantised_kinds(config, kv_layout, _PARTS),
-        quantised_experts=_quantised_kinds(config, kv_layout, _EXPERTS),
+        quantised=_quantised_kinds(config, dtype, _PARTS),
+        quantised_experts=_quantised_kinds(config, dtype, _EXPERTS),
         has_experts=config.has_experts,
         has_latents=config.latent is not None,
+        has_fp8_kv=kv_layout.dtype == FP8,
     )
 
 
 def _quantised_kinds(
-    config: ModelConfig, kv_layout: KvLayout, paths: Mapping[str, str]
+    config: ModelConfig, dtype: str, paths: Mapping[str, str]
 ) -> tuple[QuantisedKind, ...]:
     """Of the last layer: the first ones of some models differ."""
     formats = config.layers[-1].formats
-    if formats is None or kv_layout.dtype != "bfloat16":
+    if formats is None or dtype != "bfloat16":
         return ()
     is_fused = config.has_fused_projections
     return tuple(

@@ -13,6 +13,8 @@ from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
 from shared.clock import Clock
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
+from shared.engine.kv_quantisation.kv_scales import load_kv_scales
 from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
@@ -80,7 +82,7 @@ class CpuRunner(ModelRunner):
             num_threads or torch.get_num_threads(),
             # one multiplication each per token
             sum(each.weight.numel() for each in products) - expert_weights,
-            executor.kv_cache.dtype,
+            executor.model.dtype,
             has_custom_gemm=all(each.method.has_custom_gemm for each in products),
             expert_weights=expert_weights,
             expert_share=max((each.share for each in experts), default=0.0),
@@ -91,17 +93,20 @@ class CpuRunner(ModelRunner):
         """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
         config = read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, _CPU, options.load_format)
-        kv_layout = kv_layout_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
+        dtype = resolve_dtype(options.dtype, _CPU)
+        kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype, config, _CPU)
+        kv_layout = kv_layout_of(config, kv_dtype, options.block_size)
         plan = None
         if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
-            plan = compile_plan(config, kv_layout, is_compressed=is_compressed)
+            plan = compile_plan(config, dtype, kv_layout, is_compressed=is_compressed)
             compile_kernels(plan)
         given = options.kv_cache_bytes
         num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
         max_blocks = options.kv_ceiling(kv_layout, num_blocks)
         num_positions = options.context_tokens(config, max_blocks)
-        model = empty_model(model_dir, config, kv_layout.dtype, _CPU, num_positions=num_positions)
+        model = empty_model(model_dir, config, dtype, _CPU, num_positions=num_positions)
         with open_weights(model_dir, config, model, options.load_format) as source:
+            load_kv_scales(model, source.tensors, kv_layout)
             revision = _fill(model, source, is_compressed=is_compressed)
         if is_compressed and IS_INTERPRETED:
             compress_in_place(model, model.weight_destinations())

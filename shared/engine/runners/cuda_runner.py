@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from kernels.ops import SumLanes, Weight, product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
+from shared.engine.kv_quantisation.kv_scales import load_kv_scales
 from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import ProductModule
 from shared.engine.layers.moe import ExpertLinear
@@ -76,7 +78,9 @@ class CudaRunner(ModelRunner):
         device.check_kernels()  # before reading the model, which takes minutes
         target, config = device.tensors_on, read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, target, options.load_format)
-        kv_layout = kv_layout_of(config, resolve_dtype(options.dtype, target), options.block_size)
+        dtype = resolve_dtype(options.dtype, target)
+        kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype, config, target)
+        kv_layout = kv_layout_of(config, kv_dtype, options.block_size)
         num_blocks, max_blocks = None, None
         if options.kv_cache_bytes is not None:
             num_blocks = num_blocks_for(kv_layout, options.kv_cache_bytes)
@@ -88,12 +92,13 @@ class CudaRunner(ModelRunner):
                 param="kv_cache_bytes",
             )
         num_positions = options.context_tokens(config, max_blocks)
-        model = empty_model(model_dir, config, kv_layout.dtype, target, num_positions=num_positions)
+        model = empty_model(model_dir, config, dtype, target, num_positions=num_positions)
         with (
             open_weights(model_dir, config, model, options.load_format) as source,
             ThreadPoolExecutor(1, "compile", initializer=device.bind) as thread,
         ):
             set_mode(model, options.mode)
+            load_kv_scales(model, source.tensors, kv_layout)
             one_block = allocate_kv_cache(kv_layout, 1, target)
             early = ModelExecutor(model, one_block, kv_layout)
             # The memory of quantised weights is no operand before `finish_model`.
@@ -164,7 +169,7 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
             weights += [(matrices[0], None) for matrices in each.matrices()]
     row_counts = product_row_counts(
         weights,
-        executor.kv_cache.dtype,
+        executor.model.dtype,
         options.max_batch_tokens,
         is_batch_invariant=options.mode == "exact",
     )

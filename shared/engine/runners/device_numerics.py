@@ -13,7 +13,12 @@ from shared.numerics import KERNELS_VERSION, Activations, Mode, Numerics
 
 
 def device_numerics(
-    device: torch.device, dtype: str, mode: Mode, activations: Activations = "plain"
+    device: torch.device,
+    dtype: str,
+    mode: Mode,
+    activations: Activations = "plain",
+    *,
+    kv_dtype: str,
 ) -> Numerics:
     """Call on the CPU once its kernels are compiled: a host that cannot compile has others."""
     parts = [str(KERNELS_VERSION), f"torch{_release('torch')}"]
@@ -26,7 +31,12 @@ def device_numerics(
     has_lanes = device.type == "cpu" or mode == "exact" or activations == "bf16-exchange"
     lanes = NUM_LANES if has_lanes else 1
     kernels = "-".join(parts)
-    return Numerics(mode, name, dtype, kernels, sum_lanes=lanes, activations=activations)
+    return Numerics(
+        *(mode, name, dtype, kernels),
+        sum_lanes=lanes,
+        activations=activations,
+        kv_dtype="" if kv_dtype == dtype else kv_dtype,
+    )
 
 
 def _cpu_name(dtype: str) -> str:

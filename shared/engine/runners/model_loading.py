@@ -27,7 +27,7 @@ from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import KvLayout, LatentKv, LayerState, PagedKv, Reach, group_layers
-from shared.numerics import Activations, Mode
+from shared.numerics import Activations, KvDtype, Mode
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +45,7 @@ class LoadOptions:
     response continues identically. On the CPU this always holds, at no cost; "fast" only declares
     the worker's KV usable by other hardware in that mode.
     `activations`: how sums of lanes cross ranks, rounded alike by a worker of one rank.
+    `kv_dtype`: see `resolve_kv_dtype`.
     `experts`: how ranks share a model's experts, with the same bits.
     `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
@@ -53,6 +54,7 @@ class LoadOptions:
     """
 
     dtype: str = "auto"
+    kv_dtype: KvDtype = "auto"
     block_size: int = 16
     kv_cache_bytes: int | None = None
     kv_ceiling_bytes: int | None = None
@@ -104,7 +106,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
 
 
 def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
-    """Raises ConfigError."""
+    """`dtype`: of stored KV. Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
     states = [_layer_state(config, layer, dtype) for layer in config.layers]

@@ -201,7 +201,10 @@ class ModelRunner:
         self.kv_layout = executor.kv_layout
         _log_groups(self.kv_layout)
         device = executor.kv_cache.device
-        self.numerics = device_numerics(device, self.kv_layout.dtype, mode, activations)
+        dtype = str(executor.model.dtype).removeprefix("torch.")
+        self.numerics = device_numerics(
+            *(device, dtype, mode, activations), kv_dtype=self.kv_layout.dtype
+        )
         self.num_blocks = num_blocks
         self.max_blocks = max_blocks
         self.is_elastic = is_elastic

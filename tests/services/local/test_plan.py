@@ -191,6 +191,7 @@ def test_sizes_and_formats_are_passed_only_to_workers(tmp_path: Path) -> None:
         max_batch_tokens=4096,
         load_format="dummy",
         activations="bf16-exchange",
+        kv_dtype="fp8",
     )
     specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
     wanted = "--load-format dummy --kv-cache-bytes 1073741824 --max-batch-tokens 4096"
@@ -198,12 +199,16 @@ def test_sizes_and_formats_are_passed_only_to_workers(tmp_path: Path) -> None:
         "prefill",
         "decode",
     }
+    in_fp8 = [spec.argv[3] for spec in specs if "--kv-dtype fp8" in " ".join(spec.argv)]
+    assert sorted(in_fp8) == ["decode", "prefill"]
     rounded = [
         spec.argv[3] for spec in specs if "--activations bf16-exchange" in " ".join(spec.argv)
     ]
     assert sorted(rounded) == ["decode", "prefill"]
     with pytest.raises(ConfigError, match="--activations 'fp8' is none of plain, bf16-exchange"):
         check_options(options(tmp_path, activations="fp8"))
+    with pytest.raises(ConfigError, match="--kv-dtype 'int8' is none of auto, bf16, fp8"):
+        check_options(options(tmp_path, kv_dtype="int8"))
     default = options(tmp_path)
     specs = plan_services(default, plan_credentials(default), ENDPOINTS, num_cores=2, environ={})
     assert not any("--kv-cache-bytes" in spec.argv for spec in specs)

@@ -138,6 +138,7 @@ def setup(folder: Path) -> RankSetup:
     return RankSetup(
         model_dir=str(folder),
         dtype="bfloat16",
+        kv_dtype="bfloat16",
         block_size=16,
         max_blocks=64,
         max_context_tokens=16 * 64,

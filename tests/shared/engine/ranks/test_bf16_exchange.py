@@ -74,6 +74,7 @@ def run_model(
     setup = RankSetup(
         model_dir=str(folder),
         dtype=dtype,
+        kv_dtype=dtype,
         block_size=16,
         max_blocks=NUM_BLOCKS,
         max_context_tokens=16 * NUM_BLOCKS,

@@ -91,6 +91,7 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
     setup = RankSetup(
         model_dir=str(folder),
         dtype=dtype,
+        kv_dtype=dtype,
         block_size=16,
         max_blocks=NUM_BLOCKS,
         max_context_tokens=16 * NUM_BLOCKS,

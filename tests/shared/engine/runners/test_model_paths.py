@@ -46,6 +46,8 @@ CASES = [
     ("llama4", "bfloat16", "greedy"),
     ("phi3", "float32", "seeded"),
     ("deepseek", "bfloat16", "seeded"),
+    ("llama", "bfloat16 with fp8 kv", "seeded"),
+    ("gemma3", "bfloat16 with fp8 kv", "greedy"),
 ]
 
 
@@ -83,9 +85,11 @@ def workers(case: tuple[str, str, str], model_dirs: dict[str, Path], idle: Idle)
     def make(num_blocks: int = 64, budget: int = 64) -> Worker:
         model, dtype, _ = case
         key = model, dtype, num_blocks
-        runner = idle[key].pop() if idle[key] else runner_with(model_dirs[model], dtype, num_blocks)
+        folder, has_fp8_kv = model_dirs[model], dtype.endswith("fp8 kv")
+        dtype = dtype.partition(" ")[0]
+        runner = idle[key].pop() if idle[key] else None
+        runner = runner or runner_with(folder, dtype, num_blocks, has_fp8_kv=has_fp8_kv)
         taken.append((key, runner))
-        folder = model_dirs[model]
         return Worker(folder, dtype, num_blocks=num_blocks, budget=budget, runner=runner)
 
     yield make  # type: ignore[misc]

@@ -13,17 +13,23 @@ from shared.engine.runner import KvRun
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.runners.model_runner import ModelRunner
-from shared.kv_layout import first_sent
+from shared.kv_layout import FP8, first_sent
 from shared.messages import TokenLogprobs
 
 
-def runner_with(model_dir: Path, dtype: str, num_blocks: int) -> ModelRunner:
+def runner_with(
+    model_dir: Path, dtype: str, num_blocks: int, *, has_fp8_kv: bool = False
+) -> ModelRunner:
     """`num_blocks`: for each group of layers, any of which may take them."""
-    layout = kv_layout_of(read_config(model_dir), dtype, 16)
+    layout = kv_layout_of(read_config(model_dir), FP8 if has_fp8_kv else dtype, 16)
     num_blocks *= len(layout.groups)
     block_bytes = layout.block_bytes
     runner = load_runner(
-        model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
+        model_dir,
+        dtype=dtype,
+        kv_dtype="fp8" if has_fp8_kv else "auto",
+        kv_cache_bytes=num_blocks * block_bytes,
+        num_threads=1,
     )
     assert runner.num_blocks == num_blocks
     return runner

@@ -1,0 +1,110 @@
+"""The scales of an FP8 cache: a checkpoint's, or 1.0.
+
+Keys and values are stored as x / scale. Names, below `model.layers.N.self_attn.`:
+
+    k_scale, v_scale                                 compressed-tensors
+    k_proj.output_scale, v_proj.output_scale         its older versions
+    k_proj.k_scale, v_proj.v_scale                   ModelOpt
+    attn.k_scale, attn.v_scale, qkv_proj.k_scale …   vLLM's module names
+    kv_scale, attn.kv_scale                          one scale for both
+
+A scale is one number, or one for each KV head.
+"""
+
+from __future__ import annotations
+
+import re
+
+import structlog
+import torch
+from torch import Tensor
+
+from shared.engine.layers.attention import Attention
+from shared.engine.models.decoder import DecoderLayer, LayerStack
+from shared.engine.parallel.cuts import WHOLE
+from shared.engine.weights.weight_source import WeightSource
+from shared.errors import CheckpointError
+from shared.kv_layout import FP8, KvLayout
+
+log = structlog.get_logger(__name__)
+
+_NAME = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)"
+)
+_PLANES = {"k": (0,), "v": (1,), "kv": (0, 1)}
+_DTYPES = ("F32", "BF16", "F16")
+
+
+def read_kv_scales(tensors: WeightSource, num_layers: int, num_kv_heads: int) -> Tensor:
+    """FP32 [num_layers, 2, num_kv_heads], by the model's names; 1.0 for what is not there. Raises
+    CheckpointError.
+    """
+    scales = torch.ones(num_layers, 2, num_kv_heads)
+    sources: dict[tuple[int, int], str] = {}
+    for name in tensors.names():
+        found = _NAME.fullmatch(name)
+        if found is None or int(found[1]) >= num_layers:
+            continue
+        layer, values = int(found[1]), _read(tensors, name, num_kv_heads)
+        for plane in _PLANES[found[2] or found[3]]:
+            other = sources.setdefault((layer, plane), name)
+            if other != name:
+                raise CheckpointError(
+                    f"{tensors.path(name)}: tensors {other} and {name} are both a scale of KV"
+                )
+            scales[layer, plane] = values
+    _log(sources, scales)
+    return scales
+
+
+def _read(tensors: WeightSource, name: str, num_kv_heads: int) -> Tensor:
+    """[1] or [num_kv_heads]"""
+    dtype, shape = tensors.info(name)
+    where = f"{tensors.path(name)}: tensor {name}"
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{where} is {dtype}; scales are {', '.join(_DTYPES)}")
+    values = torch.empty(shape)
+    if values.numel() not in (1, num_kv_heads):
+        raise CheckpointError(
+            f"{where} has shape {list(shape)}: it is neither one scale nor one for each of "
+            f"{num_kv_heads} KV heads"
+        )
+    tensors.read_into(name, WHOLE, values)
+    if not bool((values.isfinite() & (values > 0)).all()):
+        raise CheckpointError(f"{where} is {values.flatten().tolist()}: scales are above 0, finite")
+    return values.view(-1)
+
+
+def _log(sources: dict[tuple[int, int], str], scales: Tensor) -> None:
+    num_layers = len(scales)
+    missing = [key for layer in range(num_layers) for key in ((layer, 0), (layer, 1))]
+    missing = [key for key in missing if key not in sources]
+    if sources and missing:
+        layer, plane = missing[0]
+        log.warning(
+            "kv_scales_missing", count=len(missing), layer=layer, of=("keys", "values")[plane]
+        )
+    log.info(
+        "kv_scales",
+        of_checkpoint=len(sources),
+        smallest=float(scales.min()),
+        largest=float(scales.max()),
+    )
+
+
+def load_kv_scales(model: LayerStack, tensors: WeightSource, kv_layout: KvLayout) -> None:
+    """Gives the attention of a whole model its scales, if the cache is in FP8. Call it before
+    `fuse`. Raises CheckpointError.
+    """
+    if kv_layout.dtype == FP8:
+        shape = kv_layout.num_layers, kv_layout.state.row[1]
+        set_kv_scales(model, read_kv_scales(tensors, *shape))
+
+
+def set_kv_scales(model: LayerStack, scales: Tensor) -> None:
+    """scales [layers of the model, 2, num_kv_heads]"""
+    for layer, own in zip(model.layers, scales, strict=True):
+        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer.self_attn, Attention)
+        layer.self_attn.kv_scales = own.contiguous().to(model.cos.device)

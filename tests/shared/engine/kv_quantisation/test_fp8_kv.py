@@ -1,0 +1,244 @@
+"""A KV cache in FP8: its size, its scales, values beyond its range, and what asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
+from shared.engine.kv_quantisation.kv_scales import read_kv_scales
+from shared.engine.model_config import LatentConfig
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.ranks.messages import RankSetup
+from shared.engine.ranks.rank_executor import load_rank
+from shared.engine.runners.kv_sizing import MemoryReport, num_blocks_in
+from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import kv_layout_of
+from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.weights.load import open_checkpoint
+from shared.errors import CheckpointError, ConfigError
+from shared.kv_layout import FP8
+from tests.shared.engine.parallel.rank_threads import run_ranks
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.quantised import edit_tensors
+from tests.shared.engine.support.steps import Blocks, prefill
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_KV_HEADS = 2, 2
+PROMPT = [(7 * n) % 190 + 3 for n in range(40)]
+ATTENTION = "model.layers.{}.self_attn.{}"
+Edit = Callable[[dict[str, Tensor]], Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder, hidden_size=64, head_dim=32, num_attention_heads=4, intermediate_size=128)
+    return folder
+
+
+@pytest.fixture
+def edited(folder: Path, tmp_path: Path) -> Callable[[Edit], Path]:
+    """A copy of the checkpoint with other tensors."""
+
+    def edit(change: Edit) -> Path:
+        for each in folder.iterdir():
+            (tmp_path / each.name).write_bytes(each.read_bytes())
+        edit_tensors(tmp_path, change)
+        return tmp_path
+
+    return edit
+
+
+def load(folder: Path, **options: Any) -> ModelRunner:
+    chosen = {"dtype": "bfloat16", "kv_dtype": "fp8", "kv_cache_bytes": 1 << 19, **options}
+    return load_runner(folder, num_threads=1, **chosen)
+
+
+def logits_of(runner: ModelRunner) -> Tensor:
+    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
+
+
+def scaled(layer: int, **values: Any) -> dict[str, Tensor]:
+    """`k_scale=…`: tensors of a layer's attention."""
+    names = {name.replace("__", "."): torch.tensor(value) for name, value in values.items()}
+    return {ATTENTION.format(layer, name): value for name, value in names.items()}
+
+
+def test_equal_memory_holds_twice_the_tokens_of_bf16(folder: Path) -> None:
+    config = read_config(folder)
+    layouts = [kv_layout_of(config, dtype, 16) for dtype in (FP8, "bfloat16")]
+    memory = MemoryReport(free=1 << 27, total=1 << 28)
+    fp8, bf16 = (num_blocks_in(memory, each) * each.block_size for each in layouts)
+    assert fp8 >= 1.98 * bf16
+    runners = [load(folder), load(folder, kv_dtype="bf16")]
+    assert runners[0].num_blocks >= 1.98 * runners[1].num_blocks
+    for runner in runners:
+        held = runner.executor.kv_cache.numel() * runner.executor.kv_cache.element_size()
+        assert held <= 1 << 19
+
+
+def test_workers_of_unlike_caches_share_no_kv(folder: Path) -> None:
+    fp8, plain, named = load(folder), load(folder, kv_dtype="auto"), load(folder, kv_dtype="bf16")
+    assert fp8.numerics.kv_dtype == FP8
+    assert fp8.revision == plain.revision == named.revision
+    assert plain.numerics == named.numerics
+    assert plain.kv_layout == named.kv_layout
+    assert not fp8.numerics.may_share_kv(plain.numerics)
+    assert fp8.kv_layout.key != plain.kv_layout.key
+    assert not torch.equal(logits_of(fp8), logits_of(plain))
+    near = torch.nn.functional.cosine_similarity(logits_of(fp8), logits_of(plain))
+    assert near.min() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("names", "heads"),
+    [
+        (("k_scale", "v_scale"), 1),
+        (("k_scale", "v_scale"), NUM_KV_HEADS),
+        (("attn.k_scale", "attn.v_scale"), 1),
+        (("k_proj.k_scale", "v_proj.v_scale"), 1),
+        (("qkv_proj.k_scale", "qkv_proj.v_scale"), 1),
+        (("k_proj.output_scale", "v_proj.output_scale"), 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_are_read_by_every_name(
+    edited: Callable[[Edit], Path], names: tuple[str, str], heads: int, dtype: torch.dtype
+) -> None:
+    values = torch.tensor([[0.5, 0.75], [2.0, 3.0]])[:, :heads].to(dtype)
+    tensors = dict(zip((ATTENTION.format(1, name) for name in names), values, strict=True))
+    path = edited(lambda given: given.update(tensors))
+    with open_checkpoint(path) as source:
+        found = read_kv_scales(source, NUM_LAYERS, NUM_KV_HEADS)
+    assert found[0].eq(1).all()
+    assert found[1].equal(values.float().expand(2, NUM_KV_HEADS))
+
+
+def test_one_scale_may_serve_keys_and_values(edited: Callable[[Edit], Path]) -> None:
+    path = edited(lambda given: given.update(scaled(0, kv_scale=0.5)))
+    with open_checkpoint(path) as source:
+        assert read_kv_scales(source, NUM_LAYERS, NUM_KV_HEADS)[:, :, 0].tolist() == [
+            [0.5, 0.5],
+            [1.0, 1.0],
+        ]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (scaled(0, k_scale=0.0), r"layers\.0\.self_attn\.k_scale is \[0\.0\]: scales are above 0"),
+        (scaled(0, k_scale=-1.0), "scales are above 0, finite"),
+        (scaled(1, v_scale=float("nan")), "scales are above 0, finite"),
+        (scaled(1, v_scale=float("inf")), "scales are above 0, finite"),
+        (scaled(1, v_scale=[1.0, 2.0, 3.0]), r"has shape \[3\]: it is neither one scale nor one"),
+        (scaled(1, v_scale=[]), r"has shape \[0\]: it is neither one scale nor one"),
+        (scaled(1, v_scale=2), "is I64; scales are F32, BF16, F16"),
+        (scaled(0, k_scale=1.0, kv_scale=1.0), "are both a scale of KV"),
+    ],
+)
+def test_bad_scales_are_named(
+    edited: Callable[[Edit], Path], tensors: dict[str, Tensor], message: str
+) -> None:
+    path = edited(lambda given: given.update(tensors))
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+    load(path, kv_dtype="bf16")
+
+
+def test_scales_are_part_of_the_revision_and_of_the_bits(edited: Callable[[Edit], Path]) -> None:
+    path = edited(lambda given: None)
+    plain = load(path)
+    edit_tensors(path, lambda given: given.update(scaled(0, k_scale=0.3, v_scale=0.7)))
+    with_scales = load(path)
+    assert plain.revision != with_scales.revision
+    assert not torch.equal(logits_of(plain), logits_of(with_scales))
+
+
+def test_a_scale_lets_a_cache_hold_large_values_and_others_saturate(
+    edited: Callable[[Edit], Path],
+) -> None:
+    """Values 2,000 times as large as usual, divided out again after attention."""
+
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        for layer in range(NUM_LAYERS):
+            tensors[ATTENTION.format(layer, "v_proj.weight")] *= 2048
+            tensors[ATTENTION.format(layer, "o_proj.weight")] /= 2048
+
+    path = edited(enlarge)
+    expected, saturated = (logits_of(load(path, kv_dtype=each)) for each in ("bf16", "fp8"))
+    edit_tensors(path, lambda given: [given.update(scaled(n, v_scale=64.0)) for n in (0, 1)])
+    fitting = logits_of(load(path))
+    assert saturated.isfinite().all()
+    errors = [(each - expected).abs().mean() for each in (fitting, saturated)]
+    assert errors[0] < 0.2 * errors[1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_keys_that_are_no_numbers_stay_visible(
+    edited: Callable[[Edit], Path], kv_dtype: str
+) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[ATTENTION.format(1, "k_proj.weight")][0, 0] = torch.nan
+
+    assert logits_of(load(edited(spoil), kv_dtype=kv_dtype)).isnan().all()
+
+
+def test_ranks_take_the_scales_of_their_heads(edited: Callable[[Edit], Path]) -> None:
+    path = edited(
+        lambda given: given.update(
+            scaled(0, k_scale=[0.5, 0.25], v_scale=0.7) | scaled(1, k_scale=0.3, v_scale=[0.9, 2.0])
+        )
+    )
+    runner = load(path)
+    expected = logits_of(runner)
+    setup = RankSetup(
+        model_dir=str(path),
+        dtype="bfloat16",
+        kv_dtype=FP8,
+        block_size=16,
+        max_blocks=16,
+        max_context_tokens=256,
+        mode="exact",
+        load_format="auto",
+        num_threads=1,
+        kv=(),
+        masks=-1,
+    )
+
+    def logits(mesh: Mesh) -> tuple[Tensor, str]:
+        loaded = load_rank(setup, mesh)
+        loaded.executor.num_blocks = 16  # type: ignore[attr-defined]
+        line = Blocks(16).line(PROMPT)
+        return prefill(loaded.executor, line, 64), loaded.identity.numerics  # type: ignore[arg-type]
+
+    for found, numerics in run_ranks(MeshShape(2), logits):
+        assert torch.equal(found, expected)
+        assert numerics == str(runner.numerics)
+
+
+def test_auto_follows_the_checkpoint_and_bf16_and_fp8_need_what_they_need(folder: Path) -> None:
+    config = read_config(folder)
+    declared = msgspec.structs.replace(config, declares_fp8_kv=True)
+    latent = LatentConfig(kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8)
+    latents = msgspec.structs.replace(declared, latent=latent)
+    resolved = [
+        resolve_kv_dtype("auto", "float32", each, CPU) for each in (config, declared, latents)
+    ]
+    assert resolved == ["float32", FP8, "float32"]
+    assert resolve_kv_dtype("bf16", "bfloat16", declared, CPU) == "bfloat16"
+    for given, each, message in [
+        ("bf16", config, "kv_dtype bf16 needs activations in bfloat16, not float32"),
+        ("fp8", latents, "kv_dtype fp8: no kernel for latent attention has an FP8 cache"),
+        ("int8", config, "kv_dtype 'int8' is none of auto, bf16, fp8"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            resolve_kv_dtype(given, "float32", each, CPU)
