@@ -57,12 +57,15 @@ def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
     try:
         return ModelCheck(_family(model_dir, choice, tool_format))
     except HearthError as error:
-        return ModelCheck(failure=_one_line(error.message))
+        reason = error.message
     except BaseException as error:  # of files that anybody may have written
-        return ModelCheck(failure=_one_line(f"{model_dir}: {type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+    named = reason if str(model_dir) in reason else f"{model_dir}: {reason}"
+    return ModelCheck(failure=printable_line(named))
 
 
-def _one_line(reason: str) -> str:
+def printable_line(reason: str) -> str:
+    """At most MAX_REASON_CHARS."""
     printable = "".join(char if char.isprintable() else " " for char in reason)
     return " ".join(printable.split())[:MAX_REASON_CHARS]
 
@@ -77,7 +80,7 @@ def _family(model_dir: Path, choice: str, tool_format: str) -> Family:
         if files.tokenizer.num_added_around > MAX_ADDED_AROUND:
             raise ConfigError(f"it adds more than {MAX_ADDED_AROUND} tokens to any text")
     except ConfigError as error:
-        raise ConfigError(f"{model_dir}: tokenizer: {error.message}") from None
+        raise ConfigError(f"tokenizer: {error.message}") from None
     signal.setitimer(signal.ITIMER_PROF, PROGRAM_LIMIT_S)
     if files.chat_template is not None:
         files.chat_template.compiled()

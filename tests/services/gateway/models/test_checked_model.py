@@ -35,3 +35,33 @@ def test_folder_is_checked_again_once_a_file_changes(folder: Path) -> None:
         models.family(folder)
     with pytest.raises(ConfigError, match="cannot be read"):
         models.family(folder / "none")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import nothing_of_this_name", r"check failed \(status 1\): ….*'nothing_of_this_name'$"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", r"more than .* \(status -6\)$"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", r"failed \(status -15\): …$"),
+        ("import sys; sys.stderr.write('x' * 10**6); sys.exit(3)", r"\(status 3\): …x{300}$"),
+    ],
+)
+def test_check_that_ends_early(
+    program: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits are named where they ended it, else what it printed."""
+    (tmp_path / "spoiled_check.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=expected) as raised:
+        checked_family(tmp_path, "", "auto", module="spoiled_check")
+    assert raised.value.message.startswith(f"{tmp_path}: ")
+
+
+def test_failure_names_the_folder(folder: Path) -> None:
+    fields = {"content": {}, "thinking": {"open": "t" * 300, "close": "</t>"}}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["response_template"] = {"fields": fields}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="a mark of 300 characters is too long") as raised:
+        checked_family(folder, "", "template")
+    assert raised.value.message.startswith(f"{folder}: ")
