@@ -44,6 +44,7 @@ from services.gateway.handlers.workers_ai import workers_ai_handlers
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.cors import cors_config
 from services.gateway.http.errors import error_of_http
+from services.gateway.http.server import probes_alone
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.rendered import RenderedMetrics
 from services.gateway.model_list import ModelEntry, ModelList, TenantModels
@@ -316,6 +317,7 @@ def build_app(
         },
         openapi_config=_document(version),
         cors_config=cors_config(cors_origins),
+        middleware=[probes_alone],
         request_max_body_size=max_body_bytes,
         logging_config=None,
     )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import uvicorn
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.http.certificate import Certificate
@@ -25,6 +24,8 @@ from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_withou
 from shared.errors import ConfigError, NoCapacity
 
 ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
+IS_RESERVED = "is_reserved"  # in a request's state: its connection is beyond the limit
+PROBES = ("/health", "/ready", "/metrics")  # served there, too
 OPERATOR = ""  # in the place of a tenant's id
 LISTEN_BACKLOG = 2048  # at most: one turn of the loop may accept all of them
 GRACE_S = 5
@@ -38,17 +39,17 @@ MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
 WRITE_TIMEOUT_S = 30.0  # without a byte taken by the client
-PROBES = ("/health", "/ready", "/metrics")  # also served when all connections are in use
-_ALL_IN_USE = json.dumps(
-    {
-        "error": {
-            "message": "all connections of the gateway are in use",
-            "type": "server_error",
-            "param": None,
-            "code": NoCapacity.code,
-        }
-    }
-).encode()
+
+
+def probes_alone(app: ASGIApp) -> ASGIApp:
+    """An application that raises NoCapacity for other requests of a reserved connection."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["state"].get(IS_RESERVED) and scope["path"] not in PROBES:
+            raise NoCapacity("all connections of the gateway are in use", retry_after_s=1.0)
+        await app(scope, receive, send)
+
+    return served
 
 
 class HeadWithBody:
@@ -74,21 +75,6 @@ class HeadWithBody:
 
     def close(self) -> None:
         self._transport.close()
-
-
-def probes_alone(app: Any) -> Any:
-    """An application that answers 503 to requests other than those of `PROBES`."""
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] in PROBES:
-            await app(scope, receive, send)
-            return
-        headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-        headers.append((b"content-length", str(len(_ALL_IN_USE)).encode()))
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": _ALL_IN_USE, "more_body": False})
-
-    return answer
 
 
 class _Http(HttpToolsProtocol):
@@ -132,8 +118,6 @@ class _Http(HttpToolsProtocol):
         if self._place is None:
             transport.close()
             return
-        if self._place.is_reserved:
-            self.app = probes_alone(self.app)
         self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
         self._wait(self._head_timeout_s)
 
@@ -199,6 +183,7 @@ class _Http(HttpToolsProtocol):
             raise ConnectionError("too many requests wait for their responses")  # ends the parsing
         self.scope["extensions"] = {EXTENSION: self._connection}  # type: ignore[dict-item]
         self.scope["state"][ON_AUTHENTICATED] = self._authenticated
+        self.scope["state"][IS_RESERVED] = self._place is not None and self._place.is_reserved
         if self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
 

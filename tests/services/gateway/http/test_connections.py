@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from services.gateway.http.connections import (
@@ -14,7 +15,7 @@ from services.gateway.http.connections import (
     OpenConnection,
     connections_within,
 )
-from services.gateway.http.server import ON_AUTHENTICATED, WebServer
+from services.gateway.http.server import IS_RESERVED, ON_AUTHENTICATED, PROBES, WebServer
 from shared.errors import Overloaded
 from tests.services.gateway.conftest import Cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
@@ -127,7 +128,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"].startswith("/wait"):
         await receive()
         await asyncio.Event().wait()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+    status = 503 if scope["state"][IS_RESERVED] and scope["path"] not in PROBES else 200
+    await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -191,3 +193,23 @@ async def test_idle_connections_close_and_one_with_a_key_stays(cluster: Cluster)
         assert (await cluster.http.post(CHAT, json=BODY)).status_code == 200
     finally:
         connections.grace_s, connections._max_without_key = given
+
+
+async def test_refusal_beyond_the_limit_has_the_envelope_of_its_path(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = cluster.gateway._web_server.connections
+    monkeypatch.setattr(connections, "max_connections", 0)
+    monkeypatch.setattr(connections, "_evict_of_largest", lambda: False)
+    host, port = cluster.gateway._web_server.address
+    async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        chat = await client.post(CHAT, json=BODY)
+        messages = await client.post("/v1/messages", json=BODY)
+        run = await client.post("/client/v4/accounts/a/ai/run/m", json=BODY)
+        assert (await client.get("/health")).status_code == 200
+    assert {each.headers["retry-after"] for each in (chat, messages, run)} == {"1"}
+    assert chat.json()["error"]["code"] == "no_capacity"
+    assert messages.json()["type"] == "error"
+    assert messages.json()["request_id"]
+    assert run.json()["success"] is False
+    assert {each.status_code for each in (chat, messages, run)} == {503}
