@@ -167,11 +167,13 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
 
 class CompleteRequest(ResponsesRequest, frozen=True, kw_only=True):
     """The body with what the gateway adds. `hearth_history`: the items of the responses before it.
-    `hearth_input`: the items to store, of a large body, whose `input` is empty.
+    Of a large body, whose `input` is empty: `hearth_input`, the items to store, and `hearth_tools`,
+    what items brought.
     """
 
     hearth_history: list[InputItem] | msgspec.UnsetType = msgspec.UNSET
     hearth_input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    hearth_tools: list[PlacedTool] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def history(self) -> list[InputItem]:
@@ -186,6 +188,8 @@ class CompleteRequest(ResponsesRequest, frozen=True, kw_only=True):
     @property
     def item_tools(self) -> list[PlacedTool]:
         """The tools that items bring."""
+        if self.hearth_tools is not msgspec.UNSET:
+            return self.hearth_tools
         places = [(PREVIOUS, each) for each in self.history]
         places += [(f"input[{index}]", each) for index, each in enumerate(self.items)]
         return [

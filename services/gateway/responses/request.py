@@ -9,7 +9,7 @@ from services.gateway.grammars.spellings import ResponseFormat, constraint_of
 from services.gateway.request.conversation import Conversation, ReasoningOptions, chat_prompt
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import SamplingFields
-from services.gateway.responses.fields import TOOL_ITEMS, CompleteRequest, InputItem, TextFormat
+from services.gateway.responses.fields import CompleteRequest, TextFormat
 from services.gateway.responses.input import turns_of
 from services.gateway.responses.tools import options_of
 from shared.errors import InvalidRequest
@@ -52,11 +52,11 @@ def without_prompt(body: CompleteRequest, stored_input: bytes) -> CompleteReques
     """The body without its conversation, but for the tools in it. `stored_input`: the items as they
     are stored, in JSON.
     """
-    tools = [tool for _, tool in body.item_tools]
     return msgspec.structs.replace(
         body,
-        input=[InputItem(type=TOOL_ITEMS[0], tools=tools)] if tools else "",
+        input="",
         hearth_history=msgspec.UNSET,
+        hearth_tools=body.item_tools,
         hearth_input=msgspec.Raw(stored_input),
     )
 

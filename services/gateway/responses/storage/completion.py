@@ -26,7 +26,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 MAX_BYTES = 4 << 20
 MAX_REFERENCED = 64  # responses of which one body names items
-OWN_FIELDS = ("hearth_history", "hearth_input")
+OWN_FIELDS = ("hearth_history", "hearth_input", "hearth_tools")
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -34,6 +34,7 @@ class _Head(msgspec.Struct, frozen=True):
     store: bool | None = None
     hearth_history: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     hearth_input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    hearth_tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _head_decoder = msgspec.json.Decoder(_Head)

@@ -12,6 +12,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.responses.fields import RESPONSES_FIELDS
 from services.gateway.responses.request import to_generation_request, without_prompt
+from services.gateway.responses.tools import left_out, namespaces_of
 from services.gateway.tools.tool import NamedTool
 from shared.errors import HearthError
 
@@ -128,11 +129,19 @@ def test_tools_of_items_join_those_of_the_request() -> None:
 
 def test_a_body_without_its_prompt_has_the_same_tools() -> None:
     """As a large body comes back from the process that tokenizes it."""
-    items = [{"type": "additional_tools", "tools": [CLOCK]}, {"role": "user", "content": "a"}] * 2
+    brought = {"type": "additional_tools", "tools": [{"type": "web_search"}, CLOCK, NAMESPACE]}
+    items = [{"role": "user", "content": "a"}, brought] * 2
     body = RESPONSES_FIELDS.decode(json.dumps({"input": items, "tools": [CLOCK]}).encode())
     short = msgspec.json.encode(without_prompt(body, b"[]"))
-    options = to_generation_request(RESPONSES_FIELDS.decode(short), "m").tools
-    assert options is not None and [each.name for each in options.tools] == ["clock"]
+    decoded = RESPONSES_FIELDS.decode(short)
+    options = to_generation_request(body, "m").tools
+    assert options is not None and [each.name for each in options.tools] == ["clock", "fs__read"]
+    assert to_generation_request(decoded, "m").tools == options
+    assert namespaces_of(decoded.placed_tools) == namespaces_of(body.placed_tools)
+    assert left_out(decoded.placed_tools) == (
+        "input[1].tools[0]: web_search is not hosted here and is left out",
+        "input[3].tools[0]: web_search is not hosted here and is left out",
+    )
 
 
 def test_tools_of_a_namespace_have_both_names() -> None:

@@ -157,6 +157,7 @@ async def test_refusals(
         ({"previous_response_id": unknown}, 404, "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "input[0].id"),
         ({"hearth_history": []}, 400, "hearth_history"),
+        ({"hearth_tools": []}, 400, "hearth_tools"),
         ({"input": [{"role": "assistant", "content": "a"}]}, 400, "input"),  # by the template
         ({"model": "none"}, 404, "model"),
     ]
