@@ -15,7 +15,7 @@ from shared.engine.checkpoint_plan.stored_head import with_stored_head
 from shared.engine.model_config import ModelConfig
 from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
-from shared.engine.quantisation.quantization_config import quantisation_of
+from shared.engine.quantisation.quantization_config import checkpoint_formats
 from shared.errors import CheckpointError
 from shared.tokenizer.checkpoint_file import read_checkpoint_json
 from shared.tokenizer.end_tokens import end_token_ids
@@ -38,7 +38,8 @@ def read_config(model_dir: Path) -> ModelConfig:
     written = head.architectures[0] if head.architectures else ""
     try:
         architecture = supported_architecture(written, head.model_type or "")
-        config = with_formats(FAMILIES[architecture](given), quantisation_of(given))
+        formats = checkpoint_formats(given)
+        config = with_formats(FAMILIES[architecture](given), formats.weights)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
@@ -47,8 +48,13 @@ def read_config(model_dir: Path) -> ModelConfig:
     known = tuple(each for each in ends if 0 <= each < config.vocab_size)
     if len(known) < len(ends):
         log.warning("end_tokens_left_out", path=str(path), token_ids=sorted({*ends} - {*known}))
-    config = msgspec.structs.replace(config, eos_token_ids=known)
-    return with_stored_head(msgspec.structs.replace(config, architecture=architecture), model_dir)
+    config = msgspec.structs.replace(
+        config,
+        eos_token_ids=known,
+        architecture=architecture,
+        declares_fp8_kv=formats.has_fp8_kv,
+    )
+    return with_stored_head(config, model_dir)
 
 
 def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> ModelConfig:

@@ -1,16 +1,17 @@
 """Reads `quantization_config` of a checkpoint's config.json.
 
 Served: `compressed-tensors` with format `pack-quantized` of four bits, and `fp8` in blocks of
-128 x 128 (DeepSeek-V3). Activations are not quantised. Everything else is refused by name.
+128 x 128 (DeepSeek-V3), both with or without a KV cache in FP8; that alone too, also of ModelOpt.
+Activations are not quantised. Everything else is refused by name.
 Sources: compressed-tensors' QuantizationConfig and QuantizationArgs; transformers'
-FineGrainedFP8Config.
+FineGrainedFP8Config; ModelOpt's export of HF checkpoints.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,6 +37,22 @@ class _Weights(msgspec.Struct):
     actorder: str | bool | None = None
 
 
+class _KvCache(msgspec.Struct):
+    """Scales are one of a tensor, or one of each head."""
+
+    num_bits: int
+    type: str = "int"
+    strategy: str | None = None
+    dynamic: bool | str | None = None
+    symmetric: bool | None = None
+
+    @property
+    def is_served(self) -> bool:
+        is_e4m3 = (self.num_bits, self.type) == (8, "float")
+        has_scales = self.strategy in (None, "tensor", "attn_head") and not self.dynamic
+        return is_e4m3 and has_scales and self.symmetric is not False
+
+
 class _Group(msgspec.Struct):
     targets: tuple[str, ...]
     weights: _Weights | None = None
@@ -48,7 +65,7 @@ class _CompressedTensors(msgspec.Struct):
     config_groups: dict[str, _Group]
     format: str | None = None
     ignore: tuple[str, ...] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
+    kv_cache_scheme: _KvCache | None = None
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
 
@@ -59,20 +76,36 @@ class _Fp8(msgspec.Struct):
     fmt: str = "e4m3"
     modules_to_not_convert: tuple[str, ...] | None = None
     ignored_layers: tuple[str, ...] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
+    kv_cache_scheme: _KvCache | None = None
 
 
-def quantisation_of(given: Mapping[str, Any]) -> Quantisation | None:
-    """`given`: config.json. None for a dense checkpoint. Raises CheckpointError."""
+class _ModelOpt(msgspec.Struct):
+    config_groups: dict[str, Any] | None = None
+    quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
+    kv_cache_scheme: _KvCache | None = None
+
+
+class CheckpointFormats(NamedTuple):
+    """`weights` None: dense. `has_fp8_kv`: the checkpoint is made for a KV cache in FP8."""
+
+    weights: Quantisation | None = None
+    has_fp8_kv: bool = False
+
+
+def checkpoint_formats(given: Mapping[str, Any]) -> CheckpointFormats:
+    """`given`: config.json. Raises CheckpointError."""
     written = _written(given)
     if written is None:
-        return None
+        return CheckpointFormats()
     method = written.get("quant_method")
     match method:
         case "compressed-tensors":
             return _compressed_tensors(_read(written, _CompressedTensors), scale_dtype(given))
         case "fp8":
             return _fp8(_read(written, _Fp8))
+        case "modelopt":
+            return _modelopt(_read(written, _ModelOpt))
     raise _refused(f"quant_method {method!r} is not supported")
 
 
@@ -105,12 +138,39 @@ def _read(written: dict[str, Any], kind: type[_T]) -> _T:
         raise CheckpointError(f"{FIELD}: {error}") from None
 
 
-def _compressed_tensors(fields: _CompressedTensors, scale: Literal["BF16", "F32"]) -> Quantisation:
-    if fields.kv_cache_scheme is not None:
-        raise _refused("kv_cache_scheme is not supported: the KV cache is not quantised")
+def _has_fp8_kv(scheme: _KvCache | None) -> bool:
+    if scheme is not None and not scheme.is_served:
+        fields = msgspec.structs.asdict(scheme).items()
+        named = ", ".join(f"{name} {value!r}" for name, value in fields if value is not None)
+        raise CheckpointError(
+            f"{FIELD}: kv_cache_scheme of {named} is not supported, only float of num_bits 8 with "
+            "a stored scale of a tensor or of each attn_head"
+        )
+    return scheme is not None
+
+
+def _modelopt(fields: _ModelOpt) -> CheckpointFormats:
+    """Only of a KV cache."""
+    if fields.quant_algo is not None:
+        raise _refused(f"quant_algo {fields.quant_algo!r} of modelopt is not supported")
+    if fields.kv_cache_quant_algo not in (None, "FP8"):
+        algorithm = fields.kv_cache_quant_algo
+        raise _refused(f"kv_cache_quant_algo {algorithm!r} of modelopt is not supported")
+    is_named = fields.kv_cache_quant_algo is not None
+    if fields.config_groups or not (_has_fp8_kv(fields.kv_cache_scheme) or is_named):
+        raise _refused("quant_method 'modelopt' is not supported but for a KV cache alone")
+    return CheckpointFormats(has_fp8_kv=True)
+
+
+def _compressed_tensors(
+    fields: _CompressedTensors, scale: Literal["BF16", "F32"]
+) -> CheckpointFormats:
+    has_fp8_kv = _has_fp8_kv(fields.kv_cache_scheme)
     for name in ("sparsity_config", "transform_config"):
         if not _is_empty(getattr(fields, name)):
             raise _refused(f"{name} of compressed-tensors is not supported")
+    if not fields.config_groups and has_fp8_kv:
+        return CheckpointFormats(has_fp8_kv=True)
     if not fields.config_groups:
         raise CheckpointError(f"{FIELD}: config_groups is empty")
     groups = [
@@ -120,7 +180,8 @@ def _compressed_tensors(fields: _CompressedTensors, scale: Literal["BF16", "F32"
     for group in groups:
         _check_patterns(group.targets)
     _check_patterns(fields.ignore or ())
-    return Quantisation(groups=tuple(groups), ignored=fields.ignore or ())
+    weights = Quantisation(groups=tuple(groups), ignored=fields.ignore or ())
+    return CheckpointFormats(weights, has_fp8_kv)
 
 
 def _is_empty(section: dict[str, Any] | None) -> bool:
@@ -159,9 +220,8 @@ def _group_size(name: str, weights: _Weights) -> int:
     return size
 
 
-def _fp8(fields: _Fp8) -> Quantisation:
-    if fields.kv_cache_scheme is not None:
-        raise _refused("kv_cache_scheme is not supported: the KV cache is not quantised")
+def _fp8(fields: _Fp8) -> CheckpointFormats:
+    has_fp8_kv = _has_fp8_kv(fields.kv_cache_scheme)
     if fields.weight_block_size is None:
         raise _refused("fp8 per tensor (no weight_block_size) is not supported")
     if fields.weight_block_size != (FP8_BLOCK, FP8_BLOCK):
@@ -174,7 +234,8 @@ def _fp8(fields: _Fp8) -> Quantisation:
     kept = fields.modules_to_not_convert or fields.ignored_layers or ()
     parts = dict.fromkeys(("lm_head", *kept))
     patterns = tuple(rf"re:(.*\.)?{re.escape(each)}(\.|$)" for each in parts)
-    return Quantisation(groups=(ConfigGroup(targets=(LINEAR,), form=Fp8Block()),), ignored=patterns)
+    groups = (ConfigGroup(targets=(LINEAR,), form=Fp8Block()),)
+    return CheckpointFormats(Quantisation(groups=groups, ignored=patterns), has_fp8_kv)
 
 
 def _check_patterns(names: tuple[str, ...]) -> None:

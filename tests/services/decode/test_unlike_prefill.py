@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
+import pytest
+
+from shared.clock import Clock
 from shared.messages import Served, WorkerLoad
 from shared.numerics import Mode
 from tests.services.decode.test_handoff import PROMPT
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import run
 from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.workers import Peer, Received, SimulatedWorker, request_of
+from tests.simulation.world.workers import (
+    CopyingRunner,
+    Peer,
+    Received,
+    SimulatedWorker,
+    request_of,
+)
 
 
 def received_from(mode: Mode, *, prefill_variant: int) -> Received:
     return run_with(mode, prefill_variant=prefill_variant)[0]
 
 
-def run_with(mode: Mode, *, prefill_variant: int) -> tuple[Received, list[WorkerLoad]]:
+class Fp8Runner(CopyingRunner):
+    """Its KV is in another dtype, and the layout of what it reads and writes is the same."""
+
+    def __init__(self, clock: Clock, **options: Any) -> None:
+        super().__init__(clock, **options)
+        self.numerics = msgspec.structs.replace(self.numerics, kv_dtype="float8_e4m3fn")
+
+
+def run_with(
+    mode: Mode, *, prefill_variant: int, prefill_runner: type[CopyingRunner] = CopyingRunner
+) -> tuple[Received, list[WorkerLoad]]:
     """And the loads of both workers afterwards."""
 
     async def main() -> tuple[Received, list[WorkerLoad]]:
         network, plane = SimulatedNetwork(), DataPlane()
         workers = [
             SimulatedWorker(
-                network, plane, "prefill-1", ("prefill",), mode=mode, variant=prefill_variant
+                *(network, plane, "prefill-1", ("prefill",)),
+                mode=mode,
+                variant=prefill_variant,
+                runner_type=prefill_runner,
             ),
             SimulatedWorker(network, plane, "decode-1", ("decode",), mode=mode),
         ]
@@ -58,6 +82,14 @@ def test_exact_decode_computes_the_prompt_that_an_unlike_worker_was_asked_for() 
 
 def test_fast_decode_uses_kv_of_unlike_hardware() -> None:
     assert served_of(received_from("fast", prefill_variant=1)).num_pushed_tokens == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_decode_takes_no_kv_of_a_worker_that_stores_another_dtype(mode: Mode) -> None:
+    received, loads = run_with(mode, prefill_variant=0, prefill_runner=Fp8Runner)
+    assert served_of(received).num_pushed_tokens == 0
+    assert received.output == received_from(mode, prefill_variant=0).output
+    assert loads[0].num_kv_mismatches == 1
 
 
 def test_served_names_the_numerics_of_the_decode_worker() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.engine.models.checkpoint_config import with_formats
+from shared.engine.models.checkpoint_config import read_config, with_formats
 from shared.engine.models.llama import configure
 from shared.engine.quantisation.formats import Fp8Block, Int4, num_stored_bytes
-from shared.engine.quantisation.quantization_config import quantisation_of
+from shared.engine.quantisation.quantisation import Quantisation
+from shared.engine.quantisation.quantization_config import checkpoint_formats
 from shared.errors import CheckpointError
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.quantised import edit_config
 
 PACKED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -48,6 +52,13 @@ KIMI_IGNORED = [
 ]
 
 
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def weights_of(written: dict[str, Any]) -> Quantisation | None:
+    return checkpoint_formats(written).weights
+
+
 def given(changes: dict[str, Any], base: dict[str, Any] = PACKED) -> dict[str, Any]:
     """`changes`: dotted paths -> values."""
     written = copy.deepcopy(base)
@@ -64,24 +75,24 @@ WEIGHTS = "config_groups.group_0.weights"
 
 
 def test_a_dense_checkpoint_has_none() -> None:
-    assert quantisation_of({"dtype": "bfloat16"}) is None
+    assert weights_of({"dtype": "bfloat16"}) is None
 
 
 def test_groups_and_rows_of_int4() -> None:
-    found = quantisation_of(given({}))
+    found = weights_of(given({}))
     assert found is not None
     name = "model.layers.0.mlp.up_proj"
     assert found.format_of(name) == Int4(group=32, is_symmetric=True, scale_dtype="BF16")
     assert found.format_of("lm_head") is None
     changes = {f"{WEIGHTS}.strategy": "channel", f"{WEIGHTS}.group_size": None}
-    found = quantisation_of(given({**changes, f"{WEIGHTS}.symmetric": False}))
+    found = weights_of(given({**changes, f"{WEIGHTS}.symmetric": False}))
     assert found is not None
     assert found.format_of(name) == Int4(group=0, is_symmetric=False, scale_dtype="BF16")
 
 
 def test_scales_have_the_models_dtype() -> None:
     for dtype, expected in (("float16", "F32"), ("bfloat16", "BF16"), (None, "F32")):
-        found = quantisation_of({**given({}), "dtype": dtype})
+        found = weights_of({**given({}), "dtype": dtype})
         assert found is not None
         form = found.format_of("model.layers.0.mlp.up_proj")
         assert isinstance(form, Int4)
@@ -91,7 +102,7 @@ def test_scales_have_the_models_dtype() -> None:
 def test_ignored_layers_of_kimi() -> None:
     """The layers' names are those of a language model beside an image encoder."""
     outer = given({"ignore": KIMI_IGNORED})
-    found = quantisation_of({**outer, "text_config": outer, "architectures": ["KimiK25"]})
+    found = weights_of({**outer, "text_config": outer, "architectures": ["KimiK25"]})
     assert found is not None
     dense = (
         "lm_head",
@@ -106,7 +117,7 @@ def test_ignored_layers_of_kimi() -> None:
 
 def test_names_of_fp8_that_are_not_converted() -> None:
     for field in ("modules_to_not_convert", "ignored_layers"):
-        found = quantisation_of(given({field: ["mlp.gate", "model.layers.1.mlp.up_proj"]}, FP8))
+        found = weights_of(given({field: ["mlp.gate", "model.layers.1.mlp.up_proj"]}, FP8))
         assert found is not None
         assert found.format_of("model.layers.1.mlp.gate_proj") == Fp8Block()
         for name in ("model.layers.1.mlp.gate", "model.layers.1.mlp.up_proj", "lm_head"):
@@ -122,7 +133,7 @@ def test_layers_have_formats() -> None:
         "num_attention_heads": 2,
     }
     ignored = given({"ignore": [r"re:.*layers\.0\..*"]})
-    config = with_formats(configure(fields), quantisation_of(ignored))
+    config = with_formats(configure(fields), weights_of(ignored))
     first, second = (layer.formats for layer in config.layers)
     assert first is not None
     assert second is not None
@@ -156,7 +167,7 @@ def test_bytes_of_formats() -> None:
         ({f"{WEIGHTS}.actorder": "group"}, "actorder 'group' is not supported"),
         ({f"{WEIGHTS}.num_bits": "four"}, "Expected `int`, got `str`"),
         ({"config_groups": {}}, "config_groups is empty"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of num_bits 8, type 'int' is not"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config of compressed"),
         ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config of compressed"),
         ({"ignore": ["re:("]}, "'re:(' is no pattern"),
@@ -177,11 +188,60 @@ def test_other_formats_are_refused_by_name(changes: dict[str, Any], message: str
         ({"weight_block_size": [64, 64]}, "fp8 with weight_block_size [64, 64]"),
         ({"activation_scheme": "static"}, "fp8 with activation_scheme 'static'"),
         ({"fmt": "e5m2"}, "fp8 with fmt 'e5m2'"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of num_bits 8, type 'int' is not"),
     ],
 )
 def test_other_fp8_is_refused(changes: dict[str, Any], message: str) -> None:
     assert_refused(given(changes, FP8), message)
+
+
+@pytest.mark.parametrize("base", [PACKED, FP8])
+def test_a_cache_in_fp8_may_stand_beside_any_weights(base: dict[str, Any]) -> None:
+    plain = checkpoint_formats(given({}, base))
+    assert not plain.has_fp8_kv
+    for strategy in ("tensor", "attn_head"):
+        scheme = {**SCHEME, "strategy": strategy, "observer": "minmax"}
+        found = checkpoint_formats(given({"kv_cache_scheme": scheme}, base))
+        assert found == plain._replace(has_fp8_kv=True)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt", "kv_cache_scheme": SCHEME},
+    ],
+)
+def test_only_the_cache_may_be_in_fp8(written: dict[str, Any], tmp_path: Path) -> None:
+    assert checkpoint_formats({"quantization_config": written}) == (None, True)
+    write_llama(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(quantization_config=written))
+    config = read_config(tmp_path)
+    assert config.declares_fp8_kv
+    assert not config.is_quantised
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo 'FP8' of modelopt is not"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "'NVFP4' of modelopt is"),
+        *(
+            ({**PACKED, "kv_cache_scheme": {**SCHEME, **changes}}, message)
+            for changes, message in (
+                ({"type": "int"}, "kv_cache_scheme of num_bits 8, type 'int'"),
+                ({"num_bits": 4}, "kv_cache_scheme of num_bits 4, type 'float'"),
+                ({"dynamic": True}, "dynamic True is not supported"),
+                ({"strategy": "group"}, "strategy 'group', dynamic False is not supported"),
+                ({"symmetric": False}, "symmetric False is not supported"),
+                ({"num_bits": "8"}, "Expected `int`, got `str`"),
+            )
+        ),
+    ],
+)
+def test_other_caches_are_refused(written: dict[str, Any], message: str) -> None:
+    assert_refused({"quantization_config": written}, message)
 
 
 def test_two_configs_must_agree() -> None:
@@ -192,7 +252,7 @@ def test_two_configs_must_agree() -> None:
     )
     assert_refused({**given({}), "text_config": inner}, message)
     only_inner = {"text_config": inner}
-    found = quantisation_of(only_inner)
+    found = weights_of(only_inner)
     assert found is not None
     form = found.format_of("model.layers.0.mlp.up_proj")
     assert form == Int4(group=64, is_symmetric=True, scale_dtype="BF16")
@@ -204,7 +264,7 @@ def test_what_is_no_object() -> None:
 
 def assert_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as error:
-        quantisation_of(config)
+        checkpoint_formats(config)
     assert message in error.value.message
     assert "\n" not in error.value.message
     assert error.value.message.startswith("quantization_config")
