@@ -14,13 +14,12 @@ def read_given_file(path: Path, *, what: str) -> bytes:
     """`what`: begins the errors, such as the option. `-`: standard input. Raises ConfigError."""
     try:
         if str(path) == "-":
-            data = sys.stdin.read(MAX_BYTES + 1).encode()
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             with path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{what} {path}: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}") from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{what} {path} has more than {MAX_BYTES} bytes")
     return data

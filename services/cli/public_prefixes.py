@@ -29,6 +29,7 @@ from shared.tenancy.pinned_prefix import (
     TooManyPrefixes,
 )
 from shared.tls import TlsFiles
+from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ def _row(entry: Entry) -> dict[str, Any]:
 def _messages(text: str) -> list[dict[str, Any]]:
     try:
         messages = msgspec.json.decode(text, type=list[PrefixMessage])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the file is not a list of messages: {error}") from error
     if not messages:
         raise ConfigError("the prefix is empty")

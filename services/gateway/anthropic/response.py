@@ -48,6 +48,7 @@ from services.gateway.output.framing import Framing, TextEvent
 from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
 from services.gateway.request.endpoint import ResponseContext
 from shared.errors import HearthError
+from shared.transport.wire_errors import UNREADABLE
 
 _encode = msgspec.json.Encoder().encode
 STOP_REASONS: dict[str, StopReason] = {
@@ -226,7 +227,7 @@ def _input(call: ToolCallResult) -> dict[str, Any] | None:
     """None for arguments that are no JSON object."""
     try:
         values = msgspec.json.decode(call.arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return values if isinstance(values, dict) else None
 

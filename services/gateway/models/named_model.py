@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.transport.wire_errors import UNREADABLE
+
 
 class _Body(msgspec.Struct, frozen=True):
     model: str | None = None
@@ -25,5 +27,5 @@ def named_model(data: bytes, kind: str) -> str | None:
         if kind == "dry_run":
             return _dry_run_decoder.decode(data).request.model
         return _decoder.decode(data).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None

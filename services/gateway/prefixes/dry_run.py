@@ -23,6 +23,7 @@ from services.gateway.request.preparation import PreparedRequest
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
+from shared.transport.wire_errors import UNREADABLE
 
 CONTEXT_TOKENS = 8  # returned as text before the divergence
 
@@ -40,7 +41,7 @@ def to_generation_request(data: msgspec.Raw, param: str, default_model: str) -> 
     """Raises the same InvalidRequest as the route of the body."""
     try:
         is_chat = msgspec.json.decode(data, type=_Peek).messages is not NULL
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InvalidRequest(f"{param}: {error}", param=param) from error
     if is_chat:
         return chat.to_generation_request(chat.CHAT_FIELDS.decode(data), default_model)

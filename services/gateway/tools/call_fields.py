@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from services.gateway.tools.value_bounds import check_values
 from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.transport.wire_errors import UNREADABLE
 
 MAX_CALLS = 1024  # of one message
 MAX_ID_CHARS = 256
@@ -79,6 +80,6 @@ def _is_object(text: str, param: str) -> bool:
     try:
         values = msgspec.json.decode(text)
         check_values([values], param)
-    except (msgspec.DecodeError, RecursionError, PayloadTooLarge):
+    except (*UNREADABLE, PayloadTooLarge):
         return False
     return isinstance(values, dict)

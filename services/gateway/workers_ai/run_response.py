@@ -28,6 +28,7 @@ from services.gateway.output.framing import Framing
 from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
 from services.gateway.workers_ai.envelope import Message, Success
 from services.gateway.workers_ai.errors import DialectErrors
+from shared.transport.wire_errors import UNREADABLE
 
 _encode = msgspec.json.Encoder().encode
 WARNING_CODE = 1000
@@ -165,5 +166,5 @@ def _value(text: str) -> Any:
     """What the JSON says; the text itself where it is cut."""
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return text

@@ -56,7 +56,7 @@ class Referred:
     @property
     def num_bytes(self) -> int:
         stored = sum(each.num_bytes for each in (*self.chain, *self.referenced))
-        return stored + sum(map(len, self.opened.values()))
+        return stored + sum(len(each.encode()) for each in self.opened.values())
 
     async def read(self, hold: Callable[[int], None]) -> bytes:
         """Raises UnknownResponse, StoreUnavailable, and what `hold` raises."""

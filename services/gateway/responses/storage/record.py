@@ -11,6 +11,7 @@ import msgspec
 from services.gateway.responses.fields import Content, InputItem
 from services.gateway.responses.ids import item_id
 from services.gateway.responses.storage.errors import UnknownResponse
+from shared.transport.wire_errors import UNREADABLE
 
 PREVIOUS = "previous_response_id"
 UNKNOWN = "there is no response with this id"
@@ -79,7 +80,7 @@ def decoded_record(data: bytes, param: str) -> ResponseRecord:
     """Raises UnknownResponse for an unreadable record."""
     try:
         return _record_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise UnknownResponse(UNKNOWN, param=param) from error
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.gateway.responses.ids import item_id, response_id
 from services.gateway.responses.storage import references, scripts
 from services.gateway.responses.storage import store as stores
-from services.gateway.responses.storage.completion import Completion
+from services.gateway.responses.storage.completion import Completion, Referred
 from services.gateway.responses.storage.errors import UnknownResponse
 from services.gateway.responses.storage.record import PREVIOUS, ResponseRecord, decoded_record
 from services.gateway.responses.storage.references import merged
@@ -167,6 +167,17 @@ async def test_chain_is_bounded(stored: Stored, monkeypatch: pytest.MonkeyPatch)
         await stored.store.read(TENANT, chain, PREVIOUS)
     with pytest.raises(UnknownResponse):
         await stored.store.chain(TENANT, second.id)
+
+
+def test_unreadable_records_are_unknown() -> None:
+    for data in (b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa2id\xa1\xff", b"\x80", b""):
+        with pytest.raises(UnknownResponse):
+            decoded_record(data, "p")
+
+
+def test_sealed_texts_count_in_bytes(stored: Stored) -> None:
+    found = Referred(stored.store, TENANT, (), (), {"sealed": "日本"}, 10)
+    assert found.num_bytes == 6
 
 
 async def test_state_is_counted_before_it_is_read(stored: Stored) -> None:
