@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 import structlog
 
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.config import WorkerConfig
 from shared.engine.kv_transfer.frame_codec import load_codec
@@ -65,7 +66,7 @@ class ProcessDataPlane:
             loading = asyncio.to_thread(
                 load_codec, self._config.kv_compression, self._memory.kv_layout.dtype
             )
-            self._codec = asyncio.create_task(loading)
+            self._codec = start_awaited(loading)
         return await self._codec
 
 

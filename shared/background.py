@@ -5,20 +5,29 @@ handler, which ends a service process: peers notice that, but not a hang with go
 
 Work on one item of others (a client's request, a tenant's record, a model, a peer) that raises ends
 the item alone: others would lose theirs with the process.
+
+`start_awaited` is for work that has callers, who get its exception. No other place starts a task:
+asyncio holds tasks weakly, and an exception that nobody awaits stays in the task unseen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
+
+from shared.errors import HearthError
 
 log = structlog.get_logger(__name__)
 
 TASK_FAILED = "a background task failed"
 CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
+T = TypeVar("T")
+_awaited: set[asyncio.Future[Any]] = set()
 
 
 class Background:
@@ -42,6 +51,14 @@ class Background:
         self._tasks[task] = None
         task.add_done_callback(self._ended)
         return task
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def idle(self) -> None:
+        """Returns when all tasks of now have ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
         """Cancels all tasks and returns when they have ended.
@@ -70,6 +87,23 @@ async def _item(work: Coroutine[object, object, None], fail: Callable[[Exception
         log.exception("item_failed", work=getattr(work, "__qualname__", repr(work)))
         with failing_alone("item_not_ended"):
             fail(error)
+
+
+def start_awaited(work: Awaitable[T], *expected: type[Exception]) -> asyncio.Task[T]:
+    """Starts work that others await or cancel. They may all have left when it raises: what is
+    neither a HearthError nor `expected` is logged, too.
+    """
+    task = asyncio.ensure_future(work)
+    _awaited.add(task)
+    task.add_done_callback(partial(_awaited_ended, (HearthError, *expected)))
+    return task
+
+
+def _awaited_ended(expected: tuple[type[Exception], ...], task: asyncio.Future[Any]) -> None:
+    _awaited.discard(task)
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, Exception) and not isinstance(error, expected):
+        log.error("awaited_work_failed", task=repr(task), exc_info=error)
 
 
 @contextlib.contextmanager

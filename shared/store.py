@@ -20,6 +20,7 @@ import redis.asyncio
 import redis.exceptions
 from redis.commands.core import AsyncScript
 
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.messages import StoreLoad
@@ -219,7 +220,7 @@ class RedisStore:
             if not task.cancelled() and task.exception() is None:
                 self._round_trip.add(self._clock.now() - began_at)
 
-        task = asyncio.ensure_future(call())
+        task = start_awaited(call(), redis.exceptions.RedisError, OSError)
         self._calls.add(task)
         task.add_done_callback(end)
         return task

@@ -20,6 +20,7 @@ from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
 from services.local.supervisor import Event
+from shared.background import start_awaited
 from shared.clock import Clock, MonotonicClock
 from shared.log import configure_logging
 from shared.telemetry.line_writer import replace_standard_streams
@@ -40,7 +41,7 @@ async def _up(options: UpOptions, *, is_check: bool) -> None:
         state_parent=clusters_dir(),
         report=display.report,
     )
-    serving = asyncio.create_task(_serve(cluster, display, console, clock, is_check=is_check))
+    serving = start_awaited(_serve(cluster, display, console, clock, is_check=is_check))
     _stop_on_signals(serving, cluster)
     try:
         await serving

@@ -19,6 +19,7 @@ import msgspec
 
 from services.client.chat_request import first_model, gateway_client
 from services.client.http_client import Connection, Sample, http_request
+from shared.background import start_awaited
 from shared.errors import ConfigError, HearthError
 
 PATH = "/v1/chat/completions"
@@ -238,7 +239,7 @@ async def open_loop(
         return sample
 
     while quota.take():
-        tasks.append(asyncio.create_task(one(load.message(next(prompts)))))
+        tasks.append(start_awaited(one(load.message(next(prompts)))))
         next_arrival += randomness.expovariate(options.rate)
         await asyncio.sleep(max(0.0, next_arrival - time.perf_counter()))
     samples = await asyncio.gather(*tasks)

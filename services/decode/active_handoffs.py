@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +9,7 @@ import structlog
 
 from services.decode.handoff import Handoff
 from services.decode.running_request import RunningRequest
+from shared.background import Background
 from shared.engine.kv_transfer.ports import ReceivePort
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
@@ -36,12 +36,17 @@ class ActiveHandoffs:
         worker: EngineWorker,
         port: ReceivePort,
         on_ended: Callable[[RunningRequest, Handoff, int], None],
+        on_failed: Callable[[RunningRequest], None],
     ) -> None:
-        """Each handoff ends with a call of `on_ended(placement, handoff, num_held_tokens)`."""
+        """Each handoff ends with a call of `on_ended(placement, handoff, num_held_tokens)`; if that
+        raises, of `on_failed(placement)`.
+        """
         self._worker = worker
         self._port = port
         self._on_ended = on_ended
-        self._under_way: dict[Handoff, asyncio.Task[None]] = {}
+        self._on_failed = on_failed
+        self._background = Background()
+        self._under_way: dict[Handoff, None] = {}
         self._awaiting_phases: dict[bytes, RunningRequest] = {}  # by the id of the prefill
         self._num_accepted = 0
         self._num_failed = 0
@@ -58,11 +63,14 @@ class ActiveHandoffs:
 
     def start(self, placement: RunningRequest, candidates: tuple[str, ...]) -> None:
         handoff = placement.handoff = self._handoff(placement, candidates)
-        self._under_way[handoff] = asyncio.create_task(self._run(placement, handoff))
+        self._under_way[handoff] = None
+        self._background.start_item(
+            self._run(placement, handoff), lambda _: self._on_failed(placement)
+        )
 
     async def stop(self) -> None:
         """Waits for the running handoffs, cancelled by the caller, then closes the port."""
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await self._background.idle()
         await self._port.close()
 
     def fail_worker(self, worker_id: str, reason: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from shared.background import start_awaited
 from shared.engine.batching.sequence import Sequence
 from shared.engine.kv_transfer.ports import Receipt, ReceivePort
 from shared.errors import HearthError
@@ -116,7 +117,7 @@ class Handoff:
 
         A worker can be lost long before its reply times out, so the end is not awaited after it.
         """
-        accepting = asyncio.ensure_future(request)
+        accepting = start_awaited(request)
         try:
             await asyncio.wait((accepting, receipt.ended), return_when=asyncio.FIRST_COMPLETED)
             if accepting.done():

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
+import structlog
 
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.choice_grammars import ChoiceGrammars
@@ -41,6 +42,8 @@ from shared.messages import (
 )
 from shared.subjects import control, resend, start_decode
 from shared.transport.bus import failure_of
+
+log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # from the loss of a gateway to the abort of its placements
@@ -77,7 +80,9 @@ class DecodeService:
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before StartDecode
         self._orphaned_since: dict[str, float] = {}
-        self._active_handoffs = ActiveHandoffs(worker, port, self._on_handoff_ended)
+        self._active_handoffs = ActiveHandoffs(
+            worker, port, self._on_handoff_ended, self._on_handoff_failed
+        )
         self._background = Background()
 
     async def start(self) -> None:
@@ -153,16 +158,22 @@ class DecodeService:
             flushed_at=now,
             times=PhaseTimes(started_at=now),
         )
-        self._admit(placement, command.prefill_candidates)
         self._placements[placement_id] = placement
-        for index, sequence in choices.items():
-            first_position = sequence.num_output_tokens
-            output = self._output_buffer.open(
-                placement_id, request.gateway_id, index, first_position
-            )
-            self._unfinished[sequence] = placement, output
+        try:
+            self._admit(placement, command.prefill_candidates)
+            self._open_outputs(placement)
+        except Exception:
+            self._abort(placement_id)
+            raise
         self._worker.loop.wake()
         return self._started(placement)
+
+    def _open_outputs(self, placement: RunningRequest) -> None:
+        placement_id, gateway_id = placement.placement_id, _owner(placement)
+        for index, sequence in placement.choices.items():
+            first_position = sequence.num_output_tokens
+            output = self._output_buffer.open(placement_id, gateway_id, index, first_position)
+            self._unfinished[sequence] = placement, output
 
     def _check_admission(self, placement_id: bytes) -> None:
         worker_id = self._worker.worker_id
@@ -194,6 +205,10 @@ class DecodeService:
         else:
             self._activate(placement, num_held)
         self._worker.loop.wake()
+
+    def _on_handoff_failed(self, placement: RunningRequest) -> None:
+        """The gateway misses the placement's tokens, and tries another worker."""
+        self._abort(placement.placement_id)
 
     def _activate(self, placement: RunningRequest, num_held_tokens: int) -> None:
         self._engine.activate(placement.prompt, num_held_tokens)
@@ -240,14 +255,21 @@ class DecodeService:
         self._grammars.step_ended()
         now, began_at = self._worker.clock.now(), self._worker.loop.reported_began_at
         for each in progress:
-            choice = self._unfinished.get(each.sequence)
-            if choice is None:
-                self._on_prompt(each, now)
-                continue
-            choice[0].times.record_step(began_at)
-            if each.token_ids or each.finish_reason:
-                self._emit(*choice, each, now)
+            try:
+                self._on_progress(each, now, began_at)
+            except Exception:  # the others of the step continue
+                log.exception("progress_failed")
+                self._abort(placement_id_of(each.sequence))
         self._token_flusher.step_ended(is_idle=not self._unfinished)
+
+    def _on_progress(self, progress: StepProgress, now: float, began_at: float) -> None:
+        choice = self._unfinished.get(progress.sequence)
+        if choice is None:
+            self._on_prompt(progress, now)
+            return
+        choice[0].times.record_step(began_at)
+        if progress.token_ids or progress.finish_reason:
+            self._emit(*choice, progress, now)
 
     def _on_prompt(self, progress: StepProgress, now: float) -> None:
         """Forks a computed shared prompt, or fails its choices. Ignores sequences that this service
@@ -318,7 +340,7 @@ class DecodeService:
             return
         self._active_handoffs.forget(placement)
         for sequence in placement.choices.values():
-            del self._unfinished[sequence]
+            self._unfinished.pop(sequence, None)
         if placement.handoff is not None:
             placement.handoff.cancel()
         else:

@@ -37,6 +37,7 @@ from services.local.several_models import store_models, wait_until_served
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
 from services.processes.child_processes import Child, ProcessSpec, kill_children, start_child
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
@@ -145,7 +146,7 @@ class LocalCluster:
         If a process ends before that, stops all processes and raises ProcessEnded; logs remain.
         """
         failure = self._supervisor.failure
-        starting = asyncio.create_task(self._start())
+        starting = start_awaited(self._start())
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.wait({starting, failure}, return_when=asyncio.FIRST_COMPLETED)

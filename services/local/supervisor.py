@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import structlog
+
 from services.processes.child_processes import (
     Child,
     ProcessSpec,
@@ -23,8 +25,11 @@ from services.processes.child_processes import (
     stop_children,
 )
 from services.processes.log_files import bound_logs_while_running
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError
+
+log = structlog.get_logger(__name__)
 
 POLL_S = 0.02
 LISTEN_TIMEOUT_S = 10.0
@@ -58,14 +63,14 @@ class Supervisor:
         Once started, an end of the process sets `failure` or, while serving, restarts the process.
         """
         await self._start(spec)
-        self._supervisions.append(asyncio.create_task(self._supervise(spec)))
+        self._supervisions.append(start_awaited(self._supervise(spec)))
         await self._wait_until_up(spec)
 
     def serve(self) -> None:
         """From now on a process that ends is restarted."""
         self._is_serving = True
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
-        self._supervisions.append(asyncio.create_task(bounding))
+        self._supervisions.append(start_awaited(bounding))
 
     def _logs_in_use(self) -> list[Path]:
         return [each.log_path for each in self._children.values()]
@@ -118,9 +123,17 @@ class Supervisor:
             pause_s = MIN_PAUSE_S if lived_s > MAX_PAUSE_S else min(MAX_PAUSE_S, 2 * pause_s)
             await self._clock.sleep(pause_s)
             self._report(spec.process_id, "restarting", "")
-            with contextlib.suppress(HearthError):  # the next iteration reports its end
-                await self._start(spec)
-                await self._wait_until_up(spec)
+            await self._restart(spec)
+
+    async def _restart(self, spec: ProcessSpec) -> None:
+        """What fails is tried again: `_supervise` finds the last process ended."""
+        try:
+            await self._start(spec)
+            await self._wait_until_up(spec)
+        except HearthError:
+            pass  # the end of the process is reported
+        except Exception:  # without descriptors or memory, a start raises any error
+            log.exception("not_restarted", process=spec.process_id)
 
     def _report(self, process_id: str, event: Event, details: str) -> None:
         with contextlib.suppress(Exception):  # a display that fails must not end a supervision

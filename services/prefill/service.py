@@ -7,13 +7,12 @@ in every case.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 import msgspec
 import structlog
 
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
 from shared.engine.kv_transfer.ports import Push, PushPort
@@ -45,7 +44,6 @@ class Prefill:
     push: Push
     lease_until: float
     deadline_at: float
-    task: asyncio.Task[None]
     accepted_at: float
     first_step_at: float | None = None
     computed_at: float = 0.0  # the last step
@@ -56,7 +54,7 @@ class PrefillService:
         self._worker = worker
         self._port = port
         self._prefills: dict[bytes, Prefill] = {}
-        self._background = Background()
+        self._background, self._pushing = Background(), Background()
 
     async def start(self) -> None:
         self._worker.count(self._counted)
@@ -75,8 +73,7 @@ class PrefillService:
 
     async def drain(self) -> None:
         """Waits for all prefills, so that decode still receives their KV."""
-        tasks = [prefill.task for prefill in self._prefills.values()]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pushing.idle()
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -93,13 +90,17 @@ class PrefillService:
         self._worker.check_tokens(sequence)
         self._worker.check_hashes(request, request.token_ids)
         self._worker.loop.engine.add(sequence)
-        push = self._port.start(
-            request.placement_id,
-            sequence,
-            first_token=request.first_token,
-            targets=request.targets,
-            link_key=request.link_key,
-        )
+        try:
+            push = self._port.start(
+                request.placement_id,
+                sequence,
+                first_token=request.first_token,
+                targets=request.targets,
+                link_key=request.link_key,
+            )
+        except Exception:
+            self._worker.loop.engine.release(sequence)
+            raise
         now = self._worker.clock.now()
         self._prefills[request.placement_id] = Prefill(
             request,
@@ -107,9 +108,9 @@ class PrefillService:
             push,
             lease_until=now + request.lease_s,
             deadline_at=now + request.deadline_s,
-            task=asyncio.create_task(self._deliver(request, sequence, push)),
             accepted_at=now,
         )
+        self._pushing.start_item(self._deliver(request, sequence, push), is_logged)
         self._worker.loop.wake()
         return PrefillAccepted(placement_id=request.placement_id)
 
@@ -143,14 +144,22 @@ class PrefillService:
             prefill = self._prefills.get(sequence_id)
             if prefill is None:
                 continue
-            if each.error is not None:
+            error = each.error or self._computed(prefill, each.sequence)
+            if error is not None:
                 prefill.push.cancel()
-                self._send_failed(prefill.request.decode_worker_id, sequence_id, each.error)
-            else:
-                if prefill.first_step_at is None:
-                    prefill.first_step_at = self._worker.loop.reported_began_at
-                prefill.computed_at = self._worker.clock.now()
-                prefill.push.computed(each.sequence.num_computed_tokens)
+                self._send_failed(prefill.request.decode_worker_id, sequence_id, error)
+
+    def _computed(self, prefill: Prefill, sequence: Sequence) -> Exception | None:
+        """Returns what ends this prefill alone."""
+        try:
+            if prefill.first_step_at is None:
+                prefill.first_step_at = self._worker.loop.reported_began_at
+            prefill.computed_at = self._worker.clock.now()
+            prefill.push.computed(sequence.num_computed_tokens)
+        except Exception as error:
+            log.exception("progress_failed")
+            return error
+        return None
 
     def _on_control(self, message: AbortRequest | RenewLease) -> None:
         match message:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from services.processes.log_files import last_line, open_log
+from shared.background import start_awaited
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import send_signal
 
@@ -73,7 +74,7 @@ async def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
         return
     for child in living:
         send_signal(child.process, signal.SIGTERM)
-    waits = [asyncio.create_task(child.process.wait()) for child in living]
+    waits = [start_awaited(child.process.wait()) for child in living]
     _, late = await asyncio.wait(waits, timeout=grace_s)
     if late:
         kill_children(living)

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from shared.background import failing_alone
 from shared.clock import Clock
 
 MAX_LOG_BYTES = 8 << 20  # of a log; its last MAX_LOG_BYTES or more before that are in `.log.1`
@@ -43,7 +44,8 @@ async def bound_logs_while_running(
 ) -> None:
     """Until it is cancelled. `in_use`: logs of running processes, which are not removed."""
     while True:
-        await asyncio.to_thread(bound_logs, folder, in_use())
+        with failing_alone("logs_not_bounded"):  # no memory for a thread
+            await asyncio.to_thread(bound_logs, folder, in_use())
         await clock.sleep(CHECK_S)
 
 

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import xxhash
 
+from shared.background import start_awaited
+
 T = TypeVar("T")
 
 CHUNK_BYTES = 256 * 1024
@@ -50,7 +52,7 @@ def grown(buffer: memoryview, num_bytes: int) -> memoryview:
 
 async def to_the_end(work: Awaitable[T]) -> T:
     """Awaits work that accesses our memory: a cancelled caller returns only once it has ended."""
-    task = asyncio.ensure_future(work)
+    task = start_awaited(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

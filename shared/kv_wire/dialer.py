@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from shared.background import start_awaited
 from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
@@ -56,9 +57,9 @@ class Dialer:
             return link
         dial = self._dials.get(target.instance_id)
         if dial is None:
-            dial = asyncio.get_running_loop().create_task(self._dial(target, link_key))
+            dial = start_awaited(self._dial(target, link_key))
             self._dials[target.instance_id] = dial
-            dial.add_done_callback(lambda done: self._dialled(target.instance_id, done))
+            dial.add_done_callback(lambda _: self._dials.pop(target.instance_id))
         return await asyncio.shield(dial)
 
     async def close(self) -> None:
@@ -68,11 +69,6 @@ class Dialer:
         await asyncio.gather(*dials, return_exceptions=True)
         for link in list(self._links.values()):
             await link.close()
-
-    def _dialled(self, instance_id: bytes, dial: asyncio.Task[StagedLink]) -> None:
-        del self._dials[instance_id]
-        if not dial.cancelled():
-            dial.exception()  # marks it retrieved, since every caller may have been cancelled
 
     async def _dial(self, target: DataPlaneAddress, link_key: LinkKey | None) -> StagedLink:
         def forget(ended: StagedLink) -> None:

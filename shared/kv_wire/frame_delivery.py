@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import LinkLost
 from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
@@ -44,7 +45,7 @@ class FrameDelivery:
         self._waiting: deque[Arrival] = deque()
         self._arrived = asyncio.Event()
         self._has_ended = False
-        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.task = start_awaited(self._run())
 
     def announce(self, frame: Frame) -> None:
         """Call when a frame starts to arrive. Raises ProtocolError if the frame is invalid."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from shared.background import Background, is_logged
 from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
@@ -66,10 +67,11 @@ class KvServer:
         self._link_keys = link_keys
         self._placements = ExpectedPushes()
         self._receptions: set[Reception] = set()
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes = Background()
         self._listeners = listeners
-        loop = asyncio.get_running_loop()
-        self._accepting = [loop.create_task(self._accept(listener)) for listener in listeners]
+        self._accepting = Background()
+        for listener in listeners:
+            self._accepting.start_own(self._accept(listener))
 
     @classmethod
     async def start(
@@ -128,10 +130,8 @@ class KvServer:
 
     async def close(self) -> None:
         """Ends all connections and cancels deliveries in progress. Idempotent."""
-        tasks = [*self._accepting, *self._handshakes]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._accepting.stop()
+        await self._handshakes.stop()
         for listener in self._listeners:
             listener.close()
         receptions = list(self._receptions)
@@ -157,9 +157,7 @@ class KvServer:
             if len(self._receptions) + len(self._handshakes) >= MAX_CONNECTIONS:
                 _dismiss(sock, f"the receiver is at its limit of {MAX_CONNECTIONS} connections")
                 continue
-            task = loop.create_task(self._welcome(sock))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            self._handshakes.start_item(self._welcome(sock), is_logged)
 
     async def _welcome(self, sock: socket.socket) -> None:
         sock.setblocking(False)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import structlog
 import uvloop
 
-from shared.background import TASK_FAILED, Background
+from shared.background import TASK_FAILED, Background, start_awaited
 from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.log import configure_logging
@@ -79,12 +79,12 @@ async def _live(
     drain_timeout_s: float,
     metrics: tuple[str, int] | None,
 ) -> None:
-    asyncio.get_running_loop().set_exception_handler(_die)
+    asyncio.get_running_loop().set_exception_handler(die)
     if metrics is not None:
         build = _reporting(build, *metrics)
     stopping = _on_signals()
-    starting = asyncio.create_task(_start(build))
-    stopped = asyncio.create_task(stopping.wait())
+    starting = start_awaited(_start(build))
+    stopped = start_awaited(stopping.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         await _abandon(starting)
@@ -155,7 +155,7 @@ def freeze_gc_heap() -> None:
     gc.set_threshold(MAX_YOUNG_OBJECTS)
 
 
-def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Exits if a background task raised: peers detect an exit sooner than a hang.
 
     Other errors, such as a client's lost connection, are only logged.

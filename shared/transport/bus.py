@@ -19,7 +19,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
-from shared.background import Background
+from shared.background import Background, is_logged, start_awaited
 from shared.clock import Clock
 from shared.errors import (
     ERROR_BY_CODE,
@@ -259,7 +259,7 @@ class NatsBus:
         self.process_id = process_id
         self._client = client
         self._sender_check = SenderCheck()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving = Background()
         self._watch = Background()
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -291,7 +291,7 @@ class NatsBus:
         requires_tls = "tls://" in url
         client = DirectClient(requires_tls=requires_tls, key=key)
         events = _ConnectionEvents(client)
-        connecting = asyncio.ensure_future(
+        connecting = start_awaited(
             client.connect(
                 servers.urls,
                 user=user,  # also for the servers that the first one names
@@ -432,12 +432,12 @@ class NatsBus:
         async def answer(reply_to: str, reply: Message | Awaitable[Message]) -> None:
             message = reply if isinstance(reply, Message) else await reply
             try:
-                await self._client.publish(reply_to, self._payload(message))
-            except (nats.errors.Error, HearthError) as error:
+                await self._client.publish(reply_to, self._reply_payload(message))
+            except (nats.errors.Error, OSError) as error:
                 log.warning("reply_failed", subject=subject, error=str(error))
 
         async def take(wire_subject: str, reply_to: str, data: bytes) -> None:
-            if len(self._tasks) >= MAX_SERVED_AT_ONCE:
+            if len(self._serving) >= MAX_SERVED_AT_ONCE:
                 rejection = Overloaded("too many requests at once", retry_after_s=1.0)
                 await answer(reply_to, failure_of(rejection))
                 return
@@ -446,9 +446,7 @@ class NatsBus:
             if isinstance(reply, Message):
                 await answer(reply_to, reply)
                 return
-            task = asyncio.create_task(answer(reply_to, reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._serving.start_item(answer(reply_to, reply), is_logged)
 
         subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
         return partial(self._stop_serving, subscription)
@@ -472,9 +470,7 @@ class NatsBus:
             except nats.errors.Error as error:
                 log.warning("nats_flush_failed", error=repr(error))
         await self._client.close()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._serving.stop()
 
     def _payload(self, message: Message) -> bytes:
         data = _encode(message)
@@ -484,6 +480,14 @@ class NatsBus:
                 f"the message has {len(data)} bytes; this bus accepts at most {limit}"
             )
         return data
+
+    def _reply_payload(self, message: Message) -> bytes:
+        """A reply that cannot be encoded, or is too large, becomes a Failure: its caller waits."""
+        try:
+            return self._payload(message)
+        except Exception as error:
+            log.warning("reply_not_encoded", reply=type(message).__name__, exc_info=error)
+            return self._payload(failure_of(error))
 
     def _headers(self, message: Message, data: bytes) -> dict[str, str] | None:
         """The W3C's trace context of the request to which the message belongs: others on the bus

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from shared.background import TASK_FAILED, Background, failing_alone
+from shared.background import TASK_FAILED, Background, failing_alone, start_awaited
+from shared.store import StoreUnavailable
 
 
 async def test_swallowed_cancellation_is_repeated() -> None:
@@ -82,3 +86,40 @@ async def test_item_that_is_cancelled_does_not_fail() -> None:
     background.start_item(asyncio.sleep(60), failed.append)
     await background.stop()
     assert failed == []
+
+
+async def test_error_of_awaited_work_reaches_its_callers_and_is_logged_if_unexpected() -> None:
+    async def work(error: Exception) -> None:
+        raise error
+
+    expected, bug = (StoreUnavailable("away"), OSError(5, "EIO")), KeyError("x")
+    with capture_logs() as logs:
+        for error in (*expected, bug):
+            task = start_awaited(work(error), OSError)
+            with pytest.raises(type(error)):
+                await asyncio.shield(task)
+        abandoned = start_awaited(work(bug))
+        await asyncio.wait({abandoned})
+        await asyncio.sleep(0)
+    assert [each["exc_info"] for each in logs] == [bug, bug]
+
+
+async def test_awaited_work_without_a_caller_is_not_collected() -> None:
+    class Peer:
+        """What the task waits for refers to the task alone, and nothing else to both."""
+
+        def __init__(self) -> None:
+            self.reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def work(self) -> None:
+            await self.reply
+
+    peer = Peer()
+    alive = weakref.ref(start_awaited(peer.work()))
+    await asyncio.sleep(0)
+    reply = weakref.ref(peer.reply)
+    del peer
+    gc.collect()
+    task = alive()
+    assert task is not None and reply() is not None
+    task.cancel()

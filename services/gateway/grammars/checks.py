@@ -13,6 +13,7 @@ from hashlib import blake2b
 from services.gateway.grammars.tenant_cache import Bounds, TenantCache
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import Checked, CheckJob, ProcessSetup, Rejected
+from shared.background import start_awaited
 
 CHECK_PROCESS = "services.gateway.grammars.check_process"
 CHECK_NICENESS = 5  # more than the gateway's, which streams to everybody
@@ -48,9 +49,9 @@ class GrammarChecks:
         place = (tenant_id, key)
         running = self._running.get(place)
         if running is None:
-            running = asyncio.create_task(self._run(tenant_id, setup, key, request))
+            running = start_awaited(self._run(tenant_id, setup, key, request))
             self._running[place] = running
-            running.add_done_callback(lambda task: self._ended(place, task))
+            running.add_done_callback(lambda _: self._running.pop(place))
         # A client that leaves does not end the check: that would end its process, too.
         return await asyncio.shield(running)
 
@@ -65,8 +66,3 @@ class GrammarChecks:
         num_bytes = len(reply.plan) if isinstance(reply, Checked) else len(reply.reason)
         self._verdicts.put(tenant_id, key, reply, num_bytes)
         return reply
-
-    def _ended(self, place: Place, task: asyncio.Task[Verdict]) -> None:
-        del self._running[place]
-        if not task.cancelled():
-            task.exception()  # also if every client has left

@@ -23,6 +23,7 @@ from services.gateway.output.results import Results
 from services.gateway.request.opener import OpenResponse
 from services.gateway.request.request_output import ClientDisconnected, ClientSlow
 from services.gateway.tenancy.errors import RateLimited
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 
@@ -74,10 +75,10 @@ class GenerationResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
         self.merger.unsent.watch(lambda: self._end_large(connection), is_streamed=self.is_streamed)
-        watcher = asyncio.create_task(self._watch(receive, connection))
+        watcher = start_awaited(self._watch(receive, connection))
         try:
             if self.is_streamed:
-                self._comments = asyncio.create_task(self._keep_alive(send))
+                self._comments = start_awaited(self._keep_alive(send))
                 await self._send_events(send, connection)
             else:
                 await self._send_body(send, connection)

@@ -21,6 +21,7 @@ from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from services.gateway.http.connections import Connections, OpenConnection
 from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
+from shared.background import Background, start_awaited
 from shared.errors import ConfigError, NoCapacity
 
 ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
@@ -306,6 +307,7 @@ class WebServer:
             config.ssl = certificate.context
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._background = Background()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -314,12 +316,20 @@ class WebServer:
 
     async def start(self) -> None:
         """Returns once the server accepts connections; raises the error of a failed start."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        listening = asyncio.create_task(self._server.is_listening.wait())
+        self._task = start_awaited(self._server.serve(sockets=[self._socket]))
+        listening = start_awaited(self._server.is_listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()
         if self._task.done():
             self._task.result()
+        self._background.start_own(self._serve())
+
+    async def _serve(self) -> None:
+        """A gateway whose server ends without `stop` would live on with no client."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+        if not self._server.should_exit:
+            raise RuntimeError("the HTTP server has ended")
 
     def close_after_responses(self) -> None:
         """Each later response ends its connection: clients connect to another gateway."""
@@ -334,7 +344,8 @@ class WebServer:
             self._socket.close()
             return
         self._server.should_exit = True
-        await self._task
+        await asyncio.wait({self._task})
+        await self._background.stop()
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from shared.background import start_awaited
 from shared.clock import Clock
 
 MAX_AGE_S = 1.0
@@ -25,7 +26,7 @@ class RenderedMetrics:
         now = self._clock.now()
         began_at, text = self._texts.get(names, (0.0, None))
         if text is None or now - began_at >= MAX_AGE_S:
-            text = asyncio.ensure_future(asyncio.to_thread(self._render, names))
+            text = start_awaited(asyncio.to_thread(self._render, names))
             self._texts[names] = (now, text)
         try:
             return await asyncio.shield(text)

@@ -19,6 +19,7 @@ import structlog
 
 from services.gateway.models.served_text import ServedText
 from services.gateway.text.recently_used import RecentlyUsed
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import NoCapacity
 from shared.transport.struct_types import examine_struct_types
@@ -74,8 +75,8 @@ class LoadedTexts:
         self._check_pause(source)
         task = self._loading.get(source)
         if task is None:
-            task = self._loading[source] = asyncio.create_task(self._read(source))
-            task.add_done_callback(lambda ended: self._ended(source, ended))
+            task = self._loading[source] = start_awaited(self._read(source))
+            task.add_done_callback(lambda _: self._loading.pop(source))
         try:
             async with asyncio.timeout(MAX_WAIT_S):
                 return await asyncio.shield(task)  # other requests wait for it, too
@@ -102,11 +103,6 @@ class LoadedTexts:
         except Exception as error:  # the edge to files that are not ours
             loaded = error
         return loaded, self._clock.now() - began_at
-
-    def _ended(self, source: Source, task: asyncio.Task[ServedText]) -> None:
-        del self._loading[source]
-        if not task.cancelled():
-            task.exception()  # also if every client has left
 
     def _fail(self, source: Source, reason: str, load_s: float) -> None:
         now = self._clock.now()

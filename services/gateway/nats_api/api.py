@@ -27,7 +27,7 @@ from services.gateway.nats_api.errors import RequestCancelled
 from services.gateway.nats_api.reply import GATEWAY, EncodeError, Reply, openai_error
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
 from services.gateway.request.supported_fields import SupportedFields
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, Overloaded, PayloadTooLarge
 from shared.subjects import (
     API_GROUP,
@@ -164,7 +164,7 @@ class NatsApi:
         request = ServedRequest(self._parts, message, response)
         self._running[client_id, request.request_id] = request
         self._num_running[client_id] += 1
-        task = asyncio.create_task(self._serve(request))
+        task = self._background.start_item(self._serve(request), is_logged)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

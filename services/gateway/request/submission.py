@@ -54,6 +54,7 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.preparation_pool import MAX_BATCH
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.template_renderer import NO_VARIABLES, Messages
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
@@ -356,7 +357,7 @@ class Submission:
         """Checks the grammar while the conversation is rendered."""
         if generation.output is None and generation.tools is None:
             return await self._rendered(generation, tenant_id, text), None
-        check = asyncio.create_task(
+        check = start_awaited(
             text.grammars.checked_plan(
                 generation.output,
                 generation.tools,

@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 from services.gateway.tenancy.errors import UnknownTenant
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
 from shared.store import BREAKER_S, STORE_TIMEOUT_S, Store, StoreRejected, StoreUnavailable
@@ -117,19 +118,14 @@ class ApiKeys:
             return self._unexpired(known)
         lookup = self._lookups.get(digest)
         if lookup is None:  # concurrent requests share one lookup
-            lookup = asyncio.create_task(self._look_up(digest))
+            lookup = start_awaited(self._look_up(digest))
             self._lookups[digest] = lookup
-            lookup.add_done_callback(lambda ended: self._end(digest, ended))
+            lookup.add_done_callback(lambda _: self._lookups.pop(digest))
         if known is not None:
             await asyncio.wait({lookup}, timeout=KNOWN_KEY_WAIT_S)
             if not lookup.done():
                 return self._unexpired(known)
         return await asyncio.shield(lookup)
-
-    def _end(self, digest: str, lookup: asyncio.Task[TenantRecord]) -> None:
-        del self._lookups[digest]
-        if not lookup.cancelled():
-            lookup.exception()  # marks it retrieved: its request may not have waited
 
     async def _look_up(self, digest: str) -> TenantRecord:
         try:

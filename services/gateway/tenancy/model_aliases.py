@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from services.gateway.tenancy.api_keys import KNOWN_KEY_WAIT_S, REFRESH_S, SECOND_TRY_S
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
 from shared.store import Store, StoreRejected, StoreUnavailable
@@ -145,19 +146,14 @@ class ModelAliases:
     ) -> _TenantAliases:
         lookup = self._lookups.get(tenant_id)
         if lookup is None:  # concurrent requests share one look-up
-            lookup = asyncio.create_task(self._look_up(tenant_id))
+            lookup = start_awaited(self._look_up(tenant_id))
             self._lookups[tenant_id] = lookup
-            lookup.add_done_callback(lambda ended: self._end(tenant_id, ended))
+            lookup.add_done_callback(lambda _: self._lookups.pop(tenant_id))
         if known is not None and (name is None or name in known):
             await asyncio.wait({lookup}, timeout=KNOWN_KEY_WAIT_S)
             if not lookup.done():
                 return known
         return await asyncio.shield(lookup)
-
-    def _end(self, tenant_id: str, lookup: asyncio.Task[_TenantAliases]) -> None:
-        del self._lookups[tenant_id]
-        if not lookup.cancelled():
-            lookup.exception()  # marks it retrieved: its request may not have waited
 
     async def _look_up(self, tenant_id: str) -> _TenantAliases:
         try:

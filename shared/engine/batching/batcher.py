@@ -112,7 +112,7 @@ class Batcher:
         """Removes the sequence from the queues; the caller releases its blocks."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
-        elif sequence.state is SequenceState.WAITING:
+        elif sequence.state is SequenceState.WAITING and sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def schedule(

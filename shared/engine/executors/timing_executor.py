@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.background import start_awaited
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
@@ -46,7 +47,7 @@ class TimingExecutor:
         if len(self._steps) >= self.depth:
             raise ValueError(f"{len(self._steps)} steps are in flight, at most {self.depth} may be")
         plan, masks = self._plans.build(rows)
-        step = asyncio.create_task(self._compute(encode(plan), masks, self._last))
+        step = start_awaited(self._compute(encode(plan), masks, self._last))
         self._steps[plan.step] = self._last = step
         return plan.step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from shared.background import start_awaited
 from shared.engine.kv_transfer.ports import Push
 
 
@@ -27,7 +28,7 @@ class JoinedPush:
             push.cancel()
 
     async def run(self) -> bool:
-        tasks = [asyncio.create_task(push.run()) for push in self._pushes]
+        tasks = [start_awaited(push.run()) for push in self._pushes]
         try:
             if tasks:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

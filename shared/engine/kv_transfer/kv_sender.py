@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.engine.runner import KvMemory, KvRun
 from shared.kv_layout import KvShard, first_sent
@@ -137,7 +138,7 @@ class KvSender:
         if self._is_cancelled:
             return
         header = self._next_header()
-        self._sends.append(asyncio.create_task(self._send(link, header)))
+        self._sends.append(start_awaited(self._send(link, header)))
         self._sent[header.group] += header.num_tokens
         self._num_frames += 1
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.gateway.request.request_output import RequestOutput
+from services.gateway.streams import streams
+from services.scheduler.candidates import size_of
+from shared.engine.kv_transfer.kv_sender import KvSender
+from shared.kv_wire.expected_pushes import ExpectedPushes
+from shared.kv_wire.kv_server import KvServer
+from shared.lifecycle import heartbeat
 from tests.services.live_cluster import MODEL, LiveCluster
+from tests.services.scheduler.literals import submit_of
 
 ROOT = Path(__file__).resolve().parents[3]
 ERRORS = (
@@ -49,17 +58,50 @@ async def resync_is_given_up(cluster: LiveCluster) -> None:
     assert "prefill-1" not in cluster.index._resyncs
 
 
-async def probe_is_skipped(cluster: LiveCluster) -> None:
-    last = cluster.scheduler.health_monitor.fleet.heartbeat_of("decode-1")
-    assert last is not None
+async def late_peer_is_not_asked(cluster: LiveCluster) -> None:
     monitor = cluster.scheduler.health_monitor
-    for work in (monitor._request(last), monitor._probe("decode-1")):
-        await monitor._background.start_item(work, lambda error: None)
+    last = monitor.fleet.heartbeat_of("decode-1")
+    assert last is not None
+    late = [[last]]
+    monitor.fleet.late = lambda now: late.pop() if late else []  # type: ignore[method-assign]
+    await until(lambda: not late and not monitor._requested)
+    del monitor.fleet.late
+
+
+async def round_trip_is_not_measured(cluster: LiveCluster) -> None:
+    trips = cluster.scheduler.health_monitor.requests.round_trips
+    due = [["decode-1"]]
+    trips.due_for_probe = lambda now: due.pop() if due else []  # type: ignore[method-assign]
+    await until(lambda: not due)
+    await asyncio.sleep(0)
+    del trips.due_for_probe
 
 
 async def abort_is_lost(cluster: LiveCluster) -> None:
     cluster.scheduler._abandon("decode-1", b"p" * 16)
     await asyncio.sleep(0)
+
+
+async def failure_is_lost(cluster: LiveCluster) -> None:
+    ticket = cluster.scheduler._admission.enqueue(submit_of("lost"), 0.0)
+    cluster.scheduler._fail(ticket, RuntimeError("the request fails"))
+    await asyncio.sleep(0)
+
+
+async def lane_is_probed_later(cluster: LiveCluster) -> None:
+    scheduler = cluster.scheduler
+    now = scheduler._clock.now
+    ticket = scheduler._admission.enqueue(submit_of("blocked", model="none"), now())
+    assert scheduler._admission.pop(now()) is ticket
+    scheduler._workers.lane(ticket.lane.served).decodes.opens_at = lambda *_: now()
+    scheduler._block(ticket, size_of(ticket))
+    await until(lambda: ticket.lane not in scheduler._opening)
+    assert scheduler._admission.remove("blocked")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
 
 
 # What is broken, its method, and what happens to the item.
@@ -69,6 +111,7 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "output": (lambda it: RequestOutput, "on_tokens", chat_gives(500)),
     "end of output": (lambda it: RequestOutput, "_count", chat_gives(200)),
     "stored response": (lambda it: it.gateway.response_store, "_now", response_is_not_stored),
+    "admission": (lambda it: it.scheduler._admission, "enqueue", chat_gives(500)),
     "placement": (lambda it: it.scheduler, "_match", chat_gives(500)),
     "placed": (lambda it: it.scheduler, "_started", chat_gives(500)),
     "abort": (lambda it: it.scheduler, "_send", abort_is_lost),
@@ -78,21 +121,96 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
         chat_gives(200),
     ),
     "resync": (lambda it: it.index, "_try_resync", resync_is_given_up),
-    "probe": (lambda it: it.scheduler.health_monitor, "_request_alive", probe_is_skipped),
+    "failure": (lambda it: it.scheduler, "_send", failure_is_lost),
+    "lane": (lambda it: it.scheduler, "_probe", lane_is_probed_later),
+    "late peer": (lambda it: it.scheduler.health_monitor, "_request_alive", late_peer_is_not_asked),
+    "probe": (lambda it: it.scheduler.health_monitor, "_request_alive", round_trip_is_not_measured),
 }
+
+
+def decode_of(cluster: LiveCluster) -> Any:
+    return cluster.decode._handlers[0]
+
+
+def prefill_of(cluster: LiveCluster) -> Any:
+    return cluster.prefill._handlers[0]
+
+
+# Faults that another try, another worker or the worker itself makes up for.
+PASSING: dict[str, tuple[Callable[[LiveCluster], Any], str]] = {
+    "admission of decode": (decode_of, "_admit"),
+    "outputs of decode": (lambda it: decode_of(it)._output_buffer, "open"),
+    "token": (decode_of, "_emit"),
+    "end of a handoff": (lambda it: decode_of(it)._engine, "activate"),
+    "expected push": (lambda it: decode_of(it)._active_handoffs._port, "expect"),
+    "received frame": (lambda it: ExpectedPushes, "deliver"),
+    "admission of prefill": (lambda it: prefill_of(it)._port, "start"),
+    "computed prompt": (lambda it: KvSender, "computed"),
+    "pushed frame": (lambda it: KvSender, "_send"),
+    "connection of a push": (lambda it: KvServer, "_open_tcp"),
+}
+
+
+def raising(error: Exception, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises like the function in whose place it is: an async one once it is awaited."""
+
+    def fail(*arguments: object, **fields: object) -> None:
+        raise error
+
+    async def fail_when_awaited(*arguments: object, **fields: object) -> None:
+        raise error
+
+    return fail_when_awaited if inspect.iscoroutinefunction(work) else fail
+
+
+async def test_fault_that_passes_costs_no_request_and_no_block(
+    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "TOKEN_TIMEOUT_S", 0.2)
+    for name, (owner_of, method) in PASSING.items():
+        for number, error in enumerate(ERRORS):
+            owner, errors = owner_of(cluster), [error]
+            work = getattr(owner, method)
+
+            def fail_once(
+                *arguments: object,
+                work: Any = work,
+                errors: list[Exception] = errors,
+                **fields: Any,
+            ) -> object:
+                if errors:
+                    raise errors.pop()
+                return work(*arguments, **fields)
+
+            await cluster.prefill._handlers[0]._port._dialer.close()  # the next push connects
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, method, fail_once)
+                async with asyncio.timeout(20):
+                    answer = await cluster.chat(f"{number} {name}: a prompt that is in no cache")
+                    await everything_has_ended(cluster)
+            assert answer.json()["usage"]["completion_tokens"] == 8
+            assert (errors, ended) == ([], []), name
+
+
+async def everything_has_ended(cluster: LiveCluster) -> None:
+    decode, prefill = decode_of(cluster), prefill_of(cluster)
+    while (
+        decode.num_unfinished + prefill.num_unfinished + len(decode._active_handoffs._under_way)
+        or not decode._engine.is_idle
+        or not prefill._worker.loop.engine.is_idle
+    ):
+        await asyncio.sleep(0.005)
 
 
 async def test_item_fails_and_every_process_lives(
     cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(heartbeat, "MEASURE_S", 0.05)
     for name, (owner_of, method, outcome) in FAULTS.items():
         for error in ERRORS:
-
-            def fail(*arguments: object, error: Exception = error, **fields: object) -> object:
-                raise error
-
+            owner = owner_of(cluster)
             with monkeypatch.context() as patch:
-                patch.setattr(owner_of(cluster), method, fail)
+                patch.setattr(owner, method, raising(error, getattr(owner, method)))
                 async with asyncio.timeout(20):
                     await outcome(cluster)
             assert ended == [], f"{name}: {error!r} ends the process"
@@ -105,6 +223,7 @@ OWN = {
     "services/cli/status.py": ("_judge",),
     "services/decode/service.py": ("run", "_sweep"),
     "services/gateway/cluster/feed.py": ("_run",),
+    "services/gateway/http/server.py": ("_serve",),
     "services/gateway/nats_api/api.py": ("run", "_join"),
     "services/gateway/service.py": ("run", "run", "watch"),
     "services/gateway/streams/stream_driver.py": ("_tick",),
@@ -117,7 +236,9 @@ OWN = {
     "services/prefill/service.py": ("_sweep",),
     "services/scheduler/service.py": ("loop",),
     "shared/engine/loop.py": ("_run", "_tick", "_count_experts"),
+    "shared/engine/ranks/kv/rank_kv.py": ("_count",),
     "shared/engine/worker.py": ("_send_kv_events", "_expire_pins", "_leave"),
+    "shared/kv_wire/kv_server.py": ("_accept",),
     "shared/lifecycle/heartbeat.py": ("_beat", "_watch", "_measure", "fail"),
     "shared/lifecycle/process.py": ("follow",),
     "shared/transport/bus.py": ("_fail_when_lost",),
@@ -127,19 +248,59 @@ OWN = {
 
 def test_only_loops_of_a_process_itself_may_end_it() -> None:
     found: dict[str, tuple[str, ...]] = {}
-    for folder in ("services", "shared"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            names = tuple(_started_as_own(ast.parse(path.read_text())))
-            if names:
-                found[str(path.relative_to(ROOT))] = names
+    for path in _sources():
+        names = tuple(_started_as_own(path))
+        if names:
+            found[str(path.relative_to(ROOT))] = names
     assert found == OWN
 
 
-def _started_as_own(tree: ast.AST) -> Iterator[str]:
+def _started_as_own(path: Path) -> Iterator[str]:
     """The names of what `start_own` is called with, in the order of the file."""
-    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
-    for call in sorted(calls, key=lambda each: each.lineno):
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "start_own":
+    for call in sorted(_calls(path), key=lambda each: each.lineno):
+        if _name(call) == "start_own":
             (started,) = call.args
             function = started.func if isinstance(started, ast.Call) else started
             yield function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+
+
+# What starts a task elsewhere: nobody may see its exception, and asyncio holds it weakly.
+STARTS = ("create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe")
+
+
+def test_tasks_are_started_by_one_module() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in _sources()
+        if path != ROOT / "shared/background.py"
+        for call in _calls(path)
+        if _name(call) in STARTS
+    }
+    assert found == set()
+
+
+def test_what_is_awaited_has_an_owner() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in _sources()
+        if any(_name(call) == "start_awaited" for call in _calls(path))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if _name(node.value) == "start_awaited"
+    }
+    assert found == set()
+
+
+def _sources() -> Iterator[Path]:
+    for folder in ("services", "shared", "kernels"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+@cache
+def _calls(path: Path) -> tuple[ast.Call, ...]:
+    tree = ast.parse(path.read_text())
+    return tuple(each for each in ast.walk(tree) if isinstance(each, ast.Call))
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)

@@ -6,9 +6,11 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
+from services.local import supervisor as module
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
 from services.processes.child_processes import ProcessSpec, ending
@@ -198,3 +200,20 @@ def test_last_line_skips_blank_lines(tmp_path: Path) -> None:
 )
 def test_exit_status_in_words(returncode: int, words: str) -> None:
     assert ending(returncode) == words
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("no thread")])
+async def test_start_that_raises_is_tried_again(
+    supervisor: Supervisor,
+    recorder: EventRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    monkeypatch.setattr(module, "MIN_PAUSE_S", 0.01)
+    await supervisor.launch(spec("decode-1", SLEEPER))
+    supervisor.serve()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "start_child", AsyncMock(side_effect=error))
+        os.kill(supervisor.pid_of("decode-1"), signal.SIGKILL)
+        await recorder.until("decode-1", "restarting", 2)
+    await recorder.until("decode-1", "started", 2)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from services.processes import log_files
 from services.processes.log_files import bound_logs, last_line, open_log
+from shared.clock import MonotonicClock
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +65,15 @@ def test_log_that_cannot_be_bounded_leaves_the_others_bounded(tmp_path: Path) ->
         (tmp_path / f"{name}.log").write_text("x\n" * 200)
     bound_logs(tmp_path)
     assert [(tmp_path / f"{name}.log").stat().st_size for name in ("b", "z")] == [0, 0]
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("no thread")])
+async def test_logs_that_cannot_be_bounded_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tried = Mock(side_effect=[error, error, asyncio.CancelledError])
+    monkeypatch.setattr(log_files, "bound_logs", tried)
+    monkeypatch.setattr(log_files, "CHECK_S", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        await log_files.bound_logs_while_running(tmp_path, MonotonicClock())
+    assert tried.call_count == 3

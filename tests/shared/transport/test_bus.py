@@ -488,3 +488,21 @@ async def test_request_during_unsubscribe_gets_reply_or_no_responders(
         outcomes = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(each, Done | NoResponders) for each in outcomes), outcomes
         assert isinstance(outcomes[-1], NoResponders)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_reply_that_cannot_be_sent_is_a_failure(connect: Connect, is_async: bool) -> None:
+    gateway, scheduler = await connect("gateway-1"), await connect("scheduler-1")
+    replies = iter([ListBlocks(cursor=2**64), BlocksRemoved(block_hashes=bytes(9 << 20)), Done()])
+
+    async def later(message: CancelQueued) -> object:
+        return next(replies)
+
+    handler = later if is_async else lambda message: next(replies)
+    await scheduler.serve(subjects.SUBMIT, CancelQueued, handler)
+    await scheduler.flush()
+    cancel = CancelQueued(request_id="r", gateway_id="gateway-1")
+    for error in (HearthError, PayloadTooLarge):
+        with pytest.raises(error):
+            await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=5)
+    assert await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=5) == Done()

@@ -11,12 +11,14 @@ import socket
 import traceback
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from threading import Thread
 from typing import Any
 
 import msgspec
 import structlog
 
+from shared.background import Background
 from shared.clock import MonotonicClock
 from shared.engine.ranks.kv.kv_channel import KvChannel
 from shared.engine.ranks.kv.kv_messages import (
@@ -44,6 +46,7 @@ from shared.engine.ranks.kv.rank_pushes import RankPushes
 from shared.engine.ranks.kv.rank_receipts import RankReceipts
 from shared.errors import HearthError
 from shared.kv_layout import KvShard
+from shared.lifecycle.process import die
 from shared.messages import DataPlaneAddress
 
 log = structlog.get_logger(__name__)
@@ -65,22 +68,22 @@ class RankKv:
         self._open_pushes: RankPushes | None = None
         self._open_receipts: RankReceipts | None = None
         self._counted = Counted()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     async def run(self) -> None:
         """Ends with the leader's end of the channel."""
-        counting = asyncio.create_task(self._count())
+        self._background.start_own(self._count())
         async for message in self._channel.messages():
             match message:
                 case Call(number=number, command=command):
-                    self._start(number, self._begin(command))
+                    self._start(number, command)
                 case Computed():
                     self._pushes.computed(message)
                 case CancelPush(placement_id=placement_id):
                     self._pushes.cancel(placement_id)
                 case ForgetWorker(prefill_worker_id=worker_id):
                     self._receipts.port.forget_worker(worker_id)
-        counting.cancel()
+        await self._background.stop()
 
     @property
     def _pushes(self) -> RankPushes:
@@ -129,22 +132,31 @@ class RankKv:
 
     # ── answers and counts ───────────────────────────────────────────────────────────────────────
 
-    def _start(self, number: int, work: Coroutine[Any, Any, Result]) -> None:
-        task = asyncio.create_task(self._answer(number, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start(self, number: int, command: Command) -> None:
+        """One command fails, the rank goes on."""
+        fail = partial(self._fail, number)
+        try:
+            work = self._begin(command)
+        except Exception as error:
+            log.exception("kv_command_failed")
+            fail(error)
+        else:
+            self._background.start_item(self._answer(number, work), fail)
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, Result]) -> None:
-        reply: Answer | CallFailed
         try:
-            reply = Answer(number, await work)
+            result = await work
         except HearthError as error:
-            reply = CallFailed(number, error.code, error.message)
-        except Exception as error:  # one command fails, the rank goes on
-            log.exception("kv_command_failed")
-            reply = CallFailed(number, HearthError.code, f"{type(error).__name__}: {error}")
+            self._fail(number, error)
+        else:
+            self._report_counts()
+            self._channel.send(Answer(number, result))
+
+    def _fail(self, number: int, error: Exception) -> None:
+        if not isinstance(error, HearthError):
+            error = HearthError(f"{type(error).__name__}: {error}")
         self._report_counts()
-        self._channel.send(reply)
+        self._channel.send(CallFailed(number, error.code, error.message))
 
     async def _count(self) -> None:
         while True:
@@ -180,6 +192,7 @@ def start_rank_kv(descriptor: int, memory: RankMemory, sent: KvShard, *, own_hos
     """
 
     async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(die)
         channel = await KvChannel.open(socket.socket(fileno=descriptor), _decoder)
         await RankKv(channel, memory, sent, own_host).run()
 

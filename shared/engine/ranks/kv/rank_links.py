@@ -10,6 +10,7 @@ from itertools import count
 import msgspec
 import structlog
 
+from shared.background import start_awaited
 from shared.engine.ranks.kv.kv_channel import KvChannel
 from shared.engine.ranks.kv.kv_messages import (
     Answer,
@@ -55,7 +56,7 @@ class RankLinks:
         if self._channels:
             return
         self._channels = [await KvChannel.open(each, _decoder) for each in self._sockets]
-        self._readers = [asyncio.create_task(self._read(rank)) for rank in self.ranks]
+        self._readers = [start_awaited(self._read(rank)) for rank in self.ranks]
 
     def listen(self, listener: Listener) -> None:
         """`listener(rank, event)` gets each event, and None when the rank is lost."""

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
 from services.gateway.http.server import MAX_PIPELINED, HeadWithBody, WebServer
+from shared.background import TASK_FAILED
 from tests.services.gateway.conftest import until
 
 HEAD_S, BODY_S = 0.2, 0.8  # the difference covers delays of the client on a busy machine
@@ -211,3 +213,13 @@ async def test_kernel_disconnects_lost_peers() -> None:
         assert accepted.getsockopt(tcp, socket.TCP_KEEPIDLE) == 60
         assert accepted.getsockopt(tcp, socket.TCP_NOTSENT_LOWAT) == 64 * 1024
         writer.close()
+
+
+async def test_server_that_ends_by_itself_ends_the_process() -> None:
+    reported: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: reported.append(context["message"]))
+    async with asyncio.timeout(20), started() as server:
+        server._server.on_tick = AsyncMock(side_effect=OSError(24, "Too many open files"))  # type: ignore[method-assign]
+        await until(lambda: bool(reported))
+    assert reported == [TASK_FAILED]
