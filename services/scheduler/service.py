@@ -31,7 +31,7 @@ from services.scheduler.residency.policies import policy_of
 from services.scheduler.roles.role_changes import RoleChanges
 from services.scheduler.unserved import UnservedRequests
 from shared import subjects
-from shared.background import Background, is_logged
+from shared.background import Background, failing_alone, is_logged
 from shared.clock import Clock, MonotonicClock
 from shared.config import SchedulerConfig, check
 from shared.errors import (
@@ -263,13 +263,15 @@ class SchedulerService:
         self._decide_residency(now)
         closed = self._starts.closed(now)
         for lane in self._blocked.all():
-            is_served = self._workers.has_worker(
-                lane.served, closed, lane.regions, features=lane.needs
-            )
-            if is_served and self._admission.has_any(lane):
-                self._probe(lane)  # workers also become free between heartbeats
-            else:
-                self._unblock(lane)
+            with failing_alone("lane_not_retried"):
+                self._retry_lane(lane, closed)
+
+    def _retry_lane(self, lane: Lane, closed: set[str]) -> None:
+        is_served = self._workers.has_worker(lane.served, closed, lane.regions, features=lane.needs)
+        if is_served and self._admission.has_any(lane):
+            self._probe(lane)  # workers also become free between heartbeats
+        else:
+            self._unblock(lane)
 
     def _decide_residency(self, now: float) -> None:
         self._residency.decide(self._admission.held(), self._unserved.waiting_for_hosts(), now)

@@ -201,6 +201,9 @@ class Workers:
     async def _follow(self, template: _Template) -> None:
         try:
             await self._read(template)
+        except Exception:
+            log.exception("template_not_read")
+            self._replace(template)
         finally:
             self._template_ended(template, await template.process.wait())
 
@@ -284,8 +287,11 @@ class Workers:
                 return await future
         except TimeoutError:
             log.warning("template_does_not_fork", pid=template.process.pid)
-            if self._template is template:  # else another launch has replaced it
-                self._template = None
-            template.replaced.set()
-            self._end_if_unused(template)
+            self._replace(template)
             raise
+
+    def _replace(self, template: _Template) -> None:
+        if self._template is template:  # else another launch has replaced it
+            self._template = None
+        template.replaced.set()
+        self._end_if_unused(template)

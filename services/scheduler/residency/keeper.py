@@ -207,6 +207,9 @@ class ResidencyKeeper:
 
     def _give_up(self, place: Place, actions: list[Action], error: Exception) -> None:
         self._drop(place, actions)
+        for action in actions:
+            if isinstance(action, Park):
+                self._orders.park_ended(_key(action), self._clock.now(), is_parked=False)
 
     def _drop(self, place: Place, actions: list[Action]) -> None:
         if self._acting.get(place) is actions:

@@ -16,9 +16,12 @@ from services.host.hosted_catalogue import HostedRevision
 from services.host.records import Records
 from services.host.service import HostService
 from services.host.sources import ModelSource
+from services.host.workers import workers as module
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.clock import MonotonicClock
 from shared.config import HostConfig
+from shared.errors import ConfigError
+from shared.messages import Heartbeat
 from shared.randomness import SystemRandomness
 from tests.services.faults.test_item_faults import ERRORS
 from tests.simulation.world.store import MemoryStore
@@ -99,3 +102,66 @@ async def test_command_that_raises_kills_the_worker_of_its_model(
     await asyncio.gather(*host._background._tasks)
     assert killed == ["worker-1.a"]
     assert parking.exception() is not None and hosted.parking is None
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_template_that_cannot_be_read_is_replaced(
+    host: HostService, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    workers = host._workers
+    killed = asyncio.Event()
+    monkeypatch.setattr(module, "send_signal", lambda process, number: killed.set())
+    process: Any = SimpleNamespace(pid=0, wait=lambda: _status_after(killed))
+    templates = iter([process])
+
+    async def execute(*arguments: object, **fields: object) -> Any:
+        try:
+            return next(templates)
+        except StopIteration:
+            raise ConfigError("no further template") from None
+
+    async def read(template: object) -> None:
+        raise error
+
+    monkeypatch.setattr(workers, "_exec", execute)
+    monkeypatch.setattr(workers, "_read", read)
+    async with asyncio.timeout(20):
+        await workers._run_templates()
+        await workers._background.idle()
+    assert (workers._templates, workers._template, reported) == ([], None, [])
+
+
+async def _status_after(killed: asyncio.Event) -> int:
+    await killed.wait()
+    return -9
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_admission_that_raises_kills_its_worker(
+    host: HostService, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(host._workers, "has", lambda worker_id: True)
+    monkeypatch.setattr(host._workers, "signal", lambda worker_id, number: killed.append(worker_id))
+
+    async def admit(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(host._admission, "admit", admit)
+    hosted = add_model(host, "a")
+    hosted.worker_id = "worker-1.a"
+    host._by_worker[hosted.worker_id] = hosted
+    host._on_heartbeat(
+        Heartbeat(
+            process_id=hosted.worker_id,
+            epoch=1,
+            sequence_number=1,
+            roles=("decode",),
+            state="ready",
+            interval_s=0.25,
+        )
+    )
+    await host._background.idle()
+    assert killed == ["worker-1.a"]

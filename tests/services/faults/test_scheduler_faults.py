@@ -1,0 +1,86 @@
+"""Whatever work on one request, host or worker raises ends that item, and the scheduler goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from unittest.mock import patch
+
+import pytest
+
+from shared.messages import Placed
+from tests.services.faults.test_item_faults import ERRORS
+from tests.services.scheduler.literals import submit_of
+from tests.services.scheduler.residency.test_waking import host_of
+from tests.services.scheduler.rig import Rig, eventually
+from tests.services.scheduler.test_service import scenario
+
+
+def faulty(test: Callable[[Rig], Awaitable[None]]) -> None:
+    """Fails if an exception would have ended the process."""
+    reported: list[object] = []
+
+    async def watched(rig: Rig) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: reported.append(context))
+        await test(rig)
+
+    scenario(watched)
+    assert reported == []
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_wake_that_raises_is_tried_again(error: Exception) -> None:
+    async def test(rig: Rig) -> None:
+        host = await host_of(rig)
+        keeper = rig.service._residency
+        with patch.object(keeper, "_wake", side_effect=error) as wake:
+            await rig.submit(submit_of("r0", model="a"))
+            await eventually(lambda: wake.call_count > 1)
+        assert isinstance(await rig.result(), Placed)
+        assert (host.woken, keeper._acting) == (["a"], {})
+
+    faulty(test)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_park_that_raises_is_tried_again(error: Exception) -> None:
+    async def test(rig: Rig) -> None:
+        host = await host_of(rig)
+        await host.make_hot("b")
+        keeper = rig.service._residency
+        with patch.object(keeper, "_park", side_effect=error) as park:
+            await rig.submit(submit_of("r0", model="a"))
+            await eventually(lambda: park.call_count > 1)
+        assert isinstance(await rig.result(), Placed)
+        assert (host.parked, host.woken) == (["b"], ["a"])
+
+    faulty(test)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_late_start_that_raises_fails_its_request_alone(error: Exception) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", delay_s=0.5)
+        with patch.object(rig.service, "_started", side_effect=error) as started:
+            await rig.submit(submit_of("r0"))
+            await eventually(lambda: started.call_count > 0)
+            assert not isinstance(await rig.result(), Placed)
+        await rig.submit(submit_of("r1"))
+        assert isinstance(await rig.result(num=2), Placed)
+
+    faulty(test)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_compiler_that_raises_costs_speed_alone(error: Exception) -> None:
+    async def test(rig: Rig) -> None:
+        async def compile_loops() -> None:
+            raise error
+
+        rig.service._on_first_worker = compile_loops
+        await rig.worker("decode-0")
+        await rig.submit(submit_of("r0"))
+        assert isinstance(await rig.result(), Placed)
+
+    faulty(test)
