@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.streams.turn import Opening
 from services.scheduler.service import SchedulerService
 from shared.block_hash import extend_chain, root_hash
 from shared.config import SchedulerConfig
@@ -206,7 +207,7 @@ async def _send_all(driver: StreamDriver, timelines: Sequence[Timeline]) -> None
         if delay_s > 0:
             await asyncio.sleep(delay_s)
         timeline.sent_at = loop.time()
-        driver.open(_request(number, timeline.arrival), timeline)
+        driver.open([Opening(_request(number, timeline.arrival), timeline)])
 
 
 def _request(number: int, arrival: Arrival) -> Request:

@@ -121,7 +121,8 @@ class Fleet:
         model = await self.gateway.submission.choose(reservation, MODEL)
         prepared = await self.gateway.submission.prepare(tenant, request_id, generation, model)
         await self.gateway.submission.charge(reservation, [prepared])
-        output = self.gateway.submission.open(prepared, reservation)
+        output = self.gateway.submission.output_of(prepared, reservation)
+        self.gateway.submission.open([prepared], [output], reservation)
         reservation.close_submissions()
         return output
 

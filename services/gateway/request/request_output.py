@@ -58,12 +58,12 @@ class _ChoiceText:
         self.served: Served | None = None
         self.last_token_at: float | None = None
         self._texts: list[str] = []
-        self._tokens = ScoredTokens()
+        self._tokens: ScoredTokens | None = None  # of a choice with logprobs
         self._num_taken_chars = 0
 
     @property
     def has_output(self) -> bool:
-        return bool(self._texts or self._tokens)
+        return bool(self._texts) or self._tokens is not None
 
     @property
     def num_calls(self) -> int:
@@ -88,13 +88,15 @@ class _ChoiceText:
     def _add(self, texts: Sequence[str], tokens: Sequence[ScoredToken]) -> int:
         self._texts += texts
         if tokens:
+            if self._tokens is None:
+                self._tokens = ScoredTokens()
             self._tokens.extend(tokens)
         return bytes_of_texts(texts) + bytes_of_tokens(tokens)
 
     def take(self, choice_index: int) -> list[Event]:
         """Returns at most MAX_DELTA_TOKENS tokens that have logprobs; the end after all text."""
-        if len(self._tokens) > MAX_DELTA_TOKENS:
-            return [self._take_part(choice_index)]
+        if self._tokens is not None and len(self._tokens) > MAX_DELTA_TOKENS:
+            return [self._take_part(choice_index, self._tokens)]
         events: list[Event] = [self._take_rest(choice_index)] if self.has_output else []
         if self.finish_reason is not None and not self.is_taken:
             self.is_taken = True
@@ -108,20 +110,18 @@ class _ChoiceText:
         """
         texts, self._texts = self._texts, []
         tokens: Sequence[ScoredToken] = ()
-        if self._tokens:
-            tokens, self._tokens = self._tokens, ScoredTokens()
+        if self._tokens is not None:
+            tokens, self._tokens = self._tokens, None
             self._num_taken_chars += sum(map(len, texts))
         if tokens or len(texts) > MAX_TEXTS:
             texts = ["".join(texts)]
         return TextDelta(choice_index, texts, tokens)
 
-    def _take_part(self, choice_index: int) -> TextDelta:
-        tokens, self._tokens = (
-            self._tokens[:MAX_DELTA_TOKENS],
-            self._tokens[MAX_DELTA_TOKENS:],
-        )
+    def _take_part(self, choice_index: int, buffered: ScoredTokens) -> TextDelta:
+        tokens, rest = buffered[:MAX_DELTA_TOKENS], buffered[MAX_DELTA_TOKENS:]
+        self._tokens = rest
         text = "".join(self._texts)
-        num_chars = self._tokens[0].text_offset - self._num_taken_chars
+        num_chars = rest[0].text_offset - self._num_taken_chars
         self._num_taken_chars += len(text[:num_chars])
         self._texts = [text[num_chars:]]
         return TextDelta(choice_index, [text[:num_chars]], tokens)

@@ -44,6 +44,7 @@ from services.gateway.request.request_output import ClientDisconnected, RequestO
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.streams.turn import Opening
 from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.telemetry.span_attributes import span_attributes
 from services.gateway.telemetry.telemetry import RequestTelemetry
@@ -161,14 +162,11 @@ class Submission:
         check_logprobs(prepared)
         await self.charge(reservation, prepared)
         outputs: list[RequestOutput] = []
-        try:
-            for each in prepared:
-                if outputs:
-                    await asyncio.sleep(0)
-                outputs.append(self.open(each, reservation))
-        except BaseException:
-            self.cancel(outputs)
-            raise
+        for each in prepared:
+            if outputs:
+                await asyncio.sleep(0)
+            outputs.append(self.output_of(each, reservation))
+        self.open(prepared, outputs, reservation)
         reservation.close_submissions(has_response=True)
         return OutputMerger(
             outputs,
@@ -272,13 +270,12 @@ class Submission:
         """Charges tokens that are computed without an output. Raises ExceedsLimit, RateLimited."""
         reservation.lease = await self._limits.charge(reservation.lease, RequestCost(num_tokens, 0))
 
-    def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
-        """Sends the request to a scheduler. Raises the HearthError that rejects the request."""
-        self._check_admission()
+    def output_of(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
+        """The output of a request, which `open` sends."""
         assemblers = [
             assembler_of(prepared, each.choice_index) for each in prepared.request.choices
         ]
-        output = RequestOutput(
+        return RequestOutput(
             prepared,
             assemblers,
             self._metrics,
@@ -286,17 +283,21 @@ class Submission:
             dialect=reservation.record.dialect,
             on_end=reservation.ended,
         )
-        affinity_key = scoped_affinity_key(
-            prepared.request.tenant_id, prepared.generation.affinity_key
-        )
-        self._driver.open(
-            prepared.request,
-            output,
-            affinity_key=affinity_key,
-            is_queueable=prepared.generation.is_queueable,
-        )
-        reservation.opened(output)  # last: it waits for the end of what was opened
-        return output
+
+    def open(
+        self,
+        prepared: Sequence[PreparedRequest],
+        outputs: Sequence[RequestOutput],
+        reservation: Reservation,
+    ) -> None:
+        """Sends the requests of one response to schedulers, some at once, the others as those end.
+        Raises the HearthError that rejects them.
+        """
+        self._check_admission()
+        openings = [_opening(each, output) for each, output in zip(prepared, outputs, strict=True)]
+        self._driver.open(openings)
+        for output in outputs:  # last: it waits for the end of what was opened
+            reservation.opened(output)
 
     def cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:
         """Cancels the requests of a lost client. Does nothing for ended requests."""
@@ -410,6 +411,12 @@ class Submission:
         self._check_draining()
         if len(self._driver) + self._num_preparing >= self._max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+
+
+def _opening(prepared: PreparedRequest, output: RequestOutput) -> Opening:
+    generation, request = prepared.generation, prepared.request
+    affinity_key = scoped_affinity_key(request.tenant_id, generation.affinity_key)
+    return Opening(request, output, affinity_key, generation.is_queueable)
 
 
 def _traced(record: RequestRecord, prepared: list[PreparedRequest]) -> list[PreparedRequest]:

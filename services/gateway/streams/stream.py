@@ -19,8 +19,9 @@ from enum import Enum
 import msgspec
 
 from services.gateway.streams.choice_tokens import ChoiceTokens
-from services.gateway.streams.receiver import GuardedReceiver, Receiver
+from services.gateway.streams.receiver import GuardedReceiver
 from services.gateway.streams.try_record import TryRecord
+from services.gateway.streams.turn import Opening, Turn
 from shared.errors import HearthError
 from shared.messages import Choice, Request
 from shared.numerics import Numerics
@@ -59,19 +60,14 @@ class CurrentPlacement:
 class Stream:
     """The state of one request. Times are seconds of the gateway's monotonic clock."""
 
-    def __init__(
-        self,
-        request: Request,
-        receiver: Receiver,
-        now: float,
-        *,
-        affinity_key: str = "",
-        is_queueable: bool = True,
-    ) -> None:
-        self.request = request
-        self.affinity_key = affinity_key
-        self.is_queueable = is_queueable
-        self.receiver = GuardedReceiver(receiver, request.request_id)
+    def __init__(self, opening: Opening, now: float, *, turn: Turn, is_later: bool = False) -> None:
+        """`turn`: of its response. `is_later`: others of it have been served already."""
+        self.request = request = opening.request
+        self.affinity_key = opening.affinity_key
+        self.is_queueable = opening.is_queueable or is_later
+        self.receiver = GuardedReceiver(opening.receiver, request.request_id)
+        self.turn = turn
+        self._is_later = is_later
         self.deadline_at = now + request.deadline_s
         self.choices = {
             choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices
@@ -101,7 +97,8 @@ class Stream:
 
     @property
     def is_recovering(self) -> bool:
-        return self.num_resubmissions > 0
+        """Whether the client may have a part of its response."""
+        return self.num_resubmissions > 0 or self._is_later
 
     @property
     def is_finished(self) -> bool:

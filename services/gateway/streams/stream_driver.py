@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
@@ -23,8 +23,8 @@ from services.gateway.streams.actions import (
     Submit,
     submit_subject,
 )
-from services.gateway.streams.receiver import Receiver
 from services.gateway.streams.streams import Streams
+from services.gateway.streams.turn import Opening
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import HearthError, NoResponders
@@ -36,7 +36,6 @@ from shared.messages import (
     PlacementFailed,
     Queued,
     QueueKeepalive,
-    Request,
     SubmitRequest,
     TokenBatch,
 )
@@ -96,18 +95,9 @@ class StreamDriver:
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    def open(
-        self,
-        request: Request,
-        receiver: Receiver,
-        *,
-        affinity_key: str = "",
-        is_queueable: bool = True,
-    ) -> None:
-        now = self._clock.now()
-        self._streams.open(
-            request, receiver, now, affinity_key=affinity_key, is_queueable=is_queueable
-        )
+    def open(self, openings: Sequence[Opening]) -> None:
+        """Opens the requests of one response, some at once, the others as those end."""
+        self._streams.open(openings, self._clock.now())
         self._perform()
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:

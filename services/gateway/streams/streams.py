@@ -16,10 +16,14 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
   cut where it was. If no choice is left, the request fails.
 - A request for which steps raised twice, alone, ends: on two workers where there are two.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
-- Every stream ends once, through `_end`.
+- Of the requests of one response some are open at once: each that ends opens the next one; one that
+  fails ends those that wait.
+- Every stream ends once, through `_end`; a request that still waits, through `_end_waiting`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from services.gateway.streams.actions import (
     Action,
@@ -32,13 +36,14 @@ from services.gateway.streams.actions import (
 )
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
-from services.gateway.streams.receiver import Receiver, StreamEnd
+from services.gateway.streams.receiver import GuardedReceiver, StreamEnd
 from services.gateway.streams.stream import (
     CurrentPlacement,
     Stream,
     StreamState,
 )
 from services.gateway.streams.try_record import TryRecord
+from services.gateway.streams.turn import MAX_OPEN, Opening, Turn
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,
@@ -62,7 +67,6 @@ from shared.messages import (
     PlacementFailed,
     Queued,
     QueueKeepalive,
-    Request,
     ResendTokens,
     Served,
     SubmitRequest,
@@ -98,6 +102,7 @@ class Streams:
     def __init__(self, gateway_id: str) -> None:
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
+        self._waiting: dict[str, Turn] = {}  # by request: not open yet
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
         self._actions = Actions(gateway_id)
@@ -122,25 +127,21 @@ class Streams:
 
     # ── calls of the gateway ─────────────────────────────────────────────────────────────────────
 
-    def open(
-        self,
-        request: Request,
-        receiver: Receiver,
-        now: float,
-        *,
-        affinity_key: str = "",
-        is_queueable: bool = True,
-    ) -> None:
-        """`is_queueable`: whether the request may wait for a worker; once it has run, it may."""
-        stream = Stream(
-            request,
-            receiver,
-            now,
-            affinity_key=affinity_key,
-            is_queueable=is_queueable,
-        )
+    def open(self, openings: Sequence[Opening], now: float) -> None:
+        """Opens the requests of one response, MAX_OPEN at once."""
+        turn = Turn(openings, now)
+        self._waiting |= dict.fromkeys((each.request_id for each in openings), turn)
+        for _ in openings[:MAX_OPEN]:
+            self._open_next(turn, now)
+
+    def _open_next(self, turn: Turn, now: float, *, is_later: bool = False) -> None:
+        opening = turn.take_next(now)
+        if opening is None:
+            return
+        del self._waiting[opening.request_id]
+        stream = Stream(opening, now, turn=turn, is_later=is_later)
         self._open_window(stream, now)
-        self._by_request[request.request_id] = stream
+        self._by_request[stream.request_id] = stream
         self._submit(stream, now)
 
     def request_of(self, placement_id: bytes) -> str | None:
@@ -149,9 +150,11 @@ class Streams:
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
         """Ends a stream early. Does nothing if the stream has ended."""
-        stream = self._by_request.get(request_id)
+        stream, turn = self._by_request.get(request_id), self._waiting.get(request_id)
         if stream is not None:
             self._end(stream, error, reason, now)
+        elif turn is not None:
+            self._end_waiting([turn.take(request_id)], error)
 
     # ── schedulers ───────────────────────────────────────────────────────────────────────────────
 
@@ -548,6 +551,15 @@ class Streams:
         stream.receiver.on_end(
             StreamEnd(error, stream.last_worker_id, stream.num_resubmissions, tuple(stream.tries))
         )
+        if error is None:
+            self._open_next(stream.turn, now, is_later=True)
+        else:
+            self._end_waiting(stream.turn.take_all(), error)
+
+    def _end_waiting(self, openings: Sequence[Opening], error: HearthError) -> None:
+        for each in openings:
+            del self._waiting[each.request_id]
+            GuardedReceiver(each.receiver, each.request_id).on_end(StreamEnd(error, None, 0))
 
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Cancels the stream at its scheduler; acknowledges or aborts it at its worker."""

@@ -22,7 +22,7 @@ class TextAssembler:
         self._stop_strings = StopStrings(stop)
         self._has_stop = bool(stop.strings)
         self._min_tokens = min_tokens
-        self._held = HeldTokens()
+        self._held: HeldTokens | None = None  # of a choice with logprobs
         self.num_tokens = 0
 
     @property
@@ -51,21 +51,23 @@ class TextAssembler:
             if shown:
                 deltas.append(shown)
             if logprobs:
+                self._held = self._held or HeldTokens()
                 self._held.add(token_id, logprobs[index], text)
                 self._held.show(len(shown))
-        if self.is_stopped:
+        if self.is_stopped and self._held is not None:
             self._held.show_all()
         return deltas
 
     def flush(self) -> str:
         """Returns the buffered text after the last token; may still find a match in it."""
         text = self._show(self._detokenizer.flush())
-        self._held.show_all()
+        if self._held is not None:
+            self._held.show_all()
         return text + self._stop_strings.flush()
 
     def take_scored(self) -> Sequence[ScoredToken]:
         """Returns the tokens whose text was released since the last call."""
-        return self._held.take()
+        return () if self._held is None else self._held.take()
 
     def _show(self, text: str) -> str:
         return text if self.num_tokens < self._min_tokens else self._stop_strings.feed(text)

@@ -9,6 +9,7 @@ from services.gateway.catalog import Catalog
 from services.gateway.streams.actions import Report
 from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.streams.turn import Opening
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
@@ -96,7 +97,7 @@ class SimulatedGateway:
         client.opened_at = self._clock.now()
         client.on_ended = partial(self._close, lease)
         request = client.request(record.tenant_id, client.gateway_id)
-        self.driver.open(request, client)
+        self.driver.open([Opening(request, client)])
         if plan.leaves_after_s is not None:
             await self._clock.sleep(plan.leaves_after_s)
             client.left = client.end is None

@@ -12,10 +12,11 @@ import pytest
 from services.gateway.openai.embeddings import EmbeddingRequest, to_generation_requests
 from services.gateway.output.embedding_vector import normalized
 from services.gateway.request.generation_request import check_dimensions
+from services.gateway.streams.turn import MAX_OPEN
 from shared.errors import InvalidRequest
-from shared.messages import Finish, Served
+from shared.messages import Finish, Request, Served
 from shared.packing import unpack_token_ids
-from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.conftest import Cluster, until
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import EMBEDDING
 from tests.services.gateway.samples import sample_sum
@@ -67,6 +68,34 @@ async def test_input_forms(cluster: Cluster, inputs: Any, num_inputs: int) -> No
     assert [entry["index"] for entry in body["data"]] == list(range(num_inputs))
     assert all(entry["embedding"] == UNIT for entry in body["data"])
     assert cluster.scheduler.submits.qsize() == num_inputs
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_inputs_are_submitted_some_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """In their order; those of a client that leaves are not submitted."""
+    decode, inputs = cluster.decodes[0], [[5 + number] for number in range(MAX_OPEN + 30)]
+    cluster.scheduler.workers = [decode]
+
+    def embedding(request: Request) -> bytes:
+        return array("f", [1.0, *unpack_token_ids(request.prompt_token_ids)]).tobytes()
+
+    monkeypatch.setattr(decode, "embedding_for", embedding)
+    decode.hold_at = 0
+    running = asyncio.create_task(embed(cluster, inputs, normalize=False))
+    await until(lambda: len(decode.runs) == MAX_OPEN)
+    assert cluster.scheduler.submits.qsize() == MAX_OPEN == len(cluster.gateway._driver)
+    if leaves:
+        running.cancel()
+        await until(lambda: not len(cluster.gateway._driver))
+        assert cluster.scheduler.submits.qsize() == MAX_OPEN
+        assert cluster.gateway.submission._limits.num_open == 0
+        return
+    decode.released.set()
+    body = await running
+    assert [entry["embedding"] for entry in body["data"]] == [[1.0, *each] for each in inputs]
+    assert cluster.scheduler.submits.qsize() == len(inputs)
 
 
 async def test_openai_sdk(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.streams.streams import MAX_RESUBMISSIONS
+from services.gateway.streams.turn import Opening
 from shared.errors import NoCapableWorker, NoCapacity
 from shared.messages import Placed
 from shared.subjects import control
@@ -27,7 +28,7 @@ class NeedingRig(Rig):
         self.streams.close("r1", "client_gone", NoCapacity("replaced"), self.now)
         self.actions()
         self.client = Recorder()
-        self.streams.open(request(needs=DEMO), self.client, self.now)
+        self.streams.open([Opening(request(needs=DEMO), self.client)], self.now)
 
     def place_with(self, needs: tuple[str, ...], placement_id: bytes = P1) -> None:
         placed = Placed(request_id="r1", placement_id=placement_id, worker_id="w1", needs=needs)

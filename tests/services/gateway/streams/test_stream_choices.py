@@ -14,6 +14,7 @@ from services.gateway.streams import streams as core
 from services.gateway.streams.actions import Publish, Resend, Submit
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.streams import Streams
+from services.gateway.streams.turn import Opening
 from shared.errors import (
     GrammarFailed,
     GrammarReplayFailed,
@@ -60,7 +61,7 @@ class Choices(Rig):
         self.streams = Streams("g")
         self.client = ChoiceRecorder()
         opened = msgspec.structs.replace(request(), sampling=sampling, choices=choices)
-        self.streams.open(opened, self.client, self.now)
+        self.streams.open([Opening(opened, self.client)], self.now)
         self.queue()
         self.place()
         self.actions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.streams.turn import Opening
 from shared.lifecycle.health import TICK_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -53,7 +54,7 @@ class Cluster:
     async def run_request(self, number: int) -> bytes:
         """Runs one request from submission to end. Returns its placement id."""
         receiver, placement_id = Recorder(), bytes([number]) * 16
-        self.driver.open(request(f"r{number}"), receiver)
+        self.driver.open([Opening(request(f"r{number}"), receiver)])
         placed = Placed(request_id=f"r{number}", placement_id=placement_id, worker_id="decode-1")
         await self.scheduler.publish(placement("gateway-1"), placed)
         entry = TokenEntry(placement_id, 0, 0, (7,), LENGTH)
@@ -96,7 +97,7 @@ def test_placement_on_a_worker_that_has_just_left_is_given_up_at_once() -> None:
     async def main() -> None:
         cluster = Cluster()
         await cluster.start()
-        cluster.driver.open(request("r1"), Recorder())
+        cluster.driver.open([Opening(request("r1"), Recorder())])
         cluster.driver._on_lost("decode-1", Loss.STOPPED)
         placed = Placed(request_id="r1", placement_id=b"1" * 16, worker_id="decode-1")
         await cluster.scheduler.publish(placement("gateway-1"), placed)
@@ -113,7 +114,7 @@ def test_placement_on_a_worker_that_is_silent_here_alone_is_awaited() -> None:
     async def main() -> None:
         cluster = Cluster()
         await cluster.start()
-        cluster.driver.open(request("r1"), Recorder())
+        cluster.driver.open([Opening(request("r1"), Recorder())])
         cluster.driver._on_lost("decode-1", Loss.UNRESPONSIVE)
         placed = Placed(request_id="r1", placement_id=b"1" * 16, worker_id="decode-1")
         await cluster.scheduler.publish(placement("gateway-1"), placed)

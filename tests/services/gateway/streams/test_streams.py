@@ -32,6 +32,7 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.streams import Streams
+from services.gateway.streams.turn import Opening, Turn
 from services.scheduler.unserved import NO_WORKER_GRACE_S
 from shared.errors import (
     ContextFull,
@@ -141,7 +142,7 @@ class Rig:
         self.client = Recorder(stops_at)
         self.reports: list[ReportResubmission | ReportBrokenSteps] = []
         opened = request(max_tokens=max_tokens)
-        self.streams.open(opened, self.client, self.now, is_queueable=is_queueable)
+        self.streams.open([Opening(opened, self.client, is_queueable=is_queueable)], self.now)
 
     def actions(self) -> list[Any]:
         """The actions that send a message. The others are added to `reports`."""
@@ -784,7 +785,7 @@ def test_unknown_choice_is_ignored() -> None:
 
 def test_placement_id_of_another_request_is_rejected() -> None:
     rig, other = running(), Recorder()
-    rig.streams.open(request("r2"), other, rig.now)
+    rig.streams.open([Opening(request("r2"), other)], rig.now)
     rig.streams.on_queued("r2", 1, QUEUED, rig.now)
     rig.streams.on_placed(Placed(request_id="r2", placement_id=P1, worker_id="w1"), rig.now)
     assert rig.resubmission_causes() == ["placement_retired"]
@@ -813,7 +814,7 @@ def test_unrequested_logprobs_fail_request() -> None:
 def test_illegal_transitions_raise() -> None:
     for state, allowed in TRANSITIONS.items():
         for target in StreamState:
-            stream = Stream(request(), Recorder(), 0.0)
+            stream = Stream(Opening(request(), Recorder()), 0.0, turn=Turn((), 0.0))
             stream.state = state
             if target in allowed:
                 stream.transition_to(target)

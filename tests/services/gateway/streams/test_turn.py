@@ -1,0 +1,89 @@
+"""Several requests of one response: some are open at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.streams.actions import Submit
+from services.gateway.streams.streams import Streams
+from services.gateway.streams.turn import MAX_OPEN, Opening
+from shared.errors import HearthError, Overloaded
+from shared.messages import Placed, Request, TokenBatch, TokenEntry
+from tests.services.gateway.streams.test_streams import STOP, Recorder, request
+
+
+class Response:
+    """Of `count` requests, `r0` and so on."""
+
+    def __init__(self, count: int) -> None:
+        self.streams, self.now = Streams("g"), 10.0
+        self.clients = {f"r{number}": Recorder() for number in range(count)}
+        openings = [Opening(request(name), client) for name, client in self.clients.items()]
+        self.streams.open(openings, self.now)
+
+    def submitted(self) -> list[Request]:
+        actions = self.streams.take_actions()
+        return [each.message.request for each in actions if isinstance(each, Submit)]
+
+    def finish(self, name: str) -> None:
+        placement_id = name.encode().ljust(16)
+        placed = Placed(request_id=name, placement_id=placement_id, worker_id="w1")
+        self.streams.on_placed(placed, self.now)
+        entry = TokenEntry(placement_id, 0, 0, (5,), STOP)
+        self.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), self.now)
+
+    @property
+    def num_ended(self) -> int:
+        return sum(bool(each.ends) for each in self.clients.values())
+
+
+def test_requests_of_a_response_open_in_their_order() -> None:
+    response = Response(MAX_OPEN + 6)
+    assert [each.request_id for each in response.submitted()] == [f"r{n}" for n in range(MAX_OPEN)]
+    assert len(response.streams) == MAX_OPEN
+    response.now += 20.0
+    for number in (3, 0, 7):
+        response.finish(f"r{number}")
+    later = response.submitted()
+    assert [each.request_id for each in later] == [f"r{MAX_OPEN + n}" for n in range(3)]
+    assert {each.deadline_s for each in later} == {40.0}  # from the beginning of the response
+    response.streams.on_rejected(f"r{MAX_OPEN}", 1, Overloaded("full"), response.now)
+    assert not response.clients[f"r{MAX_OPEN}"].ends  # the client may have a part of its response
+    response.now += 1.0
+    response.streams.tick(response.now, is_bus_trusted=True)
+    assert [each.request_id for each in response.submitted()] == [f"r{MAX_OPEN}"]
+    for name in response.clients:
+        if not response.clients[name].ends:
+            response.finish(name)
+    assert response.num_ended == MAX_OPEN + 6 and not len(response.streams)
+
+
+def test_failed_request_ends_those_that_wait() -> None:
+    response = Response(MAX_OPEN + 6)
+    response.submitted()
+    response.streams.on_rejected("r5", 1, Overloaded("full"), response.now)
+    assert response.num_ended == 7 and not response.submitted()
+    assert isinstance(response.clients[f"r{MAX_OPEN}"].error, Overloaded)
+    for number in range(MAX_OPEN):
+        response.finish(f"r{number}")
+    assert not response.submitted() and not len(response.streams)
+
+
+@pytest.mark.parametrize("first", [0, MAX_OPEN + 1])
+def test_left_response_opens_no_more(first: int) -> None:
+    """Closed in any order."""
+    response = Response(MAX_OPEN + 6)
+    response.submitted()
+    error = HearthError("the client is gone")
+    names = [*response.clients]
+    for name in names[first:] + names[:first]:
+        response.streams.close(name, "client_gone", error, response.now)
+    assert not response.submitted() and not len(response.streams)
+    assert [each.error for each in response.clients.values()] == [error] * len(names)
+    response.streams.close("r0", "client_gone", error, response.now)
+
+
+def test_deadline_ends_those_that_wait() -> None:
+    response = Response(MAX_OPEN + 1)
+    response.streams.tick(response.now + 60.0, is_bus_trusted=True)
+    assert response.num_ended == MAX_OPEN + 1
