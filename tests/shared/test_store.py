@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from shared.clock import MonotonicClock
 from shared.messages import StoreLoad
 from shared.store import BREAKER_S, REJECTION_SHOWN_S, RedisStore, StoreRejected, StoreUnavailable
 from tests.servers import RedisServer, free_port
@@ -141,6 +142,39 @@ async def test_call_to_hanging_redis_ends_at_timeout() -> None:
     finally:
         await store.close()
         server.stop()
+
+
+async def test_late_reply_is_waited_for_while_redis_answers(
+    store: RedisStore, redis_server: RedisServer
+) -> None:
+    """Longer than what its round trips take, as on a busy server."""
+    near = RedisStore(redis_server.url, MonotonicClock())
+    for _ in range(20):
+        await near.get("key")
+    await store._redis.client_pause(300)
+    assert await near.get("key") is None
+    assert near.load() == StoreLoad()
+    await near.close()
+
+
+async def test_busy_event_loop_is_no_late_reply(redis_server: RedisServer) -> None:
+    """Each turn of the loop takes as long as a call may wait, and a call takes some turns."""
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=0.02)
+    await store.get("key")
+    loop, is_over = asyncio.get_running_loop(), False
+
+    def work() -> None:
+        time.sleep(0.02)
+        if not is_over:
+            loop.call_soon(work)
+
+    loop.call_soon(work)
+    try:
+        assert await store.get("key") is None
+        assert store.load() == StoreLoad()
+    finally:
+        is_over = True
+        await store.close()
 
 
 async def _get_when_available(store: RedisStore, clock: ManualClock) -> bytes | None:

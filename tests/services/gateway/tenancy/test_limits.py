@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.errors import (
     ConcurrencyExhausted,
     ExceedsLimit,
@@ -184,6 +185,45 @@ async def test_two_gateways_share_one_limit(
     current = await state(store, record)
     assert current.num_open == 3
     assert 3.5 < current.used["requests_per_min"] <= 4
+
+
+async def test_late_reply_does_not_multiply_a_limit(
+    redis_server: RedisServer, store: RedisStore, clock: PacedClock
+) -> None:
+    stores = [RedisStore(redis_server.url, MonotonicClock()) for _ in range(2)]
+    gateways = [Limits(each, clock, lambda: 2) for each in stores]
+    record, early = TenantRecord(tenant_id="late", concurrency=3), tenant(concurrency=99)
+    for number in range(20):
+        for each in gateways:
+            await admit(each, early, f"{number}")
+    await store._redis.client_pause(200)
+    asked = [
+        admit(each, record, f"{n}-{place}") for n in range(8) for place, each in enumerate(gateways)
+    ]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(isinstance(each, LimitLease) for each in found) == 3
+    for each in stores:
+        await each.close()
+
+
+async def test_burst_of_a_tenant_leaves_connections_and_time_to_others(
+    redis_server: RedisServer, store: RedisStore, clock: PacedClock
+) -> None:
+    """A new key of another tenant is checked while 1,000 requests wait for their admission."""
+    shared = RedisStore(redis_server.url, MonotonicClock())
+    limits, keys = Limits(shared, clock), ApiKeys(shared, MonotonicClock())
+    await TenantAdmin(store, lambda: 0.0).add("other", {}, "k1")
+    burst = [
+        asyncio.create_task(admit(limits, tenant(concurrency=1000), f"{n}")) for n in range(1000)
+    ]
+    await asyncio.sleep(0)
+    assert (await keys.tenant_of("Bearer k1")).tenant_id == "other"
+    assert not all(each.done() for each in burst)
+    leases = await asyncio.gather(*burst)
+    assert all(each.is_charged for each in leases) and shared.load().num_failures == 0
+    info = await store._redis.info("clients")
+    assert info["connected_clients"] < 100
+    await shared.close()
 
 
 async def test_settled_request_never_blocks_the_next(store: RedisStore, clock: PacedClock) -> None:
