@@ -25,6 +25,7 @@ from nats.aio.msg import Msg
 
 # A gateway sends something every 2 s, if only a check that this client is still there.
 MAX_SILENCE_S = 8.0
+MAX_BODY_BYTES = 4 << 20  # the server closes the connection of a client that sends far more
 
 
 class ApiError(Exception):
@@ -130,7 +131,7 @@ class HearthClient:
         self, endpoint: str, body: Any, inbox: str, headers: dict[str, str] | None, gateway: str
     ) -> None:
         data = json.dumps(body).encode()
-        if len(data) > self._connection.max_payload:
+        if len(data) > min(self._connection.max_payload, MAX_BODY_BYTES):
             raise ApiError(413, f"the request has {len(data)} bytes, more than NATS accepts")
         subject = f"hearth.v1.api.{endpoint}.{self._client_id}" + (gateway and f".{gateway}")
         await self._connection.publish(subject, data, reply=inbox, headers=headers or None)

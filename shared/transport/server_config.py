@@ -16,6 +16,9 @@ from shared.transport.nkeys import API_KEY, UserKey
 
 PROCESSES, CLIENTS = "HEARTH", "API"  # accounts
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+# Of the account of clients and gateways: a body as over HTTP, and headers. The server closes
+# the connection that sends more, and does not say the limit: INFO has MAX_PAYLOAD_BYTES.
+CLIENT_PAYLOAD_BYTES = (4 << 20) + (64 << 10)
 
 
 class NatsUser(msgspec.Struct, frozen=True):
@@ -92,8 +95,10 @@ def server_options(host: str, port: int, max_payload_bytes: int) -> str:
 
 
 def accounts_block(entries: dict[str, list[str]]) -> str:
+    limits = {CLIENTS: f"limits {{max_payload: {CLIENT_PAYLOAD_BYTES}}}, "}
     accounts = "".join(
-        f"  {name} {{users: [\n{chr(10).join(users)}\n  ]}}\n" for name, users in entries.items()
+        f"  {name} {{{limits.get(name, '')}users: [\n{chr(10).join(users)}\n  ]}}\n"
+        for name, users in entries.items()
     )
     return f"accounts {{\n{accounts}}}\n"
 

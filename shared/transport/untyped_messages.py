@@ -10,6 +10,7 @@ from nats.aio.subscription import Subscription
 
 from shared.errors import DependencyUnavailable, PayloadTooLarge
 from shared.transport.nats_client import DirectClient, TakeWithHeaders
+from shared.transport.server_config import CLIENT_PAYLOAD_BYTES
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +28,7 @@ class UntypedMessages:
     @property
     def max_payload_bytes(self) -> int:
         """Of headers and data together."""
-        return self._client.max_payload
+        return min(self._client.max_payload, CLIENT_PAYLOAD_BYTES)
 
     @property
     def num_reconnects(self) -> int:
@@ -70,10 +71,9 @@ class UntypedMessages:
     ) -> None:
         """Raises PayloadTooLarge before sending, and DependencyUnavailable without a connection."""
         num_bytes = len(data) + (0 if headers is None else encoded_bytes(headers))
-        if num_bytes > self._client.max_payload:  # the server would close the connection
+        if num_bytes > self.max_payload_bytes:  # the server would close the connection
             raise PayloadTooLarge(
-                f"the message has {num_bytes} bytes; NATS accepts at most "
-                f"{self._client.max_payload}"
+                f"the message has {num_bytes} bytes; NATS accepts at most {self.max_payload_bytes}"
             )
         fields = None if headers is None else dict(headers)
         try:

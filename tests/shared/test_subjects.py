@@ -120,7 +120,8 @@ def test_server_config_limits_users_to_their_subjects() -> None:
     gateway, worker = processes.split("user: ")[1:]
     assert '"_INBOX.gateway-1.*.>"' in gateway
     assert '"_INBOX.gateway-1.*.>"' not in worker
-    assert "hearth.v1.api" not in processes
+    assert "hearth.v1.api" not in processes and "limits" not in processes
+    assert clients.startswith("limits {max_payload: 4259840}")
     assert 'user: "gateway-1.api", password: "word"' in clients
 
 

@@ -94,6 +94,24 @@ async def test_client_publishes_only_requests_in_its_name(server: NatsServer) ->
         assert f'permissions violation for publish to "{subject}"'.lower() in rejection
 
 
+async def test_only_processes_send_more_than_a_body(server: NatsServer) -> None:
+    async with (
+        raw_client(server, "gateway-1") as (process, _),
+        raw_client(server, "gateway-1.api") as (gateway, _),
+        raw_client(server, "client-1") as (client, _),
+    ):
+        requests = await gateway.subscribe(subjects.API_REQUESTS)
+        await gateway.flush()
+        await client.publish(api_request("chat", "client-1"), bytes(4 << 20), reply=OWN_INBOX)
+        assert len((await requests.next_msg(timeout=5)).data) == 4 << 20
+        await client.publish(api_request("chat", "client-1"), bytes(5 << 20), reply=OWN_INBOX)
+        with pytest.raises(nats.errors.Error):
+            await client.flush(timeout=5)
+        await process.publish(sent_by(subjects.SUBMIT, "gateway-1.-"), bytes(7 << 20))
+        await process.flush(timeout=5)
+        assert requests.pending_msgs == 0
+
+
 async def test_client_subscribes_only_to_its_inbox(server: NatsServer) -> None:
     async with raw_client(server, "client-1") as (client, errors):
         await client.subscribe("_INBOX.client-1.>")

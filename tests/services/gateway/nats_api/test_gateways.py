@@ -256,7 +256,7 @@ async def test_prompt_of_200000_tokens(
     model_files: ModelFiles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One message of a MiB; a body of 9 MiB is rejected before it is sent."""
+    """One message of a MiB; a body of 5 MiB is rejected before it is sent."""
     card = msgspec.structs.replace(peer.CARD, max_context_tokens=300_000)
     monkeypatch.setattr(peer, "CARD", card)
     config = msgspec.structs.replace(gateway_config, max_body_bytes=4 << 20)
@@ -266,10 +266,10 @@ async def test_prompt_of_200000_tokens(
         async with connected(nats_server, "client-1") as (client, raw):
             completion = await client.request("completions", body)
             assert completion["usage"]["prompt_tokens"] == 200_000
-            too_large = await Api(cluster, client, raw).reply("chat", b" " * (5 << 20))
+            too_large = await Api(cluster, client, raw).reply("chat", b" " * (4 << 20 | 1))
             check_error(too_large, 413, "payload_too_large", None)
             with pytest.raises(ApiError, match="413"):
-                await client.request("chat", {"x": "x" * (9 << 20)})
+                await client.request("chat", {"x": "x" * (5 << 20)})
             assert isinstance(client, HearthClient)
         await until(lambda: is_idle(cluster.gateway))
 
