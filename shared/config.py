@@ -145,6 +145,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
     response_ttl_s: float = 24 * 3600.0  # of stored responses (Responses API)
+    max_stored_response_bytes: int = 0  # of Redis, for all tenants; 0: half of its maxmemory
+    max_stored_prefix_bytes: int = 0  # the same of named prefixes; 0: a quarter
     padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
     # origins such as https://example.com whose pages may call, or * for all; empty: none
     cors_origin: tuple[str, ...] = ()
@@ -179,6 +181,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
             *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s"),
         )
+        for name in ("max_stored_response_bytes", "max_stored_prefix_bytes"):
+            if getattr(self, name) < 0:
+                yield f"{name} {getattr(self, name)} is negative"
         if self.model_dir is not None and not self.model_dir.is_dir():
             yield f"model_dir {self.model_dir} is not a directory"
         if self.model_name and self.model_dir is None:

@@ -63,6 +63,7 @@ MEANING = {
     "method_not_allowed": "the route does not take this method",
     "too_many_prefixes": "the tenant has as many prefixes as allowed: delete one",
     "prefix_storage_full": "all prefixes of the tenant take as much as allowed: delete one",
+    "all_prefixes_full": "all tenants' prefixes take as much of Redis as its operator allows",
     "prefix_too_large": "the prefix has much text that the template does not render",
     "unknown_placement": "the worker does not hold the request any more (between processes)",
     "context_length_exceeded": "the prompt does not fit the context of the model",

@@ -162,7 +162,12 @@ async def streams(run: Run) -> list[Bar]:
 async def stored_state(run: Run) -> list[Bar]:
     api_key = await run.new_key("C3")
     store = ResponseStore(
-        run.store, MonotonicClock(), region="", now=time.time, count=lambda _: None
+        run.store,
+        MonotonicClock(),
+        region="",
+        now=time.time,
+        count=lambda _: None,
+        max_all_bytes=lambda: 1 << 30,
     )
     for record in stored_records():
         store.save(TenantRecord(tenant_id="C3"), record)

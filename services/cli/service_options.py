@@ -63,6 +63,9 @@ HELP = {
     "lame_duck_s": "Seconds after SIGTERM in which /ready is 503 and requests are still served.",
     "write_timeout_s": "Seconds that a client may take no byte of its response.",
     "response_ttl_s": "Seconds for which responses of the Responses API are stored.",
+    "max_stored_response_bytes": "Maximum memory of Redis for stored responses of all tenants; 0: "
+    "half of its maxmemory.",
+    "max_stored_prefix_bytes": "The same for named prefixes; 0: a quarter of its maxmemory.",
     "keep_alive_s": "Seconds of silence before a stream sends its head, or a comment.",
     "max_unsent_bytes": "Maximum output of one stream that its client has not read.",
     "max_tenant_unsent_bytes": "Maximum output that waits for all clients of a tenant.",

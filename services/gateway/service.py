@@ -67,6 +67,7 @@ from services.gateway.telemetry.tracing import open_tracing
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
+from services.gateway.tenancy.redis_memory import RedisMemory
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
@@ -186,6 +187,13 @@ class GatewayService:
         )
         if tracing is not None:
             self.metrics.watch_dropped_spans(lambda: self.telemetry.num_dropped_spans)
+        self._redis_memory = RedisMemory(
+            self._prefix_redis,
+            clock,
+            max_response_bytes=config.max_stored_response_bytes,
+            max_prefix_bytes=config.max_stored_prefix_bytes,
+        )
+        self.metrics.watch_redis(lambda: self._redis_memory.use)
         self.submission = self._submission(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
         self.response_store = ResponseStore(
@@ -195,6 +203,7 @@ class GatewayService:
             now=wall_clock,
             count=self.metrics.count_stored_response,
             ttl_s=config.response_ttl_s,
+            max_all_bytes=lambda: self._redis_memory.max_response_bytes,
             bulk=self._bulk_redis,
         )
         self._background = Background()
@@ -239,6 +248,7 @@ class GatewayService:
             models=self.models,
             reader_of=self._prefix_tokenizer,
             wall_clock=wall_clock,
+            max_all_bytes=lambda: self._redis_memory.max_prefix_bytes,
             region=self._config.region,
             root_key=root_key(self._config.cluster_secret),
         )
@@ -376,6 +386,7 @@ class GatewayService:
             await self._catalogue.refresh()
         self._background.start_own(self._catalogue.run())
         self._background.start_own(self._public_watcher.run())
+        self._background.start_own(self._redis_memory.run())
         if self._certificate is not None:
             self._background.start_own(self._certificate.watch(self._clock))
         await self._web_server.start()

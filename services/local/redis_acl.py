@@ -25,7 +25,7 @@ _READ = (
     "ttl",
     "time",
 )
-_READ_SETS = ("zcard", "zrange", "zrangebyscore", "zscore", "zscan")
+_READ_SETS = ("zcard", "zrange", "zrangebyscore", "zrevrange", "zscore", "zscan")
 _WRITE = ("set", "setnx", "incrby", "del", "expire", "hset", "hsetnx", "hdel", "hincrby")
 _WRITE_SETS = ("zadd", "zrem", "zremrangebyscore", "zremrangebyrank")
 _PREFIXES = (
@@ -47,7 +47,7 @@ class RedisRole(NamedTuple):
 _DATA = (*_CONNECTION, *_SCRIPTS, *_READ, *_READ_SETS, *_WRITE, *_WRITE_SETS)
 REDIS_ROLES: dict[str, RedisRole] = {
     "gateway": RedisRole(
-        _DATA,
+        (*_DATA, "info|memory"),
         (
             "hearth:generation",
             "hearth:tenants",
@@ -58,6 +58,7 @@ REDIS_ROLES: dict[str, RedisRole] = {
             "hearth:usage_batch:*",
             "hearth:*:response:*",
             "hearth:*:responses:*",
+            "hearth:responses:*",
             _CATALOGUE,
             *_PREFIXES,
         ),

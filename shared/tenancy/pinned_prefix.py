@@ -6,6 +6,8 @@
     hearth:pinned_prefixes:tenants            tenants with prefixes, scored by creation time
     hearth:pinned_prefixes:version            increases with every change: readers poll it
     hearth:pinned_prefixes:changes            the tenants that changed, scored by that version
+    hearth:pinned_prefixes:sizes              key of a PinnedPrefix → its bytes in Redis; `total`
+    hearth:pinned_prefixes:ends               the keys of those that expire, scored by that time
 
 Gateways write them, and add the tokens of a public one; the index reads them and has them pinned on
 workers. Public prefixes belong to the tenant "", a name that no real tenant can have.
@@ -34,6 +36,9 @@ TENANTS_KEY = "hearth:pinned_prefixes:tenants"
 MAX_PER_TENANT = 64
 MAX_BYTES_PER_TENANT = 64 << 20  # of all its PinnedPrefix records
 CHANGES_KEY = "hearth:pinned_prefixes:changes"
+SIZES_KEY = "hearth:pinned_prefixes:sizes"
+ENDS_KEY = "hearth:pinned_prefixes:ends"
+RECORD_BYTES = 1024  # what Redis takes for a prefix beside its PinnedPrefix
 MAX_CHANGES = 10_000  # tenants; who missed more changes reads all tenants
 REASONS_S = 86_400
 PAGE = 500  # tenants that Redis looks at for one page
@@ -48,16 +53,34 @@ local function record_change(version_key, changes_key, tenant)
 end
 """
 
+# KEYS[7], KEYS[8]: the sizes, the ends. `ends_at`: 0: never.
+_SET_SIZE = """
+local function set_size(key, size, ends_at)
+  local before = tonumber(redis.call('HGET', KEYS[7], key) or '0')
+  redis.call('HINCRBY', KEYS[7], 'total', size - before)
+  redis.call('HDEL', KEYS[7], key)
+  redis.call('ZREM', KEYS[8], key)
+  if size > 0 then redis.call('HSET', KEYS[7], key, size) end
+  if ends_at > 0 then redis.call('ZADD', KEYS[8], ends_at, key) end
+end
+"""
+
 # Counts and writes in one step, so that concurrent writes do not pass the limits together.
 # KEYS: the tenant's entries, the prefix, the tenants with prefixes, the version, the changes, the
-# tenant's reasons, all tenants' records, which an operator may have changed. ARGV: name, Entry,
-# PinnedPrefix, seconds to live (0: for ever), creation time, tenant, the limits of prefixes and of
-# their bytes, the start of the keys of the tenant's prefixes, and the writer's region.
+# tenant's reasons, the sizes, the ends, all tenants' records, which an operator may have changed.
+# ARGV: name, Entry, PinnedPrefix, time when it expires (0: never), creation time, tenant, the
+# limits of prefixes and of their bytes, the start of the keys of the tenant's prefixes, now, the
+# limit of all tenants' bytes (-1: none), and the writer's region.
 SAVE_LUA = (
     MAY_STORE_LUA
     + _RECORD_CHANGE
-    + """
-if ARGV[10] and not may_store(KEYS[7], ARGV[6], ARGV[10]) then return 'forbidden' end
+    + _SET_SIZE
+    + f"""
+if ARGV[12] and not may_store(KEYS[9], ARGV[6], ARGV[12]) then return 'forbidden' end
+local now, ends_at, max_all = tonumber(ARGV[10]), tonumber(ARGV[4]), tonumber(ARGV[11])
+for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[8], '-inf', now, 'LIMIT', 0, 256)) do
+  set_size(key, 0, 0)
+end
 local count, size = 1, #ARGV[3]
 for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
   if name ~= ARGV[1] then
@@ -68,8 +91,12 @@ for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 if count > tonumber(ARGV[7]) then return 'too_many' end
 if size > tonumber(ARGV[8]) then return 'too_large' end
+local all = tonumber(redis.call('HGET', KEYS[7], 'total') or '0') + #ARGV[3] + {RECORD_BYTES}
+all = all - tonumber(redis.call('HGET', KEYS[7], KEYS[2]) or '0')
+if max_all >= 0 and all > max_all then return 'full' end
 redis.call('SET', KEYS[2], ARGV[3])
-if ARGV[4] ~= '0' then redis.call('EXPIRE', KEYS[2], ARGV[4]) end
+if ends_at > 0 then redis.call('EXPIRE', KEYS[2], math.max(1, ends_at - math.floor(now))) end
+set_size(KEYS[2], #ARGV[3] + {RECORD_BYTES}, ends_at)
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('HDEL', KEYS[6], ARGV[1])
 redis.call('ZADD', KEYS[3], 'NX', ARGV[5], ARGV[6])
@@ -82,10 +109,12 @@ return 'saved'
 # prefix.
 DELETE_LUA = (
     _RECORD_CHANGE
+    + _SET_SIZE
     + """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('DEL', KEYS[2])
 redis.call('HDEL', KEYS[6], ARGV[1])
+set_size(KEYS[2], 0, 0)
 if redis.call('HLEN', KEYS[1]) == 0 then redis.call('ZREM', KEYS[3], ARGV[2]) end
 record_change(KEYS[4], KEYS[5], ARGV[2])
 """
@@ -123,6 +152,13 @@ class TooManyPrefixes(HearthError):
 
 class PrefixStorageFull(TooManyPrefixes):
     code = "prefix_storage_full"
+
+
+class AllPrefixesFull(HearthError):
+    """All tenants' prefixes together take as much of Redis as they may."""
+
+    code = "all_prefixes_full"
+    http_status = 507
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,21 +248,23 @@ async def save(
     now: float,
     *,
     max_prefixes: int = MAX_PER_TENANT,
+    max_all_bytes: int | None = None,
     region: str | None = None,
 ) -> bool:
-    """Adds a prefix, or replaces the one with the same name. `now`: unix seconds. `region`: of the
-    writer; None: of an operator. False: the tenant's record of now forbids a writer of this region
-    to store it.
+    """Adds a prefix, or replaces the one with the same name. `now`: unix seconds. `max_all_bytes`:
+    that Redis may take for all tenants' prefixes. `region`: of the writer; None: of an operator.
+    False: the tenant's record of now forbids a writer of this region to store it.
 
-    Raises TooManyPrefixes or PrefixStorageFull, with nothing changed; StoreUnavailable.
+    Raises TooManyPrefixes, PrefixStorageFull or AllPrefixesFull, with nothing changed;
+    StoreUnavailable.
     """
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
-    life_s = 0 if prefix.expires_at is None else max(1, prefix.expires_at - int(now))
     keys = [*_keys(prefix.tenant_id, prefix.name), TENANTS]
     arguments: list[str | bytes | int | float] = [
-        *(prefix.name, _encode(entry), _encode(prefix), life_s, prefix.created_at),
+        *(prefix.name, _encode(entry), _encode(prefix), prefix.expires_at or 0, prefix.created_at),
         *(prefix.tenant_id, max_prefixes, MAX_BYTES_PER_TENANT, _body_key(prefix.tenant_id, "")),
+        *(now, -1 if max_all_bytes is None else max_all_bytes),
         *(() if region is None else (region,)),
     ]
     match await store.evaluate(SAVE_LUA, keys, arguments):
@@ -238,6 +276,11 @@ async def save(
             raise PrefixStorageFull(
                 f"with this prefix, all prefixes together take more than {MAX_BYTES_PER_TENANT} "
                 "bytes: delete one first"
+            )
+        case b"full":
+            raise AllPrefixesFull(
+                "with this prefix, the prefixes of all tenants take more of Redis than the "
+                f"{max_all_bytes} bytes that its operator allows"
             )
     return True
 
@@ -324,7 +367,8 @@ def _digest(data: bytes) -> str:
 
 def _keys(tenant_id: str, name: str) -> list[str]:
     own = [_entries_key(tenant_id), _body_key(tenant_id, name)]
-    return [*own, TENANTS_KEY, VERSION_KEY, CHANGES_KEY, _reasons_key(tenant_id)]
+    shared_keys = [TENANTS_KEY, VERSION_KEY, CHANGES_KEY]
+    return [*own, *shared_keys, _reasons_key(tenant_id), SIZES_KEY, ENDS_KEY]
 
 
 def _entries_key(tenant_id: str) -> str:

@@ -9,6 +9,8 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import redis.asyncio
+
 from services.cli.service_options import DEMO_MODEL_NAME
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.chaos.world.clients import Exchange, run_exchange
@@ -16,6 +18,7 @@ from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import Body, requests
 from tests.servers import free_port
 
+FILLED_BYTES, NUM_FOREIGN = 64 << 20, 256
 NUM_OUTAGES = 4
 OUTAGE_S, PAUSE_S = 0.5, 5.0
 COLLECTOR_PORT = free_port()
@@ -43,6 +46,16 @@ async def freeze_redis(cluster: ChaosCluster) -> None:
 
 async def thaw_redis(cluster: ChaosCluster) -> None:
     cluster.thaw("redis-server")
+
+
+async def fill_redis(cluster: ChaosCluster) -> None:
+    """Others fill a Redis that is as large as what it holds and 64 MiB."""
+    client = redis.asyncio.Redis.from_url(cluster.redis_url)
+    used = (await client.info("memory"))["used_memory"]
+    await client.config_set("maxmemory", used + FILLED_BYTES)
+    for number in range(NUM_FOREIGN):
+        await client.set(f"foreign:{number}", bytes(FILLED_BYTES // NUM_FOREIGN * 15 // 16))
+    await client.aclose()
 
 
 async def restart_nats(cluster: ChaosCluster) -> None:

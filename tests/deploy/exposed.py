@@ -8,6 +8,7 @@ import httpx
 
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.preparation import PoolLoad
+from services.gateway.metrics.redis import MemoryUse
 from shared.messages import (
     DeviceMemory,
     GatewayLoad,
@@ -46,6 +47,7 @@ def gateway_metrics() -> GatewayMetrics:
     metrics.watch_fleet(fleet)
     metrics.watch_preparation(lambda: {"requests": PoolLoad(0, 0, 0)})
     metrics.watch_dropped_spans(lambda: 0)
+    metrics.watch_redis(lambda: MemoryUse(0, 0))
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")
     metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)

@@ -39,6 +39,7 @@ SCENARIOS = (
         causes.thaw_redis,
         is_live=True,
     ),
+    Scenario("full_redis", ("HearthRedisMemoryFull",), 75.0, causes.fill_redis, causes.nothing),
     Scenario(
         "restarted_nats",
         ("HearthNatsUnstable",),

@@ -13,6 +13,7 @@ from services.gateway.metrics.exposition import exposition
 from services.gateway.metrics.histograms import Histogram, ModelHistograms, own_histograms
 from services.gateway.metrics.label_counts import LabelCounts, TenantLabels
 from services.gateway.metrics.preparation import PoolLoad, preparation_families
+from services.gateway.metrics.redis import MemoryUse, redis_families
 from services.gateway.metrics.request_histograms import ITL, SPECS, TTFT, observe
 from services.gateway.metrics.stopped_workers import StoppedWorkers
 from services.gateway.metrics.vllm import VllmCollector
@@ -64,6 +65,7 @@ class OwnCollector(Collector):
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
+        self.redis: Callable[[], MemoryUse | None] = lambda: None
         self.preparation: Callable[[], Mapping[str, PoolLoad]] = dict
         for each in (self.slow_clients, self.dropped_messages):
             each.add(count=0)  # a series without labels exists from the start
@@ -90,6 +92,7 @@ class OwnCollector(Collector):
                 "Spans of traces that no collector took.",
                 self.num_dropped_spans(),
             )
+        yield from redis_families(self.redis())
         yield from own_histograms(SPECS, self.histograms)
 
     def finished(self) -> Mapping[tuple[str, str], float]:
@@ -135,6 +138,10 @@ class GatewayMetrics:
     def watch_preparation(self, loads: Callable[[], Mapping[str, PoolLoad]]) -> None:
         """`loads`: by pool of processes."""
         self.own.preparation = loads
+
+    def watch_redis(self, memory: Callable[[], MemoryUse | None]) -> None:
+        """`memory`: as it was read last; None: it is unknown."""
+        self.own.redis = memory
 
     def watch_dropped_spans(self, count: Callable[[], int]) -> None:
         """For a gateway that traces requests; others export no such metric."""

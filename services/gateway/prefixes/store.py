@@ -51,14 +51,17 @@ class PrefixStore:
         models: ServedModels,
         reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
+        max_all_bytes: Callable[[], int],
         region: str = "",
         root_key: bytes = b"",
     ) -> None:
-        """`region`: of this gateway. `wall_clock`: returns unix seconds, which stay valid across
-        restarts. `root_key`: see `block_hash.root_key`.
+        """`max_all_bytes`: that Redis may take for all tenants' prefixes. `region`: of this
+        gateway. `wall_clock`: returns unix seconds, which stay valid across restarts. `root_key`:
+        see `block_hash.root_key`.
         """
         self._root_key = root_key
         self._region = region
+        self._max_all_bytes = max_all_bytes
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet
@@ -79,7 +82,8 @@ class PrefixStore:
         """`charge`: called with the prefix's tokens before the prefix is stored.
 
         Raises InvalidRequest and its subclasses, TooManyPrefixes, PrefixStorageFull,
-        PermissionDenied and its subclasses, StoreUnavailable, and the errors of `charge`.
+        AllPrefixesFull, PermissionDenied and its subclasses, StoreUnavailable, and the errors of
+        `charge`.
         """
         check_may_store(tenant, self._region, "a prefix")
         if not re.match(NAME_PATTERN, name):
@@ -108,7 +112,10 @@ class PrefixStore:
         reader = self._reader_of(model)
         prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
-        if not await pinned_prefix.save(self._store, prefix, now, region=self._region):
+        is_saved = await pinned_prefix.save(
+            self._store, prefix, now, max_all_bytes=self._max_all_bytes(), region=self._region
+        )
+        if not is_saved:
             raise PermissionDenied("a prefix: its text is stored; this tenant no longer allows it")
         return await self._stored(tenant, prefix, card)
 

@@ -10,6 +10,7 @@ from shared.store import RedisStore, Store
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import (
     MAX_BYTES_PER_TENANT,
+    AllPrefixesFull,
     Entry,
     PinnedPrefix,
     PrefixStorageFull,
@@ -146,6 +147,41 @@ def test_limits_in_memory() -> None:
 async def test_limits_in_redis(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=10.0)
     await check_limits(store)
+    await store.close()
+
+
+async def check_bound_of_all(store: Store) -> None:
+    """Prefixes of all tenants have one bound; those that are deleted, replaced or over leave it."""
+    text = "x" * 10_000
+    for each, expires_at in (("a", None), ("b", 2_000), ("c", 2_000)):
+        prefix = make_prefix("p", each, messages=[{"content": text}], expires_at=expires_at)
+        await pinned_prefix.save(store, prefix, NOW, max_all_bytes=35_000)
+    more = make_prefix("more", "d", messages=[{"content": text}])
+    with pytest.raises(AllPrefixesFull, match="35000 bytes") as full:
+        await pinned_prefix.save(store, more, NOW, max_all_bytes=35_000)
+    assert full.value.http_status == 507 and not await pinned_prefix.entries(store, "d")
+    again = make_prefix("p", "a", messages=[{"content": text}])
+    await pinned_prefix.save(store, again, NOW, max_all_bytes=35_000)
+    await pinned_prefix.delete(store, "a", "p")
+    await pinned_prefix.save(store, more, NOW, max_all_bytes=35_000)
+    await pinned_prefix.save(store, make_prefix("operators", ""), NOW)  # operators have no bound
+    with pytest.raises(AllPrefixesFull):
+        await pinned_prefix.save(store, again, NOW, max_all_bytes=35_000)
+    await pinned_prefix.save(store, again, NOW + 2_000, max_all_bytes=35_000)
+    for tenant_id in ("", "a", "b", "c", "d"):
+        await pinned_prefix.delete_all(store, tenant_id)
+    assert dict(await store.hash_get(pinned_prefix.SIZES_KEY)) == {b"total": b"0"}
+    assert not await store.sorted_set_size(pinned_prefix.ENDS_KEY)
+
+
+def test_bound_of_all_in_memory() -> None:
+    run(check_bound_of_all(MemoryStore()))
+
+
+async def test_bound_of_all_in_redis(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=10.0)
+    await store.write([("DEL", pinned_prefix.SIZES_KEY, pinned_prefix.ENDS_KEY)])
+    await check_bound_of_all(store)
     await store.close()
 
 

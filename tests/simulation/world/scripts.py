@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.responses.storage import scripts as responses
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
+from services.gateway.tenancy.redis_memory import READ_MEMORY
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.catalogue.admin import SWAP_MODEL
 from shared.catalogue.reader import READ_CATALOGUE
@@ -17,6 +18,7 @@ from shared.store import StoreRejected
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
+    RECORD_BYTES,
     SAVE_LUA,
     TENANTS_LUA,
     TOUCH_LUA,
@@ -150,8 +152,9 @@ def _may_store(store: MemoryStore, tenants_key: str, tenant_id: str, region: str
 
 
 def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
-    name, entry, body, life_s, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments[:9]
-    if arguments[9:] and not _may_store(store, keys[6], tenant_id, arguments[9]):
+    name, entry, body, ends_at, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments[:9]
+    now, max_all, *region = arguments[9:]
+    if region and not _may_store(store, keys[8], tenant_id, *region):
         return b"forbidden"
     others = [each for each in _fields(store, keys[0]) if each != name.encode()]
     if len(others) >= max_prefixes:
@@ -159,7 +162,14 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
     sizes = [len(store.data.get(stem + each.decode(errors="replace"), b"")) for each in others]
     if len(body) + sum(sizes) > max_bytes:
         return b"too_large"
-    ending = ("EX", life_s) if life_s else ()
+    for key, score in [*store.data.get(keys[7], {}).items()]:
+        if score <= now:
+            _set_prefix_size(store, keys[6:8], key.decode(), 0, 0)
+    size, all_sizes = len(body) + RECORD_BYTES, _fields(store, keys[6])
+    held = int(all_sizes.get(b"total", 0)) - int(all_sizes.get(keys[1].encode(), 0))
+    if 0 <= max_all < held + size:
+        return b"full"
+    ending = ("EX", max(1, ends_at - int(now))) if ends_at else ()
     store.apply(
         [
             ("SET", keys[1], body, *ending),
@@ -168,6 +178,7 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
             ("ZADD", keys[2], created_at, tenant_id),
         ]
     )
+    _set_prefix_size(store, keys[6:8], keys[1], size, ends_at)
     _record_change(store, keys[3:5], tenant_id)
     return b"saved"
 
@@ -177,7 +188,21 @@ def _delete_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments
     store.apply([("HDEL", keys[0], name), ("DEL", keys[1]), ("HDEL", keys[5], name)])
     if not _fields(store, keys[0]):
         store.apply([("ZREM", keys[2], tenant_id)])
+    _set_prefix_size(store, keys[6:8], keys[1], 0, 0)
     _record_change(store, keys[3:5], tenant_id)
+
+
+def _set_prefix_size(
+    store: MemoryStore, keys: Sequence[str], key: str, size: int, ends_at: int
+) -> None:
+    before = int(_fields(store, keys[0]).get(key.encode(), 0))
+    store.apply(
+        [
+            ("HINCRBY", keys[0], "total", size - before),
+            ("HSET", keys[0], key, size) if size else ("HDEL", keys[0], key),
+            ("ZADD", keys[1], ends_at, key) if ends_at else ("ZREM", keys[1], key),
+        ]
+    )
 
 
 def _record_change(store: MemoryStore, keys: Sequence[str], tenant_id: str) -> None:
@@ -201,20 +226,20 @@ def _tenant_record(store: MemoryStore, keys: Sequence[str], arguments: Arguments
     return _fields(store, keys[0]).get(arguments[0].encode())
 
 
-# Of stored responses, without the bound of a tenant's bytes.
+# Of stored responses, without the bounds of bytes.
 
 
-def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
     response_id, data, previous, life_s = arguments[:4]
-    if not _may_store(store, keys[4], *arguments[6:]):
-        return -1
+    if not _may_store(store, keys[7], *arguments[6:8]):
+        return [b"forbidden", 0]
     store.apply(
         [
             ("HSET", keys[0] + response_id, "data", data, "previous", previous),
             ("EXPIRE", keys[0] + response_id, life_s),
         ]
     )
-    return 0
+    return [b"stored", 0]
 
 
 def _response_sizes(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
@@ -262,6 +287,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     TOUCH_LUA: lambda store, keys, arguments: _record_change(store, keys, arguments[0]),
     CHANGES_LUA: _changes,
     TENANTS_LUA: _tenants_page,
+    READ_MEMORY: lambda *_: b"used_memory:0\r\nmaxmemory:0\r\n",
     RECORD_LUA: _tenant_record,
     SWAP: _swap,
     READ_CATALOGUE: _read_catalogue,

@@ -5,52 +5,71 @@
 
 from __future__ import annotations
 
+from shared.tenancy.stored_responses import CHANGES_LUA, MAX_AT_ONCE, RECORD_BYTES
 from shared.tenancy.tenant import MAY_STORE_LUA
 
-_REMOVE = """
-local function remove(id)
-  redis.call('DEL', KEYS[1] .. id)
-  redis.call('ZREM', KEYS[2], id)
-  redis.call('ZREM', KEYS[3], id)
-  local size = redis.call('HGET', KEYS[4], id)
-  if size then
-    redis.call('HDEL', KEYS[4], id)
-    redis.call('HINCRBY', KEYS[4], 'total', -tonumber(size))
-  end
-  return size
-end
-"""
-
-# KEYS of all: the start of the records' keys, uses, ends, sizes.
+# KEYS of all: as of `response_keys`.
 # SAVE also: all tenants' records, which an operator may have changed since the response began.
-# ARGV: id, data, previous id, seconds to live, now, bytes that a tenant may store, tenant, region.
-# Returns how many of the responses used longest ago were removed to make room; -1: nothing is
-# stored, as the tenant's record forbids it.
+# ARGV: id, data, previous id, seconds to live, now, bytes that a tenant may store, tenant, region,
+# and bytes of Redis that all tenants may take.
+# Room is made by removing the responses used longest ago: those of the tenant beyond its own bound,
+# else those of the tenant that holds most, so that one which stores little keeps it beside any
+# other. Returns how many were removed, after the outcome: stored; forbidden by the tenant's record;
+# too_large; or more: call again, as more must go than one step of Redis removes.
 SAVE = (
     MAY_STORE_LUA
-    + _REMOVE
-    + """
-if not may_store(KEYS[5], ARGV[7], ARGV[8]) then return -1 end
-local id, data, life, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
-for _, ended in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 256)) do
-  remove(ended)
+    + CHANGES_LUA
+    + f"""
+if not may_store(KEYS[8], ARGV[7], ARGV[8]) then return {{'forbidden', 0}} end
+local start, id, data, life, now = KEYS[1], ARGV[1], ARGV[2], ARGV[4], ARGV[5]
+local max_own, max_all = tonumber(ARGV[6]), tonumber(ARGV[9]) - {RECORD_BYTES}
+if #data > math.min(max_own, max_all) then return {{'too_large', 0}} end
+
+local function remove_ended(start)
+  local ends = key_of(start, 'ends')
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, {MAX_AT_ONCE})) do
+    remove(start, id)
+  end
+  add_up(start)
 end
-remove(id)
-local removed = 0
-while tonumber(redis.call('HGET', KEYS[4], 'total') or '0') + #data > tonumber(ARGV[6]) do
-  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
-  if not oldest then break end
-  remove(oldest)
-  removed = removed + 1
+
+local function remove_oldest(start)
+  local oldest = redis.call('ZRANGE', key_of(start, 'uses'), 0, 0)[1]
+  if oldest then remove(start, oldest) else redis.call('DEL', key_of(start, 'ends')) end
+  add_up(start)
+  return oldest
 end
-redis.call('HSET', KEYS[1] .. id, 'data', data, 'previous', ARGV[3])
-redis.call('EXPIRE', KEYS[1] .. id, life)
+
+local function excess_holder()
+  local own = tonumber(redis.call('HGET', KEYS[4], 'total') or '0')
+  if own + #data > max_own then return start end
+  local all = tonumber(redis.call('GET', KEYS[7]) or '0')
+  if all + #data > max_all then
+    return redis.call('ZREVRANGE', KEYS[5], 0, 0)[1]
+  end
+end
+
+for _, each in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, 4)) do
+  remove_ended(each)
+end
+remove_ended(start)
+remove(start, id)
+add_up(start)
+local removed, holder = 0, excess_holder()
+while holder do
+  if removed == {MAX_AT_ONCE} then return {{'more', removed}} end
+  if remove_oldest(holder) then removed = removed + 1 end
+  holder = excess_holder()
+end
+redis.call('HSET', start .. id, 'data', data, 'previous', ARGV[3])
+redis.call('EXPIRE', start .. id, life)
 redis.call('ZADD', KEYS[2], now, id)
 redis.call('ZADD', KEYS[3], now + life, id)
 redis.call('HSET', KEYS[4], id, #data)
 redis.call('HINCRBY', KEYS[4], 'total', #data)
 for place = 2, 4 do redis.call('EXPIRE', KEYS[place], life) end
-return removed
+add_up(start)
+return {{'stored', removed}}
 """
 )
 
@@ -92,10 +111,11 @@ return found
 
 # ARGV: id. Returns 1 if there was such a response.
 DELETE = (
-    _REMOVE
+    CHANGES_LUA
     + """
 local is_known = redis.call('EXISTS', KEYS[1] .. ARGV[1])
-remove(ARGV[1])
+remove(KEYS[1], ARGV[1])
+add_up(KEYS[1])
 return is_known
 """
 )

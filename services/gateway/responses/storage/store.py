@@ -55,6 +55,7 @@ class ResponseStore:
     """`bulk`: a connection for more than MAX_PART_BYTES, whose slow replies must not make Redis
     look away to others (default: `store`). `region`: of this gateway. `now`: unix seconds. `count`:
     called with what became of a record: stored, evicted, too_large, forbidden, failed.
+    `max_bytes`: of a tenant's records. `max_all_bytes`: that Redis may take for all tenants'.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ResponseStore:
         count: Callable[[str], None],
         ttl_s: float = TTL_S,
         max_bytes: int = MAX_BYTES_PER_TENANT,
+        max_all_bytes: Callable[[], int],
         bulk: Store | None = None,
     ) -> None:
         self._store = store
@@ -77,6 +79,7 @@ class ResponseStore:
         self._count = count
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
+        self._max_all_bytes = max_all_bytes
         self._background = Background()
         self._pending: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._num_pending_bytes = 0
@@ -189,28 +192,34 @@ class ResponseStore:
         return found
 
     async def _save(self, key: tuple[str, str], record: ResponseRecord) -> None:
-        tenant_id, response_id = key
-        store = self._bulk if record.num_bytes > MAX_PART_BYTES else self._store
         try:
-            num_evicted = await store.evaluate(
-                scripts.SAVE,
-                [*response_keys(tenant_id), TENANTS],
-                [
-                    *(response_id, msgspec.msgpack.encode(record), record.previous),
-                    *(max(1, int(self._ttl_s)), self._now(), self._max_bytes),
-                    *(tenant_id, self._region),
-                ],
-            )
+            outcome = "more"
+            while outcome == "more":
+                outcome, num_evicted = await self._store_once(key[0], record)
+                for _ in range(num_evicted):
+                    self._count("evicted")
         except StoreUnavailable as error:
             self._count("failed")
-            log.warning("response_not_stored", response=response_id, reason=error.message)
+            log.warning("response_not_stored", response=record.id, reason=error.message)
             return
         finally:
             self._num_pending_bytes -= record.num_bytes
             del self._pending[key]
-        self._count("forbidden" if num_evicted < 0 else "stored")
-        for _ in range(num_evicted):
-            self._count("evicted")
+        self._count(outcome)
+
+    async def _store_once(self, tenant_id: str, record: ResponseRecord) -> tuple[str, int]:
+        """The outcome, and how many records have left. Raises StoreUnavailable."""
+        store = self._bulk if record.num_bytes > MAX_PART_BYTES else self._store
+        outcome, num_evicted = await store.evaluate(
+            scripts.SAVE,
+            [*response_keys(tenant_id), TENANTS],
+            [
+                *(record.id, msgspec.msgpack.encode(record), record.previous),
+                *(max(1, int(self._ttl_s)), self._now(), self._max_bytes),
+                *(tenant_id, self._region, self._max_all_bytes()),
+            ],
+        )
+        return outcome.decode(), num_evicted
 
 
 def _known(response_id: str, size: int | None, param: str) -> StoredSize:

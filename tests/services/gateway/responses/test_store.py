@@ -25,6 +25,7 @@ from shared.clock import MonotonicClock
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 from shared.randomness import SystemRandomness
 from shared.store import RedisStore, StoreUnavailable
+from shared.tenancy.stored_responses import delete_all
 from shared.tenancy.tenant import TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import NatsServer, RedisServer
@@ -42,6 +43,7 @@ class Stored:
 
     def __init__(self, redis: RedisServer, *, region: str = "", max_bytes: int = 1 << 20) -> None:
         self.now = 1000.0
+        self.max_all_bytes = 1 << 20
         self.counts: Counter[str] = Counter()
         self.redis_url = redis.url
         self.redis = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
@@ -53,6 +55,7 @@ class Stored:
             count=lambda outcome: self.counts.update([outcome]),
             ttl_s=100,
             max_bytes=max_bytes,
+            max_all_bytes=lambda: self.max_all_bytes,
         )
 
     async def save(self, tenant: TenantRecord, *records: ResponseRecord) -> None:
@@ -131,6 +134,84 @@ async def test_least_recently_used_makes_room(stored: Stored) -> None:
     known = [await stored.is_known(TENANT, each) for each in (first, second, third)]
     assert known == [True, False, True]
     assert stored.counts == {"stored": 3, "evicted": 1}
+
+
+def names(tenant: TenantRecord, count: int) -> list[ResponseRecord]:
+    return [record_of(f"{tenant.tenant_id}-{number}", size=1000) for number in range(count)]
+
+
+async def held(stored: Stored) -> int:
+    """Bytes of all tenants; Redis holds what the sets of all tenants say."""
+    found: dict[str, float] = dict(
+        await stored.redis._redis.zrange("hearth:responses:held", 0, -1, withscores=True)
+    )
+    assert {bytes(each) for each in found} == {
+        bytes(each) for each in await stored.redis._redis.zrange("hearth:responses:ends", 0, -1)
+    }
+    total = int(await stored.redis.get("hearth:responses:total") or 0)
+    assert sum(found.values()) == total
+    return total
+
+
+async def test_tenant_that_holds_most_makes_room_for_all(redis_server: RedisServer) -> None:
+    stored = Stored(redis_server)
+    small, *large = (TenantRecord(tenant_id=each) for each in ("small", "one", "two", "tw:o"))
+    first, *others = names(small, 4)
+    await stored.save(small, first)
+    one = await held(stored)
+    stored.max_all_bytes = 12 * one + 100
+    for records in zip(*(names(each, 20) for each in large), strict=True):
+        for tenant, record in zip(large, records, strict=True):
+            stored.now += 1
+            await stored.save(tenant, record)
+            assert await held(stored) <= stored.max_all_bytes
+    for tenant in large:
+        known = [await stored.is_known(tenant, each) for each in names(tenant, 20)]
+        assert known == sorted(known) and 3 <= sum(known) <= 4
+    assert await stored.is_known(small, first)
+    assert stored.counts == {"stored": 61, "evicted": 49}
+    with pytest.raises(UnknownResponse) as evicted:
+        await stored.store.chain(large[0], names(large[0], 1)[0].id)
+    assert evicted.value.http_status == 404
+    await stored.save(small, *others)
+    assert [await stored.is_known(small, each) for each in (first, *others)] == [True] * 4
+    assert await held(stored) <= stored.max_all_bytes
+    for tenant in (small, *large):
+        await delete_all(stored.redis, tenant.tenant_id)
+    assert await held(stored) == 0
+    await stored.close()
+
+
+async def test_smaller_bound_removes_in_steps(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Redis that is given less memory is not kept busy by one write that makes all the room."""
+    monkeypatch.setattr(scripts, "SAVE", scripts.SAVE.replace("256", "4"))
+    stored = Stored(redis_server)
+    records = names(TENANT, 12)
+    await stored.save(TENANT, *records)
+    stored.max_all_bytes = await held(stored) // 12 + 100
+    last = record_of("last", size=1000)
+    await stored.save(OTHER, last)
+    assert stored.counts == {"stored": 13, "evicted": 12}
+    assert await stored.is_known(OTHER, last) and await held(stored) <= stored.max_all_bytes
+    stored.max_all_bytes = 1000
+    await stored.save(OTHER, record_of("larger", size=1000))
+    assert stored.counts["too_large"] == 1 and await stored.is_known(OTHER, last)
+    await stored.close()
+
+
+async def test_records_that_ended_hold_no_room(redis_server: RedisServer) -> None:
+    """Of a tenant that stores nothing any more, too: its keys are gone by then."""
+    stored = Stored(redis_server)
+    await stored.save(TENANT, *names(TENANT, 3))
+    start, *own = stores.response_keys("t1")
+    await stored.redis._redis.delete(*own[:3], *(start + each.id for each in names(TENANT, 3)))
+    stored.now += 101
+    await stored.save(OTHER, record_of("b", size=1000))
+    assert await stored.redis._redis.zcard("hearth:responses:held") == 1
+    await held(stored)
+    await stored.close()
 
 
 async def test_expired_records_free_their_room(stored: Stored) -> None:

@@ -1,0 +1,56 @@
+"""Redis's memory as it is, and how much of it stored responses and prefixes may take.
+
+Redis holds limits, keys and usage as well, and with `noeviction` a full one rejects every write. So
+responses may take half of its `maxmemory`, and prefixes a quarter. `maxmemory` is read, since it
+may be changed while Redis runs.
+"""
+
+from __future__ import annotations
+
+from services.gateway.metrics.redis import MemoryUse
+from shared.clock import Clock
+from shared.store import Store, StoreUnavailable
+
+READ_S = 5.0
+USUAL_MAX_BYTES = 1 << 30  # if Redis has no `maxmemory`, or none that may be read
+
+READ_MEMORY = "return redis.call('INFO', 'memory')"
+
+
+class RedisMemory:
+    """`max_response_bytes`, `max_prefix_bytes`: of all tenants; 0: a share of Redis's memory."""
+
+    def __init__(
+        self, store: Store, clock: Clock, *, max_response_bytes: int = 0, max_prefix_bytes: int = 0
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._max_response_bytes = max_response_bytes
+        self._max_prefix_bytes = max_prefix_bytes
+        self.use: MemoryUse | None = None  # while it is unknown
+        self._max_bytes = 0  # 0: Redis has no bound
+
+    @property
+    def max_response_bytes(self) -> int:
+        return self._max_response_bytes or (self._max_bytes or USUAL_MAX_BYTES) // 2
+
+    @property
+    def max_prefix_bytes(self) -> int:
+        return self._max_prefix_bytes or (self._max_bytes or USUAL_MAX_BYTES) // 4
+
+    async def run(self) -> None:
+        while True:
+            await self.read()
+            await self._clock.sleep(READ_S)
+
+    async def read(self) -> None:
+        """Without a reply, the bound last read holds."""
+        try:
+            reply = await self._store.evaluate(READ_MEMORY, [], [])
+        except StoreUnavailable:
+            self.use = None
+            return
+        lines = (line.split(b":") for line in reply.splitlines() if line.count(b":") == 1)
+        fields = {name: value for name, value in lines if value.isdigit()}
+        self._max_bytes = int(fields.get(b"maxmemory", 0))
+        self.use = MemoryUse(int(fields.get(b"used_memory", 0)), self._max_bytes)
