@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -62,6 +63,7 @@ from shared.tenancy.tenant import TenantRecord
 
 # Longer prompts are tokenized on a thread, so that running streams do not wait.
 MAX_INLINE_CHARS = 8192
+MAX_PROMPTS = 16_384  # of a tenant, of all its responses: each takes up to 4 KB until they close
 
 
 class Submission:
@@ -109,6 +111,7 @@ class Submission:
         self._slots, self._small = slots(), slots(alone=MAX_BATCH)
         self._telemetry = telemetry
         self._num_preparing = 0
+        self._num_prompts: Counter[str] = Counter()  # by tenant
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
@@ -146,6 +149,7 @@ class Submission:
         Yields to running streams between two of the requests. Raises the HearthError with which
         the request is rejected.
         """
+        self._hold_prompts(reservation, len(generations))
         prepared: list[PreparedRequest] = []
         for index, generation in enumerate(generations):
             if index:
@@ -176,6 +180,14 @@ class Submission:
             on_close=reservation.close,
             on_send=reservation.record.record_send,
         )
+
+    def _hold_prompts(self, reservation: Reservation, num_prompts: int) -> None:
+        """Until the response has closed. Raises Overloaded."""
+        tenant_id = reservation.tenant.tenant_id
+        if self._num_prompts[tenant_id] + num_prompts > MAX_PROMPTS:
+            raise Overloaded("this tenant has too many prompts under way", retry_after_s=1.0)
+        reservation.num_prompts = num_prompts
+        self._num_prompts[tenant_id] += num_prompts
 
     async def choose(self, reservation: Reservation, name: str) -> ServedModel:
         """The model of all prompts of the response. Raises UnknownModel, ModelNotAllowed,
@@ -348,7 +360,10 @@ class Submission:
 
     def _settle(self, reservation: Reservation) -> None:
         """Settles limits after the last byte of a response has left."""
-        outputs = reservation.outputs
+        outputs, tenant_id = reservation.outputs, reservation.tenant.tenant_id
+        self._num_prompts[tenant_id] -= reservation.num_prompts
+        if not self._num_prompts[tenant_id]:
+            del self._num_prompts[tenant_id]
         self._limits.settle(reservation.lease, sum(each.num_output_tokens for each in outputs))
         self._telemetry.closed(reservation.record, reservation.model_name, outputs)
 

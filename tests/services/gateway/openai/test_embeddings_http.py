@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.openai.embeddings import EmbeddingRequest, to_generation_requests
 from services.gateway.output.embedding_vector import normalized
+from services.gateway.request import submission
 from services.gateway.request.generation_request import check_dimensions
 from services.gateway.streams.turn import MAX_OPEN
 from shared.errors import InvalidRequest
@@ -96,6 +97,27 @@ async def test_inputs_are_submitted_some_at_once(
     body = await running
     assert [entry["embedding"] for entry in body["data"]] == [[1.0, *each] for each in inputs]
     assert cluster.scheduler.submits.qsize() == len(inputs)
+
+
+async def test_tenant_holds_a_number_of_prompts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are not open yet; a request that is rejected holds none."""
+    monkeypatch.setattr(submission, "MAX_PROMPTS", 100)
+    decode = cluster.decodes[0]
+    cluster.scheduler.workers, decode.hold_at = [decode], 0
+    running = asyncio.create_task(embed(cluster, [[5]] * 80))
+    await until(lambda: len(decode.runs) == MAX_OPEN)
+    for _ in range(2):
+        response = await cluster.http.post(ROUTE, json={"input": [[5]] * 21})
+        check_envelope(response, 429, "overloaded", None)
+    decode.hold_at = None
+    assert len((await embed(cluster, [[5]] * 20))["data"]) == 20
+    decode.released.set()
+    assert len((await running)["data"]) == 80
+    response = await cluster.http.post(ROUTE, json={"input": [[5], [400]]})
+    check_envelope(response, 400, "invalid_request", "input[1]")
+    await until(lambda: not cluster.gateway.submission._num_prompts)
 
 
 async def test_openai_sdk(cluster: Cluster) -> None:
