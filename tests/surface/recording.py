@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = Path(__file__).parent / "records"
+ROOT = Path(__file__).parents[2]
 COMMAND = "HEARTH_WRITE_SURFACE=1 scripts/test -k surface"
 
 
 def check_record(name: str, text: str) -> None:
-    """Raises AssertionError with the difference, unless records are to be written."""
+    """Raises AssertionError with the difference, unless records are to be written. A record is the
+    same wherever the repository lies.
+    """
     path = RECORDS / name
-    text = text.rstrip("\n") + "\n"
+    text = text.rstrip("\n").replace(f"{ROOT}/", "") + "\n"
     if os.environ.get("HEARTH_WRITE_SURFACE"):
         path.write_text(text)
         return
