@@ -19,6 +19,7 @@ from services.cli.models.model_commands import model_app
 from services.cli.operators import redis_commands
 from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
+from services.cli.quality import quality_command
 from services.cli.roles import role_command
 from services.cli.service_options import service_command
 from services.cli.trace import trace_command
@@ -205,6 +206,7 @@ app.registered_commands += tenant_commands.app.registered_commands
 app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
 app.registered_commands += bundle_commands.app.registered_commands
 app.registered_commands += quantize_command.app.registered_commands
+app.registered_commands += quality_command.app.registered_commands
 app.registered_commands += warm_command.app.registered_commands
 app.registered_commands += plan_command.app.registered_commands
 app.registered_commands += role_command.app.registered_commands

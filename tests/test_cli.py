@@ -23,7 +23,7 @@ from tests.services.cli.in_process import call_hearth
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
     *("nats-config", "health", "warm"),
-    *("prefix", "compress", "decompress", "quantize"),
+    *("prefix", "compress", "decompress", "quantize", "quality"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 

@@ -71,6 +71,9 @@ RULES = {
     ),
     "services/cli/checkpoints": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/quality": rule(
+        "services.cli services.local services.gateway.text shared", BASE, TERMINAL
+    ),
     "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
     "services/local": rule(
@@ -159,8 +162,8 @@ LAYERS = {
         " telemetry"
     ),
     "shared/engine": (
-        "worker | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer | inputs"
-        " | engine | batching | runners quantise | kv_quantisation | step_plan | models"
+        "worker quality | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer"
+        " | inputs | engine | batching | runners quantise | kv_quantisation | step_plan | models"
         " | checkpoint_plan | weights | layers | sampling | parallel kv_copies codec"
         " | kv_cache quantisation"
     ),

@@ -1,0 +1,138 @@
+"""How far the next-token distributions of one model are from another's, over given prompts.
+
+    KL(P || Q) = Σ p · (log p - log q)    in nats, of each position of a prompt
+
+P is the reference, Q what is judged; both read the prompt's own tokens, so that no difference adds
+up over an answer. Models are computed side by side, a chunk of a prompt at a time: logits of a
+whole file would not fit the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.engine.runner import SamplingInputs, StepInputs
+from shared.engine.runners.model_runner import ModelRunner
+from shared.errors import CheckpointError
+from shared.kv_layout import KvLayout
+
+CHUNK_TOKENS = 64  # whose logits are held at once
+
+
+@dataclass(slots=True)
+class PromptQuality:
+    """Of each position: KL in nats, and whether both prefer the same token."""
+
+    kl: list[float] = field(default_factory=list)
+    agrees: list[bool] = field(default_factory=list)
+
+    @property
+    def mean_kl(self) -> float:
+        return sum(self.kl) / len(self.kl)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Over all positions; KL in nats. `worst`: the index of the prompt with the largest mean."""
+
+    num_tokens: int
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    top1_agreement: float
+    worst: int
+    worst_kl: float
+
+
+def summary(prompts: Sequence[PromptQuality]) -> Summary:
+    kl = np.array([each for prompt in prompts for each in prompt.kl])
+    agrees = [each for prompt in prompts for each in prompt.agrees]
+    means = [prompt.mean_kl for prompt in prompts]
+    worst = int(np.argmax(means))
+    return Summary(
+        num_tokens=len(kl),
+        kl_mean=float(kl.mean()),
+        kl_p99=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        top1_agreement=sum(agrees) / len(agrees),
+        worst=worst,
+        worst_kl=means[worst],
+    )
+
+
+def compare(
+    runners: Mapping[str, ModelRunner],
+    pairs: Sequence[tuple[str, str]],
+    prompts: Sequence[Sequence[int]],
+) -> list[list[PromptQuality]]:
+    """For each pair of names, reference first, a result of each prompt. Raises CheckpointError for
+    a model whose logits are no numbers.
+    """
+    found = [[PromptQuality() for _ in prompts] for _ in pairs]
+    for index, token_ids in enumerate(prompts):
+        steps = [prompt_logits(runner, token_ids) for runner in runners.values()]
+        for logits in zip(*steps, strict=True):
+            logprobs = {
+                name: _logprobs(name, index, each)
+                for name, each in zip(runners, logits, strict=True)
+            }
+            for results, (reference, judged) in zip(found, pairs, strict=True):
+                _add(results[index], logprobs[reference], logprobs[judged])
+    return found
+
+
+def _logprobs(name: str, index: int, logits: Tensor) -> Tensor:
+    if bool(logits.isnan().any()):
+        raise CheckpointError(f"{name}: logits of prompt {index + 1} are NaN")
+    return logits.double().log_softmax(-1)
+
+
+def _add(result: PromptQuality, reference: Tensor, judged: Tensor) -> None:
+    """[T, vocab_size] log-probabilities. A token that the reference excludes adds nothing."""
+    terms = reference.exp() * (reference - judged)
+    terms = terms.where(reference > -torch.inf, 0.0)
+    result.kl += terms.sum(-1).clamp_min(0.0).tolist()  # rounding may give -1e-17
+    result.agrees += (reference.argmax(-1) == judged.argmax(-1)).tolist()
+
+
+def num_blocks(kv_layout: KvLayout, num_tokens: int) -> int:
+    """That a prompt takes in all groups."""
+    return len(kv_layout.groups) * -(-num_tokens // kv_layout.block_size)
+
+
+def prompt_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Iterator[Tensor]:
+    """[up to CHUNK_TOKENS, vocab_size] FP32 of consecutive positions."""
+    for start, end in pairwise([*range(0, len(token_ids), CHUNK_TOKENS), len(token_ids)]):
+        yield runner.step_logits(_step(runner.kv_layout, token_ids, start, end)).cpu()
+
+
+def _step(layout: KvLayout, token_ids: Sequence[int], start: int, end: int) -> StepInputs:
+    """Positions [start, end) of the only sequence in the cache, whose groups follow each other."""
+    positions, num_new = np.arange(start, end), end - start
+    num_groups, width = len(layout.groups), -(-len(token_ids) // layout.block_size)
+    tables = np.arange(num_groups * width).reshape(num_groups, 1, width)
+    slots = tables[:, 0, positions // layout.block_size] * layout.block_size
+    return StepInputs(
+        input_ids=np.array(token_ids[start:end]),
+        positions=positions,
+        slot_mapping=slots + positions % layout.block_size,
+        query_lens=np.array([num_new]),
+        context_lens=np.array([end]),
+        block_tables=tables,
+        sampling=SamplingInputs(
+            logits_indices=np.arange(num_new),
+            temperature=np.zeros(num_new, dtype=np.float32),
+            top_k=np.zeros(num_new, dtype=np.int64),
+            top_p=np.ones(num_new, dtype=np.float32),
+            min_p=np.zeros(num_new, dtype=np.float32),
+            seed=np.zeros(num_new, dtype=np.uint64),
+            choice_index=np.zeros(num_new, dtype=np.int64),
+            output_position=np.zeros(num_new, dtype=np.int64),
+        ),
+    )
