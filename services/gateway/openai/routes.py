@@ -32,7 +32,7 @@ class EmbeddingBody(StrictBody):
 
 
 class OpenAIRoutes:
-    """The handlers of one gateway. `keep_alive_s`: silence of a stream before a comment is sent."""
+    """The handlers of one gateway. `keep_alive_s`: silence before a stream sends an empty event."""
 
     def __init__(self, opener: Opener, *, clock: Clock, keep_alive_s: float) -> None:
         self._opener = opener

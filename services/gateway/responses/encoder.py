@@ -63,6 +63,7 @@ class ResponsesEncoder:
             score=self._score,
             seal=state.seal if body.has_sealed_reasoning else None,
         )
+        self._encoded = msgspec.Raw(b"")  # the object as it begins
         self._has_begun = False
         self._reason = ""  # why the output ended
         self._delta_of = ""  # the message of `_delta_parts`
@@ -116,13 +117,14 @@ class ResponsesEncoder:
         if self._has_begun:
             return
         self._has_begun = True
+        self._encoded = msgspec.Raw(_encode(self._object))
         number = next(self._items.numbers)
-        yield self._event(objects.ResponseCreated(sequence_number=number, response=self._object))
+        yield self._event(objects.ResponseCreated(sequence_number=number, response=self._encoded))
         yield self._in_progress()
 
     def _in_progress(self) -> bytes:
         number = next(self._items.numbers)
-        event = objects.ResponseInProgress(sequence_number=number, response=self._object)
+        event = objects.ResponseInProgress(sequence_number=number, response=self._encoded)
         return self._event(event)
 
     def _text(self, event: TextDelta) -> Iterator[bytes]:

@@ -87,11 +87,15 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseCreated(StreamEvent, frozen=True, kw_only=True, tag="response.created"):
-    response: ResponseObject
+    """`response`: encoded."""
+
+    response: msgspec.Raw
 
 
 class ResponseInProgress(StreamEvent, frozen=True, kw_only=True, tag="response.in_progress"):
-    response: ResponseObject
+    """`response`: encoded once, as this event is sent in each silence."""
+
+    response: msgspec.Raw
 
 
 class ResponseCompleted(StreamEvent, frozen=True, kw_only=True, tag="response.completed"):

@@ -53,7 +53,7 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRoutes:
-    """The handlers of one gateway. `keep_alive_s`: silence of a stream before a comment is sent."""
+    """The handlers of one gateway. `keep_alive_s`: silence before a stream sends an empty event."""
 
     def __init__(
         self,

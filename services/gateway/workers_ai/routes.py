@@ -51,7 +51,7 @@ async def check_account(
 
 
 class WorkersAIRoutes:
-    """The handlers of one gateway. `keep_alive_s`: silence of a stream before a comment is sent.
+    """The handlers of one gateway. `keep_alive_s`: silence before a stream sends an empty event.
     `random_bytes`: for the padding of streams; None: no padding.
     """
 

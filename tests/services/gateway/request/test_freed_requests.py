@@ -22,13 +22,15 @@ def cyclic_garbage() -> Iterator[list[object]]:
     gc.collect()
     gc.disable()
     garbage: list[object] = []
-    yield garbage
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.collect()
-    garbage += gc.garbage
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
+    try:
+        yield garbage
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        garbage += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 async def stream(cluster: Cluster, *, leaves_early: bool) -> None:
