@@ -135,10 +135,10 @@ def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
 
 
 def prompt_tokens(prompt: Prompt, files: ModelFiles) -> list[int]:
-    """Raises InvalidRequest for a prompt without tokens, except for a conversation."""
+    """Raises InvalidRequest for a prompt without tokens."""
     match prompt:
         case ChatPrompt():
-            return files.tokenizer.encode(prompt.parts)
+            token_ids = files.tokenizer.encode(prompt.parts)
         case TokenPrompt():
             token_ids = prompt.token_ids
         case PackedPrompt():
@@ -146,7 +146,12 @@ def prompt_tokens(prompt: Prompt, files: ModelFiles) -> list[int]:
         case TextPrompt():
             token_ids = _text_tokens(prompt, files)[0]
     if not token_ids:
-        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
+        is_chat = isinstance(prompt, ChatPrompt) or (
+            isinstance(prompt, PackedPrompt) and prompt.is_chat
+        )
+        reason = "the model's chat template writes nothing for this conversation"
+        reason = reason if is_chat else "a prompt must hold a token"
+        raise InvalidRequest(f"{prompt.param}: {reason}", param=prompt.param)
     return token_ids
 
 

@@ -13,7 +13,16 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from services.gateway.models.served_text import ServedModel
 from services.gateway.request.generation_request import GenerationRequest, max_output_tokens
 from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
-from services.gateway.request.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
+from services.gateway.request.prompt import (
+    ChatPrompt,
+    Echo,
+    PackedPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    echo_of,
+    tokenize,
+)
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
@@ -227,3 +236,19 @@ def test_logprobs_beyond_64_mib_are_rejected(
     with pytest.raises(InvalidRequest, match=f"{param}: the logprobs of this request") as raised:
         check_logprobs([prepare(most // num_prompts + 1)] * num_prompts)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (ChatPrompt((), (), param="input"), "input: the model's chat template writes nothing"),
+        (PackedPrompt(b"", "messages", is_chat=True), "messages: the model's chat template writes"),
+        (PackedPrompt(b"", "prompt"), "prompt: a prompt must hold a token"),
+        (TextPrompt("", "prompt"), "prompt: a prompt must hold a token"),
+        (TokenPrompt([], "prompt[1]"), r"prompt\[1\]: a prompt must hold a token"),
+    ],
+)
+def test_prompts_without_tokens_are_refused(tmp_path: Path, prompt: Prompt, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{reason}") as refusal:
+        tokenize(prompt, ModelFiles(write_model_dir(tmp_path / "m")), CARD)
+    assert refusal.value.param == prompt.param
