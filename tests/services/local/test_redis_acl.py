@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import redis
 from services.gateway.responses.storage import scripts
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.local.redis_acl import REDIS_ROLES, acl_line, acl_rules
+from shared.catalogue.admin import CatalogueAdmin
+from shared.catalogue.reader import CatalogueReader
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreRejected
 from shared.tenancy.stored_responses import response_keys
@@ -141,6 +144,21 @@ async def test_operator_makes_tenants_that_others_may_not(server: RedisServer) -
         except StoreRejected:
             assert not is_allowed
         await store.close()
+
+
+async def test_roles_read_the_catalogue_that_the_operator_writes(server: RedisServer) -> None:
+    stores = {
+        role: RedisStore(url_of(server, role), MonotonicClock(), timeout_s=2.0)
+        for role in ("operator", "host", "gateway", "kv_index")
+    }
+    await CatalogueAdmin(stores["operator"], lambda: 0.0).add("m", "/x")
+    for role in ("host", "gateway"):
+        reader = CatalogueReader(stores[role], MonotonicClock())
+        await reader.refresh()
+        assert list(reader.models) == ["m"]
+    with pytest.raises(StoreRejected):
+        await CatalogueReader(stores["kv_index"], MonotonicClock()).refresh()
+    await asyncio.gather(*(each.close() for each in stores.values()))
 
 
 def test_lines_have_digests_in_place_of_passwords() -> None:
