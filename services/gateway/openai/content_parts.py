@@ -1,4 +1,4 @@
-"""The parts of a chat message, also as the Responses API spells them."""
+"""The parts of a chat message. Texts may have the types that other APIs give them."""
 
 from __future__ import annotations
 
