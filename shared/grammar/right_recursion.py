@@ -14,12 +14,13 @@ are solved one after another.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from itertools import chain
 
 from shared.errors import GrammarTooComplex, InvalidRequest
 from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, rules_of, size_of
 
-MAX_RULES = 64  # of all cycles
-MAX_SIZE = 4_000  # of one equation: it can double with each rule
+MAX_GROWTH = 10_000  # of one equation, beyond the rules: it can double with each rule
+MAX_NAMES = 4  # in an error
 
 _Branch = tuple[Items, str | None]  # what stands before the rule of the cycle that ends it, if any
 
@@ -62,43 +63,43 @@ def _ends(alternatives: Alternatives) -> Iterator[str]:
 
 
 def _cycles(ends: Mapping[str, Set[str]]) -> Iterator[list[str]]:
-    """The strongly connected sets of rules, in the order of the grammar."""
-    left = _before_cycles(ends)
-    if len(left) > MAX_RULES:
-        raise GrammarTooComplex(f"more than {MAX_RULES} rules end in each other")
-    reached = {name: _reached(name, left) for name in left}
-    done = set[str]()
-    for name in left:
-        cycle = [each for each in left if each in reached[name] and name in reached[each]]
-        if name not in done and cycle:
-            done.update(cycle)
-            yield cycle
-
-
-def _before_cycles(ends: Mapping[str, Set[str]]) -> dict[str, set[str]]:
-    """Without the rules that reach none."""
+    """The strongly connected sets of rules, each in the order of the grammar."""
+    places = {name: place for place, name in enumerate(ends)}
     users: dict[str, list[str]] = {name: [] for name in ends}
     for name, targets in ends.items():
         for each in targets:
             users[each].append(name)
-    left = {name: set(targets) for name, targets in ends.items()}
-    waiting = [name for name, targets in left.items() if not targets]
-    while waiting:
-        name = waiting.pop()
-        del left[name]
-        for user in users[name]:
-            left[user].discard(name)
-            if not left[user]:
-                waiting.append(user)
-    return left
+    done = set[str]()
+    for name in reversed(_finished(ends)):
+        cycle = _reached(name, users, done)
+        if len(cycle) > 1 or name in ends[name]:
+            yield sorted(cycle, key=places.__getitem__)
 
 
-def _reached(name: str, ends: Mapping[str, Set[str]]) -> set[str]:
-    found, waiting = set[str](), [name]
+def _finished(ends: Mapping[str, Set[str]]) -> list[str]:
+    """All rules, each after those that it reaches, unless these reach it."""
+    order, seen = [], set[str]()
+    waiting = [(name, False) for name in ends]
     while waiting:
-        new = ends[waiting.pop()] - found
-        found |= new
-        waiting += new
+        name, is_finished = waiting.pop()
+        if is_finished:
+            order.append(name)
+        elif name not in seen:
+            seen.add(name)
+            waiting.append((name, True))
+            waiting += [(each, False) for each in ends[name]]
+    return order
+
+
+def _reached(name: str, users: Mapping[str, list[str]], done: set[str]) -> list[str]:
+    """`done`: those of earlier calls, to which these are added."""
+    found, waiting = [], [name]
+    while waiting:
+        each = waiting.pop()
+        if each not in done:
+            done.add(each)
+            found.append(each)
+            waiting += users[each]
     return found
 
 
@@ -130,7 +131,8 @@ def _of_alternatives(alternatives: Alternatives, cycle: Collection[str]) -> Iter
 
 
 def _refusal(cycle: Collection[str], where: str) -> str:
-    names = ", ".join(sorted(cycle))
+    some = [each[:64] for each in sorted(cycle)[:MAX_NAMES]]
+    names = ", ".join(some) + (" and others" if len(cycle) > MAX_NAMES else "")
     subject = (
         f"the rule {names} ends in itself" if len(cycle) == 1 else f"{names} end in each other"
     )
@@ -141,24 +143,38 @@ def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
     """Each rule by the rules after it. Empty where a rule has no end."""
     solved: dict[str, Alternatives] = {}
     names = list(equations)
+    most = MAX_GROWTH + 4 * sum(map(_size, chain.from_iterable(equations.values())))
     for index, name in enumerate(names):
-        branches = list(_bounded(_without_own(name, equations[name], names), names))
+        branches = list(_bounded(_without_own(name, equations[name], names), most, names))
         if not branches:
             return {}
-        solved[name] = tuple(items + _call(target) for items, target in branches)
+        solved[name] = _factored(tuple(items + _call(target) for items, target in branches))
         for other in names[index + 1 :]:
-            equations[other] = list(_bounded(_inserted(equations[other], name, branches), names))
+            inserted = _inserted(equations[other], name, branches)
+            equations[other] = list(_bounded(inserted, most, names))
     return solved
 
 
-def _bounded(branches: Iterable[_Branch], cycle: Collection[str]) -> Iterator[_Branch]:
+def _size(branch: _Branch) -> int:
+    return size_of(branch[0]) + 1
+
+
+def _bounded(branches: Iterable[_Branch], most: int, cycle: Collection[str]) -> Iterator[_Branch]:
     """Raises GrammarTooComplex."""
     size = 0
     for each in branches:
-        size += size_of(each[0]) + 1
-        if size > MAX_SIZE:
+        size += _size(each)
+        if size > most:
             raise GrammarTooComplex(_refusal(cycle, "in too many ways"))
         yield each
+
+
+def _factored(alternatives: Alternatives) -> Alternatives:
+    """With the repetition that all begin with, written once."""
+    loop = alternatives[0][:1]
+    if len(alternatives) < 2 or not all(loop and each[:1] == loop for each in alternatives):
+        return alternatives
+    return ((*loop, Item(tuple(each[1:] for each in alternatives))),)
 
 
 def _call(name: str | None) -> Items:
