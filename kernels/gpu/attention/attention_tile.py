@@ -7,8 +7,9 @@ Online normalizer calculation for softmax, 2018). Tiles start at fixed multiples
 that is masked for a row changes none of its bits, and multiply-adds are fused only where explicit,
 so that the same tiles give the same bits in every kernel (launch with `enable_fp_fusion=False`).
 
-Latents: values are the first VALUE_DIM elements of their keys. The other elements, the tail, are
-multiplied apart, so that neither tile is padded to the power of two above their sum.
+Latents: values are the first VALUE_DIM elements of their keys, which are loaded once for both. The
+other elements, the tail, are multiplied apart, so that neither tile is padded to the power of two
+above their sum.
 """
 
 from __future__ import annotations
@@ -128,15 +129,15 @@ def columns_of(head_dim: int, value_dim: int | None) -> dict[str, int]:
     }
 
 
-def value_stride(kv_cache: Tensor) -> int:
-    """Elements from a key to its value."""
-    return kv_cache.stride(0) if len(kv_cache) == 2 else 0
+def value_stride(kv_cache: Tensor) -> int | None:
+    """Elements from a key to its value; None: the value is a part of the key."""
+    return kv_cache.stride(0) if len(kv_cache) == 2 else None
 
 
 @triton.jit
 def load_tail(
     query_ptr,
-    q_offset,  # [BLOCK_M]
+    offset,  # [BLOCK_M]
     is_inside,  # [BLOCK_M, BLOCK_D]
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -146,7 +147,7 @@ def load_tail(
     column = VALUE_DIM + tl.arange(0, BLOCK_TAIL)[None, :]
     is_row = tl.max(is_inside.to(tl.int32), axis=1) > 0
     is_read = is_row[:, None] & (column < HEAD_DIM)
-    return tl.load(query_ptr + q_offset[:, None] + column, mask=is_read, other=0.0)
+    return tl.load(query_ptr + (offset[:, None] + column), mask=is_read, other=0.0)
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def attend(
     tail,  # [BLOCK_M, BLOCK_TAIL], if keys have one
     position,  # [BLOCK_M]: a row attends to tokens up to its own
     span,  # [lowest, stop) is visible; [first_full, end_full), full tiles, is visible to each row
-    paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows per block
+    paged,  # of one KV head and sequence: key_ptr, value_ptr or None, table_ptr, rows per block
     scoring,  # score_scale, softcap, lower: [BLOCK_M], or None
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -185,32 +186,45 @@ def attend(
     readable = (lowest, stop)
     first = lowest // BLOCK_N * BLOCK_N
     end = tl.cdiv(stop, BLOCK_N) * BLOCK_N
-    first_full = tl.maximum(first, tl.minimum(first_full, end))
-    end_full = tl.maximum(first_full, tl.minimum(end_full, end))
-    state = _fresh(q, first, readable, paged, BLOCK_SIZE, BLOCK_N)
-    if scoring[2] is not None:
-        state = _attend_tiles(
-            *(q, tail, position, state, first, first_full, readable, paged, scoring),
-            *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, True),
+    if paged[1] is None:
+        running = _attend_latents(
+            *(q, tail, position, first, end, readable, paged, scoring),
+            *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
         )
-    state = _attend_tiles(
-        *(q, tail, position, state, first_full, end_full, readable, paged, scoring),
-        *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, False),
-    )
-    # One more tile, masked for every row, adds the last tile's values.
-    state = _attend_tiles(
-        *(q, tail, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
-        *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, True),
-    )
-    return state[0]
+    else:
+        first_full = tl.maximum(first, tl.minimum(first_full, end))
+        end_full = tl.maximum(first_full, tl.minimum(end_full, end))
+        state = _fresh(q, first, readable, paged, BLOCK_SIZE, BLOCK_N)
+        if scoring[2] is not None:
+            state = _attend_tiles(
+                *(q, position, state, first, first_full, readable, paged, scoring),
+                *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
+            )
+        state = _attend_tiles(
+            *(q, position, state, first_full, end_full, readable, paged, scoring),
+            *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, False),
+        )
+        # One more tile, masked for every row, adds the last tile's values.
+        state = _attend_tiles(
+            *(q, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
+            *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
+        )
+        running = state[0]
+    return running
+
+
+@triton.jit
+def _no_tokens(q):
+    """The state of rows before the first tile."""
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    return top, total, tl.zeros((q.shape[0], q.shape[1]), tl.float32)
 
 
 @triton.jit
 def _fresh(q, first, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The initial state of rows, with zero weights for the tile before `first`."""
-    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
-    total = tl.zeros((q.shape[0],), tl.float32)
-    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
+    top, total, acc = _no_tokens(q)
     weight = tl.zeros((q.shape[0], BLOCK_N), tl.int32 if q.dtype == tl.float32 else tl.int16)
     # Zero weights multiply the first values: of tokens that exist, because 0 · NaN is not 0.
     block = _block_ids(first, first + BLOCK_N, readable, paged, BLOCK_SIZE, BLOCK_N)
@@ -220,7 +234,6 @@ def _fresh(q, first, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit
 def _attend_tiles(
     q,
-    tail,
     position,
     state,
     first,  # a multiple of BLOCK_N
@@ -229,7 +242,6 @@ def _attend_tiles(
     paged,
     scoring,
     HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,  # else every row attends to every token of the tiles
@@ -243,7 +255,6 @@ def _attend_tiles(
     running, pending = state
     top, total, acc = running
     weight, kept, last_row = pending
-    score_scale, softcap, lower = scoring
     key_ptr, value_ptr, _, block_rows = paged
     # The loop carries weights as integer bits: as floats they would go through shared memory.
     BITS: tl.constexpr = weight.dtype
@@ -254,45 +265,103 @@ def _attend_tiles(
         next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
         token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         row = block * block_rows + token % BLOCK_SIZE  # [BLOCK_N]
-        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, VALUE_DIM, IS_MASKED)
+        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
         value = _load_rows(
-            *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM, VALUE_DIM),
-            IS_MASKED or lower is not None,
+            *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM, HEAD_DIM),
+            IS_MASKED or scoring[2] is not None,
         )
         block = next_block
         last_row = row
 
         score = dot(q, tl.trans(key.to(q.dtype)), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        if HEAD_DIM > VALUE_DIM:
-            rest = VALUE_DIM + tl.arange(0, tail.shape[1])[None, :]
-            key = _load_rows(key_ptr, row, start, rest, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
-            score = dot(tail, tl.trans(key.to(q.dtype)), score)
         acc = dot(weight.to(q.dtype, bitcast=True), value.to(q.dtype), acc * kept[:, None])
-        factor = score_scale
-        if softcap is not None:
-            score = _capped(score * score_scale, softcap)
-            factor = 1.0
-        if IS_MASKED:
-            is_seen = token[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
-            if lower is not None:
-                is_seen &= token[None, :] >= lower[:, None]
-            score = tl.where(is_seen, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, axis=1) * factor)  # [BLOCK_M]
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: no visible token so far
-        grown = tl.exp2(tl.fma(score, factor, -finite[:, None]))  # [BLOCK_M, BLOCK_N]
-        kept = tl.exp2(top - finite)
-        total = tl.fma(total, kept, tl.sum(grown, axis=1))
+        top, total, kept, grown = _weights(
+            *(score, token, last_seen, top, total, scoring, IS_MASKED),
+        )
         weight = grown.to(q.dtype).to(BITS, bitcast=True)
-        top = higher
     return (top, total, acc), (weight, kept, last_row)
 
 
 @triton.jit
+def _attend_latents(
+    q,
+    tail,
+    position,
+    first,  # a multiple of BLOCK_N
+    end,
+    readable,
+    paged,
+    scoring,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The same for values that are parts of their keys: all tiles are masked, and a tile's values
+    are added at once. What a second loop or a later tile's values need would take registers of the
+    sums, which have most of them.
+    """
+    top, total, acc = _no_tokens(q)
+    key_ptr, _, _, block_rows = paged
+    column = tl.arange(0, q.shape[1])[None, :]  # [1, BLOCK_D]
+    last_seen = tl.minimum(position, readable[1] - 1)  # [BLOCK_M]
+    block = _block_ids(first, end, readable, paged, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(first, end, BLOCK_N):
+        next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
+        token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        if BLOCK_SIZE % BLOCK_N == 0:  # the tile's rows are adjacent
+            first_row = (block * block_rows + start % BLOCK_SIZE).to(tl.int64)
+            tile_ptr = key_ptr + first_row * HEAD_DIM
+            row = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        else:
+            tile_ptr = key_ptr
+            row = block * block_rows + token % BLOCK_SIZE  # [BLOCK_N]
+        key = _load_rows(tile_ptr, row, start, column, readable, HEAD_DIM, VALUE_DIM, True)
+        block = next_block
+        score = dot(q, tl.trans(key.to(q.dtype)), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if HEAD_DIM > VALUE_DIM:
+            rest = VALUE_DIM + tl.arange(0, tail.shape[1])[None, :]
+            more = _load_rows(tile_ptr, row, start, rest, readable, HEAD_DIM, HEAD_DIM, True)
+            score = dot(tail, tl.trans(more.to(q.dtype)), score)
+        top, total, kept, grown = _weights(
+            *(score, token, last_seen, top, total, scoring, True),
+        )
+        acc = dot(grown.to(q.dtype), key.to(q.dtype), acc * kept[:, None])
+    return top, total, acc
+
+
+@triton.jit
+def _weights(score, token, last_seen, top, total, scoring, IS_MASKED: tl.constexpr):
+    """top and total [BLOCK_M] with a tile, the factor of earlier sums, the weights of the tile."""
+    score_scale, softcap, lower = scoring
+    factor = score_scale
+    if softcap is not None:
+        score = _capped(score * score_scale, softcap)
+        factor = 1.0
+    if IS_MASKED:
+        is_seen = token[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
+        if lower is not None:
+            is_seen &= token[None, :] >= lower[:, None]
+        score = tl.where(is_seen, score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, axis=1) * factor)  # [BLOCK_M]
+    finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: no visible token so far
+    grown = tl.exp2(tl.fma(score, factor, -finite[:, None]))  # [BLOCK_M, BLOCK_N]
+    kept = tl.exp2(top - finite)
+    return higher, tl.fma(total, kept, tl.sum(grown, axis=1)), kept, grown
+
+
+@triton.jit
 def _block_ids(start, end, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] block ids of the tile at `start`, if it is before `end`."""
+    """[BLOCK_N] block ids of the tile at `start`, if it is before `end`; of latents one, if blocks
+    consist of tiles.
+    """
     lowest, stop = readable
-    token = start + tl.arange(0, BLOCK_N)
-    is_read = (token >= lowest) & (token < tl.minimum(stop, end))
+    if BLOCK_SIZE % BLOCK_N == 0 and paged[1] is None:
+        token = start
+        is_read = (start + BLOCK_N > lowest) & (start < tl.minimum(stop, end))
+    else:
+        token = start + tl.arange(0, BLOCK_N)
+        is_read = (token >= lowest) & (token < tl.minimum(stop, end))
     return tl.load(paged[2] + token // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
 
 

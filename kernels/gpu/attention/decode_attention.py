@@ -177,7 +177,7 @@ def _decode_attention_kernel(
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)  # of query heads: a tile of GROUP
+    head = tl.program_id(0)  # of query heads: a tile of GROUP
     kv_head, num_kv_heads = head // TILES, tl.num_programs(0) // TILES
     item = tl.program_id(1)
     units, share, ends = _plan(
@@ -199,24 +199,31 @@ def _decode_attention_kernel(
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
     is_inside = (row < GROUP)[:, None] & (column < VALUE_DIM)  # [BLOCK_M, BLOCK_D]
-    q_offset = seq.to(tl.int64) * stride_query_seq + (head * GROUP + row) * stride_query_head
-    q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
+    q_ptr = (
+        query_ptr
+        + seq.to(tl.int64) * stride_query_seq
+        + head.to(tl.int64) * (GROUP * stride_query_head)
+    )
+    offset = row * stride_query_head
+    q = tl.load(q_ptr + (offset[:, None] + column), mask=is_inside, other=0.0)
     tail = q
     if BLOCK_TAIL > 0:
-        tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
+        tail = load_tail(q_ptr, offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, kv_head, num_kv_heads)
     scoring = (score_scale, softcap, lower_ptr)
     if lower_ptr is not None:
         scoring = (score_scale, softcap, tl.full((BLOCK_M,), lowest, tl.int32))
-    key_ptr = kv_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
+    key_ptr = kv_cache_ptr + kv_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
+    paged = (key_ptr, None, table_ptr, num_kv_heads * BLOCK_SIZE)
+    if stride_value is not None:
+        paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
     position = tl.full((BLOCK_M,), length - 1, tl.int32)
     first_full = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
     end_full = length // BLOCK_N * BLOCK_N
     num_heads = tl.num_programs(0) * GROUP
-    target = (out_ptr, parts_ptr, sums_ptr, seq.to(tl.int64), head, num_heads, num_parts)
+    target = (out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts)
     if IS_INVARIANT:
         for unit in tl.range(first_unit, tl.maximum(end_unit, first_unit + 1)):
             start = tl.maximum(lowest, unit * UNIT)
@@ -226,7 +233,7 @@ def _decode_attention_kernel(
                 *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
             )
             part = seq * max_units + unit
-            _store(state, value_scale, target, part, num_units, is_inside, VALUE_DIM, GROUP)
+            _store(state, value_scale, target, part, num_units, VALUE_DIM, GROUP)
     else:
         start = tl.maximum(lowest, first_unit * UNIT)
         span = (start, first_full, end_full, tl.minimum(end_unit * UNIT, length))
@@ -235,7 +242,7 @@ def _decode_attention_kernel(
             *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
         )
         num_splits_of_seq = tl.cdiv(num_units, num_own)
-        _store(state, value_scale, target, item, num_splits_of_seq, is_inside, VALUE_DIM, GROUP)
+        _store(state, value_scale, target, item, num_splits_of_seq, VALUE_DIM, GROUP)
 
 
 @triton.jit
@@ -245,7 +252,6 @@ def _store(
     target,
     part,
     num_parts_of_seq,
-    is_inside,
     VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -254,19 +260,26 @@ def _store(
     out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts = target
     row = tl.arange(0, acc.shape[0])
     column = tl.arange(0, acc.shape[1])[None, :]
-    row_head = head * GROUP + row
+    # One address and the same offsets for all: each row's own would take registers of the sums.
+    place = row[:, None] * VALUE_DIM + column
+    is_inside = column < VALUE_DIM
+    if acc.shape[0] > GROUP:
+        is_inside &= row[:, None] < GROUP
+    first_head = head * GROUP
+    is_part = num_parts_of_seq + row > row + 1  # [BLOCK_M]
     if parts_ptr is not None:
-        is_part = num_parts_of_seq + row > row + 1  # [BLOCK_M]
-        at = part.to(tl.int64) * num_heads + row_head
-        total_at = sums_ptr + num_parts.to(tl.int64) * num_heads + at
-        acc_at = parts_ptr + (at * VALUE_DIM)[:, None] + column
-        tl.store(acc_at, acc, mask=is_inside & is_part[:, None])
-        tl.store(sums_ptr + at, top, mask=(row < GROUP) & is_part)
-        tl.store(total_at, total, mask=(row < GROUP) & is_part)
+        first = part.to(tl.int64) * num_heads + first_head
+        total_ptr = sums_ptr + num_parts.to(tl.int64) * num_heads
+        tl.store(parts_ptr + first * VALUE_DIM + place, acc, mask=is_inside & is_part[:, None])
+        tl.store(sums_ptr + first + row, top, mask=(row < GROUP) & is_part)
+        tl.store(total_ptr + first + row, total, mask=(row < GROUP) & is_part)
         is_inside &= ~is_part[:, None]
     out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
-    out_offset = (seq * num_heads + row_head) * VALUE_DIM
-    tl.store(out_ptr + out_offset[:, None] + column, out, mask=is_inside)
+    tl.store(
+        out_ptr + (seq.to(tl.int64) * num_heads + first_head) * VALUE_DIM + place,
+        out,
+        mask=is_inside,
+    )
 
 
 @triton.jit(do_not_specialize=VARYING[:-1])

@@ -118,7 +118,7 @@ def _prefill_attention_kernel(
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     # Heavy tiles first: a sequence's last tokens attend to the most tokens.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)  # of query heads: a tile of GROUP
+    head = tl.program_id(1)  # of query heads: a tile of GROUP
     kv_head, num_kv_heads = head // TILES, tl.num_programs(1) // TILES
     seq = _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS)
     begin = tl.load(cu_seqlens_q_ptr + seq).to(tl.int32)
@@ -127,20 +127,23 @@ def _prefill_attention_kernel(
     if token >= query_len:
         return
     before = tl.load(context_lens_ptr + seq).to(tl.int32) - query_len
-    row_index, row_head, is_inside = _rows(
-        cu_seqlens_q_ptr, seq, tile, head, VALUE_DIM, GROUP, BLOCK_M, BLOCK_D
-    )
     column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
-    q_offset = row_index * stride_query_token + row_head * stride_query_head
-    q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
+    first_row, offset, is_inside = _rows(
+        *(cu_seqlens_q_ptr, seq, tile, head, stride_query_token, stride_query_head),
+        *(VALUE_DIM, GROUP, BLOCK_M, BLOCK_D),
+    )
+    q_ptr = query_ptr + first_row
+    q = tl.load(q_ptr + (offset[:, None] + column), mask=is_inside, other=0.0)
     tail = q
     if BLOCK_TAIL > 0:
-        tail = load_tail(query_ptr, q_offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
+        tail = load_tail(q_ptr, offset, is_inside, HEAD_DIM, VALUE_DIM, BLOCK_TAIL)
 
     score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, kv_head, num_kv_heads)
-    key_ptr = kv_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
+    key_ptr = kv_cache_ptr + kv_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
+    paged = (key_ptr, None, table_ptr, num_kv_heads * BLOCK_SIZE)
+    if stride_value is not None:
+        paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
 
     position = before + token + tl.arange(0, BLOCK_M) // GROUP  # [BLOCK_M]
     first_position = before + token
@@ -175,21 +178,22 @@ def _prefill_attention_kernel(
                 *(q, tail, position, span, paged, scoring),
                 *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
             )
-            row_index, row_head, is_inside = _rows(
-                cu_seqlens_q_ptr, seq, tile, head, VALUE_DIM, GROUP, BLOCK_M, BLOCK_D
+            first_row, offset, is_inside = _rows(
+                *(cu_seqlens_q_ptr, seq, tile, head, stride_out_token, VALUE_DIM),
+                *(VALUE_DIM, GROUP, BLOCK_M, BLOCK_D),
             )
-            done_at = done_ptr + (row_index * stride_out_token + row_head * VALUE_DIM)[:, None]
+            done_at = done_ptr + first_row + (offset[:, None] + column)
             is_later = tl.full((1, 1), start - first, tl.int32) > 0
-            done = tl.load(done_at + column, mask=is_inside & is_later, other=0.0)
+            done = tl.load(done_at, mask=is_inside & is_later, other=0.0)
             top, total, acc = merge((top, total, done), segment)
-            tl.store(done_at + column, acc, mask=is_inside)
+            tl.store(done_at, acc, mask=is_inside)
             tl.debug_barrier()  # an element may be loaded by another thread than stored it
-    row_index, row_head, is_inside = _rows(
-        cu_seqlens_q_ptr, seq, tile, head, VALUE_DIM, GROUP, BLOCK_M, BLOCK_D
+    first_row, offset, is_inside = _rows(
+        *(cu_seqlens_q_ptr, seq, tile, head, stride_out_token, VALUE_DIM),
+        *(VALUE_DIM, GROUP, BLOCK_M, BLOCK_D),
     )
-    out_offset = row_index * stride_out_token + row_head * VALUE_DIM
     out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offset[:, None] + column, out, mask=is_inside)
+    tl.store(out_ptr + first_row + (offset[:, None] + column), out, mask=is_inside)
 
 
 @triton.jit
@@ -198,12 +202,15 @@ def _rows(
     seq,
     tile,
     head,
+    stride_token,
+    stride_head,
     VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tokens [BLOCK_M] and heads [BLOCK_M] of a tile's rows, and their elements [BLOCK_M, BLOCK_D].
+    """Where the first of a tile's rows is, the offsets of all from there [BLOCK_M], and which of
+    their elements exist [BLOCK_M, BLOCK_D]. One address serves all rows.
 
     Recomputed wherever needed: values that live across the loops would take registers of the sums.
     """
@@ -211,10 +218,15 @@ def _rows(
     begin = tl.load(cu_seqlens_q_ptr + seq, volatile=True).to(tl.int32)
     end = tl.load(cu_seqlens_q_ptr + seq + 1, volatile=True).to(tl.int32)
     row = tl.arange(0, BLOCK_M)
-    index = begin + (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS + row // GROUP
-    is_row = (row < TILE_TOKENS * GROUP) & (index < end)
+    first = begin + (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS
+    is_row = row // GROUP < tl.minimum(end - first, TILE_TOKENS)
     is_inside = is_row[:, None] & (tl.arange(0, BLOCK_D)[None, :] < VALUE_DIM)
-    return index.to(tl.int64), head * GROUP + row % GROUP, is_inside
+    offset = row // GROUP * stride_token + row % GROUP * stride_head
+    return (
+        first.to(tl.int64) * stride_token + head.to(tl.int64) * (GROUP * stride_head),
+        offset,
+        is_inside,
+    )
 
 
 @triton.jit
