@@ -46,6 +46,7 @@ from kernels.reference.grouped_linear import grouped_sums as reference_grouped_s
 from kernels.reference.lane_linear import lane_linear as reference_lane_linear
 from kernels.reference.lane_linear import lane_sums as reference_lane_sums
 from kernels.reference.linear import linear as reference_linear
+from kernels.reference.linear import per_head_linear as reference_per_head_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
@@ -86,11 +87,13 @@ Compressed: TypeAlias = "CompressedWeight | SplitWeight"
 CpuCompressed: TypeAlias = "CompressedWeight"
 Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight | QuantisedWeight"
 LaneWeight: TypeAlias = "Tensor | LibraryLanes"
+HeadWeights: TypeAlias = "Tensor | list[Tensor]"
 LayerKernel: TypeAlias = "PackedLayer"
 CompilePlan: TypeAlias = "CpuCompilePlan"
 QuantisedKind: TypeAlias = "CpuQuantisedKind"
 # The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
+    "add_experts": "moe.expert_rows",
     "add_rms_norm": "rows.add_rms_norm",
     "apply_token_mask": "sampling.apply_token_mask",
     "copy_blocks": "kv.copy_blocks",
@@ -104,13 +107,16 @@ TRITON_MODULES = {
     "lane_sums": "gemm.lane_linear",
     "linear": "gemm.linear",
     "penalize": "sampling.penalize",
+    "per_head_linear": "gemm.per_head_linear",
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "rows.rms_norm",
     "rotate_and_store": "kv.rotate_and_store",
     "rotate_and_store_latent": "kv.rotate_and_store_latent",
+    "route": "moe.route",
     "sample": "sampling.sample",
     "scatter_blocks": "kv.scatter_blocks",
     "silu_and_mul": "rows.silu_and_mul",
+    "sort_by_expert": "moe.expert_rows",
 }
 CPU_MODULES = {
     "add_experts": "moe.expert_rows",
@@ -207,6 +213,7 @@ sort_by_expert = Operation(torch_sort_by_expert)
 _linear = Operation(reference_linear)
 _lane_linear = Operation(reference_lane_linear)
 _lane_sums = Operation(reference_lane_sums)
+_per_head_linear = Operation(reference_per_head_linear)
 _grouped_linear = Operation(reference_grouped_linear)
 _grouped_sums = Operation(reference_grouped_sums)
 scale_logits = scale
@@ -233,19 +240,21 @@ def _is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
     return x.is_cuda and not is_batch_invariant
 
 
-def per_head_linear(
-    x: Tensor, weights: Sequence[Tensor], *, is_batch_invariant: bool = False
-) -> Tensor:
-    """x [T, num_heads, K] and a weight [N, K] of each head, packed or not -> [T, num_heads, N].
+def per_head_linear(x: Tensor, weights: HeadWeights, *, is_batch_invariant: bool = False) -> Tensor:
+    """x [T, num_heads, K] and `pack_heads` of weights [num_heads, N, K] -> [T, num_heads, N].
 
-    One product a head, whose rows do not depend on the others where those of `linear` do not: the
-    rows of the library's batched products do.
+    A row's bits depend on the others only on CUDA, where the library multiplies unless they must
+    not. Compiled loops multiply one head after the other.
     """
-    products = [
-        linear(x[:, head], weight, is_batch_invariant=is_batch_invariant)
-        for head, weight in enumerate(weights)
-    ]
-    return torch.stack(products, dim=1)
+    if not isinstance(weights, Tensor):
+        products = [
+            linear(x[:, head], weight, is_batch_invariant=is_batch_invariant)
+            for head, weight in enumerate(weights)
+        ]
+        return torch.stack(products, dim=1)
+    if _is_for_library(x, is_batch_invariant=is_batch_invariant):
+        return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
+    return _per_head_linear(x, weights)
 
 
 def lane_linear(
@@ -467,6 +476,13 @@ def _is_for_loops(tensor: Tensor) -> bool:
 def pack_weight(weight: Tensor) -> Tensor:
     """weight [N, K] in the form that `linear` multiplies with."""
     return cpu_host().pack_weight(weight) if _is_for_loops(weight) else weight
+
+
+def pack_heads(weight: Tensor) -> HeadWeights:
+    """weight [num_heads, N, K] in the form that `per_head_linear` multiplies with."""
+    if _is_for_loops(weight):
+        return [pack_weight(each.contiguous()) for each in weight]
+    return weight.contiguous()
 
 
 def pack_lanes(weight: Tensor, lanes: SumLanes) -> LaneWeight:

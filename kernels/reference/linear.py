@@ -17,3 +17,13 @@ def linear(
     rows = x.split(1) if is_batch_invariant and len(x) else (x,)
     y = torch.cat([torch.nn.functional.linear(row, weight) for row in rows])
     return y if bias is None else y.add_(bias)
+
+
+def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, K], weight [H, N, K] -> x[t, h] · weight[h]ᵀ [T, H, N]. A row's bits do not
+    depend on the other rows.
+    """
+    products = [
+        linear(x[:, head], each, is_batch_invariant=True) for head, each in enumerate(weight)
+    ]
+    return torch.stack(products, dim=1)

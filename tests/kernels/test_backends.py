@@ -24,7 +24,8 @@ BACKENDS = {
     "_lane_linear": ("reference.lane_linear", "cpu.gemm.lane_linear", "gpu.gemm.lane_linear"),
     "_lane_sums": ("reference.lane_linear", "cpu.gemm.lane_linear", "gpu.gemm.lane_linear"),
     "_linear": ("reference.linear", "cpu.gemm.linear", "gpu.gemm.linear"),
-    "add_experts": ("torch_ops.expert_rows", "cpu.moe.expert_rows", None),
+    "_per_head_linear": ("reference.linear", None, "gpu.gemm.per_head_linear"),
+    "add_experts": ("torch_ops.expert_rows", "cpu.moe.expert_rows", "gpu.moe.expert_rows"),
     "add_rms_norm": (
         "reference.add_rms_norm",
         "cpu.layer.add_rms_norm",
@@ -61,11 +62,11 @@ BACKENDS = {
         "cpu.attention.rotate_and_store_latent",
         "gpu.kv.rotate_and_store_latent",
     ),
-    "route": ("torch_ops.route", "cpu.moe.route", None),
+    "route": ("torch_ops.route", "cpu.moe.route", "gpu.moe.route"),
     "sample": ("torch_ops.sample", None, "gpu.sampling.sample"),
     "scatter_blocks": ("torch_ops.scatter_blocks", None, "gpu.kv.scatter_blocks"),
     "silu_and_mul": ("reference.gated", "cpu.layer.gated", "gpu.rows.silu_and_mul"),
-    "sort_by_expert": ("torch_ops.expert_rows", "cpu.moe.expert_rows", None),
+    "sort_by_expert": ("torch_ops.expert_rows", "cpu.moe.expert_rows", "gpu.moe.expert_rows"),
 }
 SOURCE = """
 import json

@@ -115,6 +115,15 @@ def _launch_lane_linear() -> None:
     lane_linear(_empty(8, 96), _empty(63, 96), _empty(63), lanes=SumLanes.of((0, 32, 96)))
 
 
+def _launch_per_head_linear() -> None:
+    """Values of DeepSeek V3: of one rank of eight, and of all."""
+    from kernels.gpu.gemm.per_head_linear import per_head_linear
+
+    for num_heads, counts in ((8, (64,)), (128, (1, 64, 512))):
+        for num_rows in counts:
+            per_head_linear(_empty(num_rows, num_heads, 512), _empty(num_heads, 128, 512))
+
+
 def _launch_grouped_linear() -> None:
     """Qwen3-30B-A3B's experts, and lanes of 32 columns."""
     from kernels.gpu.gemm.grouped_linear import grouped_linear, grouped_sums
@@ -126,6 +135,24 @@ def _launch_grouped_linear() -> None:
     x, down = _empty(512, 768), _empty(128 * 2048, 768)
     grouped_linear(x, None, offsets, down, lanes=lanes[1])
     grouped_sums(x, None, offsets, down, lanes=lanes[1], num_sums=8)
+
+
+def _launch_route() -> None:
+    """DeepSeek V3's groups of experts, and Qwen3-30B-A3B's one."""
+    from kernels.gpu.moe.route import route
+    from shared.engine.moe_config import Routing
+
+    grouped = Routing(score="sigmoid", is_renormalised=True, num_groups=8, top_groups=4, scale=2.5)
+    route(_empty(64, 256, dtype=FP32), _empty(256, dtype=FP32), 8, grouped)
+    route(_empty(64, 128, dtype=FP32), None, 8, Routing(score="softmax", is_renormalised=True))
+
+
+def _launch_expert_rows() -> None:
+    from kernels.gpu.moe.expert_rows import add_experts, sort_by_expert
+
+    ids, weights = _empty(64, 8, dtype=torch.int64), _empty(64, 8, dtype=FP32)
+    sort_by_expert(ids, 128)
+    add_experts(_empty(512, 2048), ids, weights, None, 2048)
 
 
 def _launch_compressed_linear() -> None:
@@ -244,6 +271,8 @@ def _attention(
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
     "grouped_linear": _launch_grouped_linear,
+    "expert_rows": _launch_expert_rows,
+    "route": _launch_route,
     "lane_linear": _launch_lane_linear,
     "compressed_linear": _launch_compressed_linear,
     "copy_blocks": _launch_copy_blocks,
@@ -254,6 +283,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "top_k": _launch_top_k,
     "linear": _launch_linear,
     "penalize": _launch_penalize,
+    "per_head_linear": _launch_per_head_linear,
     "apply_token_mask": _launch_apply_token_mask,
     "sample": _launch_sample,
     "prefill_attention": _launch_prefill_attention,

@@ -69,6 +69,12 @@ def _linear(num_rows: int) -> None:
     linear(_empty(num_rows, 4096), _empty(4096, 4096), is_batch_invariant=True)
 
 
+def _per_head_linear(num_rows: int) -> None:
+    from kernels.gpu.gemm.per_head_linear import per_head_linear
+
+    per_head_linear(_empty(num_rows, 16, 512), _empty(16, 128, 512))
+
+
 def _lane_linear(num_rows: int) -> None:
     from kernels.gpu.gemm.lane_linear import lane_linear
 
@@ -121,6 +127,7 @@ OPS: dict[str, Callable[[int], None]] = {
     "rotate_and_store": _rotate_and_store,
     "linear": _linear,
     "lane_linear": _lane_linear,
+    "per_head_linear": _per_head_linear,
     "compressed_linear": _compressed_linear,
     "decode_attention": _decode_attention,
     "prefill_attention": _prefill_attention,
@@ -145,6 +152,14 @@ def test_prefill_and_decode_attention_add_in_one_order() -> None:
         _prefill_attention(300)
     kernels = {each.name: structure(each) for each in fake.compiled}
     assert kernels["_decode_attention_kernel"] == kernels["_prefill_attention_kernel"]
+
+
+def test_products_of_heads_add_as_the_product_of_one() -> None:
+    with fake_driver("ttgir") as fake:
+        _linear(1)
+        _per_head_linear(1)
+    kernels = {each.name: structure(each) for each in fake.compiled}
+    assert kernels["_per_head_kernel"] == kernels["_linear_kernel"]
 
 
 def test_structure_lists_reductions_and_dots() -> None:

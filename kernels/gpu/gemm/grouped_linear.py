@@ -3,9 +3,9 @@ kernels/reference.
 
 Rows are sorted by expert and cut into tiles of `BLOCK_M` rows of one expert. The number of programs
 is that of the most tiles that so many rows can have, so it does not depend on the choice and a
-captured step can launch it; those of no expert return at once. The shapes of tiles and the steps
-of K follow from the weight alone, and a step never crosses a lane's border: a row's bits depend
-neither on the other rows nor on the rank.
+captured step can launch it. A program finds its tile by the offsets; those of no expert return at
+once. The shapes of tiles and the steps of K follow from the weight alone, and a step never crosses
+a lane's border: a row's bits depend neither on the other rows nor on the rank.
 """
 
 from __future__ import annotations
@@ -75,16 +75,13 @@ def _launch(
     num_experts = len(offsets) - 1
     block_m, block_n, block_k = _tile(x.dtype, lanes)
     most_tiles = min(num_rows, num_experts) + num_rows // block_m
-    tiles = torch.diff(offsets).add_(block_m - 1).div_(block_m, rounding_mode="floor")
-    ends = tiles.cumsum(0)
-    places = torch.arange(most_tiles, device=x.device)
-    expert_of_tile = torch.searchsorted(ends, places, right=True)  # E: no expert
     _grouped_kernel[(most_tiles, triton.cdiv(num_columns, block_n), num_sums)](
-        *(x, rows, offsets, weight, out, expert_of_tile, ends, tiles, borders_on(lanes, x.device)),
+        *(x, rows, offsets, weight, out, borders_on(lanes, x.device)),
         *(x.stride(0), weight.stride(0), num_rows, num_columns, num_experts),
         HAS_ROWS=rows is not None,
         NUM_LANES=lanes.num // num_sums,
         IS_ALIGNED=lanes.alignment % LEAST_STEP == 0,
+        BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -109,9 +106,6 @@ def _grouped_kernel(
     offsets_ptr,
     weight_ptr,
     out_ptr,
-    expert_of_tile_ptr,
-    tile_ends_ptr,
-    tile_counts_ptr,
     borders_ptr,
     stride_x_row,
     stride_weight_row,
@@ -121,15 +115,15 @@ def _grouped_kernel(
     HAS_ROWS: tl.constexpr,
     NUM_LANES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(2)
-    expert = tl.load(expert_of_tile_ptr + tile)
+    expert, first_tile = _expert_of(tile, offsets_ptr, num_experts, BLOCK_EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    first_tile = tl.load(tile_ends_ptr + expert) - tl.load(tile_counts_ptr + expert)
     first_row = tl.load(offsets_ptr + expert) + (tile - first_tile) * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
     is_row = row < tl.load(offsets_ptr + expert + 1)
@@ -161,3 +155,14 @@ def _grouped_kernel(
     place = (part.to(tl.int64) * num_rows + row[:, None]) * num_columns + column[None, :]
     is_inside = is_row[:, None] & (column[None, :] < num_columns)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _expert_of(tile, offsets_ptr, num_experts, BLOCK_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile, `num_experts` if there is none, and the expert's first tile."""
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    first = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)
+    end = tl.load(offsets_ptr + expert + 1, mask=expert < num_experts, other=0)
+    ends = tl.cumsum(tl.cdiv((end - first).to(tl.int32), BLOCK_M))
+    is_before = (ends <= tile) & (expert < num_experts)
+    return tl.sum(is_before.to(tl.int32)), tl.max(tl.where(is_before, ends, 0))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import pack_weight, per_head_linear, rotate_and_store_latent
+from kernels.ops import HeadWeights, pack_heads, per_head_linear, rotate_and_store_latent
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
@@ -91,8 +91,8 @@ class LatentExpansion(nn.Module):
     """The weight that expands a latent to the keys (W_UK) and values (W_UV) of each head.
 
     A checkpoint fills `weight` [num_heads · (nope + value), L], or the memory of a quantised one.
-    `pack` replaces it by a dense matrix for each head and direction, in the form that the device
-    multiplies with.
+    `pack` replaces it by dense matrices of all heads for each direction, in the form that the
+    device multiplies with.
     """
 
     is_batch_invariant = True
@@ -103,8 +103,7 @@ class LatentExpansion(nn.Module):
         self._sizes = num_heads, latent.nope_dim, latent.value_dim
         rows = num_heads * (latent.nope_dim + latent.value_dim)
         self.weight: nn.Parameter | None = unset_parameter(rows, latent.kv_rank, dtype=dtype)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._packed: tuple[HeadWeights, HeadWeights] | None = None
 
     def destinations(self) -> dict[str, Tensor]:
         assert self.weight is not None, "packed"
@@ -128,23 +127,21 @@ class LatentExpansion(nn.Module):
 
     def pack(self) -> None:
         if self.weight is not None:
-            self._keys, self._values = self.matrices()
+            self._packed = self.matrices()
             self.weight = None
 
-    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
+    def matrices(self) -> tuple[HeadWeights, HeadWeights]:
         """W_UKᵀ [L, nope] and W_UV [value, L] of each head. Copies until `pack`: steps that only
         compile kernels run before.
         """
-        if self.weight is None:
-            return self._keys, self._values
+        if self._packed is not None:
+            return self._packed
+        assert self.weight is not None
         num_heads, nope_dim, value_dim = self._sizes
         weight = self.weight.detach()
         dense = weight if self.store is None else self.store.transcoded(weight).dense()
         heads = dense.view(num_heads, nope_dim + value_dim, -1)
-        return (
-            [pack_weight(each[:nope_dim].T.contiguous()) for each in heads],
-            [pack_weight(each[nope_dim:].contiguous()) for each in heads],
-        )
+        return pack_heads(heads[:, :nope_dim].transpose(1, 2)), pack_heads(heads[:, nope_dim:])
 
     def absorbed(self, query: Tensor) -> Tensor:
         """query [T, num_heads, nope] -> query · W_UK [T, num_heads, L]."""

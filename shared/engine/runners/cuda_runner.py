@@ -166,7 +166,8 @@ def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
     ]
     for each in modules:
         if isinstance(each, LatentExpansion):
-            weights += [(matrices[0], None) for matrices in each.matrices()]
+            heads = (weight for weight in each.matrices() if isinstance(weight, Tensor))
+            weights += [(weight.flatten(0, 1), None) for weight in heads]
     row_counts = product_row_counts(
         weights,
         executor.model.dtype,

@@ -45,6 +45,7 @@ class MachineCode:
     name: str
     num_registers: int
     num_spilled_bytes: int  # to local memory: the stack of a thread
+    num_local_loads: int
     shared_bytes: int
     # Generations of tensor-core instructions, and how many elements of K a register of an operand
     # holds: the compiler's choices that determine the bits of a product.
@@ -58,7 +59,7 @@ def compiling(capability: int) -> Iterator[list[MachineCode]]:
     found: list[MachineCode] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append(_compiled(self, args, kwargs, capability))
+        found.append(compiled(self, args, kwargs, capability))
 
     with (
         patch.object(JITFunction, "run", run),
@@ -67,7 +68,7 @@ def compiling(capability: int) -> Iterator[list[MachineCode]]:
         yield found
 
 
-def _compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) -> MachineCode:
+def compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) -> MachineCode:
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     names = [parameter.name for parameter in kernel.params]
     values = dict(zip(names, args, strict=False)) | kwargs
@@ -117,12 +118,17 @@ def _is_aligned(value: Any) -> bool:
     return type(value) is int and value % 16 == 0
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack per thread."""
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, bytes of stack and loads from it, per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
-    return int(registers), int(stack)
+        text = _dumped("--dump-resource-usage", file.name)
+        registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
+        loads = re.findall(r"\bLDL\b", _dumped("--dump-sass", file.name)) if int(stack) else []
+    return int(registers), int(stack), len(loads)
+
+
+def _dumped(option: str, path: str) -> str:
+    command = [str(CUOBJDUMP), option, path]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

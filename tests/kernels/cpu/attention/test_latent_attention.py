@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu.attention.decode_attention import decode_attention
 from kernels.cpu.attention.prefill_attention import prefill_attention
 from kernels.cpu.attention.vector_attention import SEGMENT
-from kernels.ops import pack_weight, per_head_linear
+from kernels.ops import pack_heads, per_head_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 BLOCK_SIZE = 16
@@ -80,7 +80,7 @@ def test_rows_of_products_per_head_do_not_depend_on_each_other(
 ) -> None:
     weight = torch.randn(4, rows, width).to(dtype)
     x = torch.randn(33, 4, 5 + width).to(dtype)[..., 5:]
-    packed = [pack_weight(each.contiguous()) for each in weight]
+    packed = pack_heads(weight)
     together = per_head_linear(x, packed)
     expected = torch.einsum("thk,hnk->thn", x.double(), weight.double())
     error = (together.double() - expected).abs().max() / expected.abs().max()

@@ -10,6 +10,7 @@ from kernels.gpu.gemm import decompress as decompressing
 from kernels.gpu.gemm import grouped_linear as grouped
 from kernels.gpu.gemm import lane_linear as laned
 from kernels.gpu.gemm import linear as dense
+from kernels.gpu.gemm import per_head_linear as by_head
 from kernels.routing import ExpertRows
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes, add_lanes
@@ -70,6 +71,16 @@ def lane_linear_with_bias(inputs: Inputs, rows: str) -> Steps:
     y = laned.lane_linear(x, dense_weight, bias, lanes=SumLanes.of((0, 32, 96)))
     yield
     assert_near(y, product_of(x, dense_weight) + bias.float())
+
+
+def per_head_linear(inputs: Inputs, heads: str, rows: str) -> Steps:
+    """The expansion of latents to values."""
+    num, width = inputs.sizes.latent["heads"][heads], inputs.sizes.latent["width"]
+    x = inputs.random(inputs.sizes.rows[rows], num, width)
+    weight = inputs.weight((num * inputs.sizes.head_dim, width)).unflatten(0, (num, -1))
+    y = by_head.per_head_linear(x, weight)
+    yield
+    assert_near(y, torch.einsum("thk,hnk->thn", x.float(), weight.float()))
 
 
 def grouped_linear(inputs: Inputs, weight: str, rows: str) -> Steps:
@@ -154,6 +165,8 @@ CASES = [
     *cases(linear_with_bias, op="linear", rows=("one",), is_exact=BOTH),
     *cases(lane_linear, weight=("o", "down"), rows=("batch", "one", "chunk")),
     *cases(lane_linear_with_bias, op="lane_linear", rows=("one",)),
+    *cases(per_head_linear, heads=("all",), rows=("batch", "one", "chunk")),
+    *cases(per_head_linear, heads=("rank",), rows=("batch",)),
     *cases(grouped_linear, weight=("gate_up", "down"), rows=("batch", "one", "chunk")),
     *cases(compressed_linear, weight=("gate_up",), rows=("batch", "one"), is_exact=BOTH),
     *cases(compressed_linear, weight=("o",), rows=("batch", "one", "chunk"), is_exact=BOTH),

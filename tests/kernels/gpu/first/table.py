@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.kernels.gpu.first import attention, kv, products, rows, sampling
+from tests.kernels.gpu.first import attention, experts, kv, products, rows, sampling
 from tests.kernels.gpu.first.case import Case
 
-CASES = [*products.CASES, *attention.CASES, *rows.CASES, *kv.CASES, *sampling.CASES]
+CASES = [*products.CASES, *experts.CASES, *attention.CASES, *rows.CASES, *kv.CASES, *sampling.CASES]
 
 
 def samples() -> list[Case]:
