@@ -25,6 +25,8 @@ from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.runner import StepInputs
 from shared.engine.sampling.sampler import sampling_columns
 
+MISROUTED = -1  # in place of a token id
+
 Model: TypeAlias = Decoder | RankDecoder
 
 
@@ -67,7 +69,8 @@ class DeviceStepOutput(NamedTuple):
     hidden: Tensor  # [T, hidden_size] before the final norm
     sampled: Tensor | None = None  # [R, hidden_size] the rows that sample
     logits: Tensor | None = None  # [R, vocab_size] FP32, if the host draws
-    token_ids: Tensor | None = None  # [R] int64, if the device does
+    token_ids: Tensor | None = None  # [R] int64, if the device does; MISROUTED for such rows
+    is_misrouted: Tensor | None = None  # [R] bool, of a model with experts
 
 
 @torch.inference_mode()
@@ -82,9 +85,20 @@ def device_step(
     if inputs.logits_rows is None:
         return DeviceStepOutput(hidden)
     sampled = hidden.index_select(0, inputs.logits_rows)
+    is_misrouted = _is_misrouted(model, sampled)
     if not inputs.is_drawn:
-        return DeviceStepOutput(hidden, sampled, model.logits(sampled))
-    return DeviceStepOutput(hidden, sampled, token_ids=_draw(model, sampled, inputs.sampling))
+        return DeviceStepOutput(hidden, sampled, model.logits(sampled), None, is_misrouted)
+    token_ids = _draw(model, sampled, inputs.sampling)
+    if is_misrouted is not None:
+        token_ids = token_ids.masked_fill(is_misrouted, MISROUTED)
+    return DeviceStepOutput(hidden, sampled, None, token_ids, is_misrouted)
+
+
+def _is_misrouted(model: Model, sampled: Tensor) -> Tensor | None:
+    """[R] rows whose tokens have no choice of experts, because a router's logits were no numbers:
+    all that follows is NaN.
+    """
+    return sampled.isnan().any(dim=1) if model.config.has_experts else None
 
 
 @torch.inference_mode()

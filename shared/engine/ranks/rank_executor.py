@@ -98,10 +98,10 @@ class RankExecutor(ModelExecutor):
             return super()._tokens(done, inputs, began_at)
         return [], [], frozenset()
 
-    def _check_routing(self, sampled: Tensor) -> None:
+    def _check_routing(self, is_misrouted: bool) -> None:
         """After the last exchange with other ranks: it fails this step alone."""
         try:
-            super()._check_routing(sampled)
+            super()._check_routing(is_misrouted)
         except FloatingPointError as error:
             self.failure = f"{type(error).__name__}: {error}"
 

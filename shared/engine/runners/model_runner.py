@@ -24,6 +24,7 @@ from shared.engine.layers.attention_inputs import LayerKind
 from shared.engine.layers.moe import MoeMlp
 from shared.engine.models.decoder import DecoderLayer
 from shared.engine.models.device_step import (
+    MISROUTED,
     DeviceStepInputs,
     DeviceStepOutput,
     Model,
@@ -143,17 +144,17 @@ class ModelExecutor(KvCopies):
             return [], [], frozenset()
         if done.token_ids is not None:
             token_ids = done.token_ids.tolist()
-            self._check_routing(done.sampled)
+            self._check_routing(MISROUTED in token_ids)
             return token_ids, [], frozenset()
         assert done.logits is not None
-        self._check_routing(done.sampled)
-        return self._sample_logits(done.logits, inputs, began_at)
+        try:  # the flags are read after the tokens: the device has computed both
+            return self._sample_logits(done.logits, inputs, began_at)
+        finally:
+            self._check_routing(done.is_misrouted is not None and bool(done.is_misrouted.any()))
 
-    def _check_routing(self, sampled: Tensor) -> None:
-        """Raises FloatingPointError if a router's logits were no numbers: a token without a choice
-        of experts has NaN in all that follows.
-        """
-        if self.model.config.has_experts and bool(sampled.isnan().any()):
+    def _check_routing(self, is_misrouted: bool) -> None:
+        """Raises FloatingPointError if a router's logits were no numbers."""
+        if is_misrouted:
             raise FloatingPointError("a router's logits are NaN or infinite")
 
     def _sample_logits(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_kit.model_steps.waits import first_wait
 from kernels.device import IS_INTERPRETED
@@ -102,6 +103,35 @@ def test_step_waits_for_nothing(family: str, launched: list[str], tmp_path: Path
             launched.clear()
             assert first_wait(function) is None
             assert "_decode_attention_kernel" in launched
+
+
+class Reads(TorchDispatchMode):
+    """Notes each value that is read from the device one by one."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.events.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_routers_are_checked_after_tokens_are_read(is_drawn: bool, tmp_path: Path) -> None:
+    """Nothing waits for the flags: they come with the tokens, or are read after them."""
+    executor = executor_of(tmp_path, "qwen3 moe")
+    step, events = idle_step(16, [1, 1]), list[str]()
+    operands = executor.model, executor.kv_slots(), executor.device_inputs(step, is_drawn=is_drawn)
+    hidden = torch.zeros(2, SHAPE["hidden_size"], dtype=torch.bfloat16)
+    hidden[1, 3] = torch.nan
+    with patch("shared.engine.models.device_step.hidden_states", lambda *_: hidden):
+        done = device_step(*operands)
+    sampling = patch.object(executor, "_sample_logits", lambda *_: events.append("tokens"))
+    with sampling, Reads(events), pytest.raises(FloatingPointError, match="router's logits"):
+        executor._tokens(done, step, 0.0)
+    assert events == ([] if is_drawn else ["tokens", "read"])
 
 
 def test_wait_of_quantised_experts_is_named(launched: list[str], tmp_path: Path) -> None:
