@@ -7,14 +7,18 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.streams import streams
 from services.scheduler.candidates import size_of
+from services.scheduler.service import TICK_S
 from shared.engine.kv_transfer.kv_sender import KvSender
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.kv_server import KvServer
@@ -29,19 +33,19 @@ ERRORS = (
     KeyError("missing"),
     OSError(28, "No space left on device"),
 )
+NUMBERS = count()
 Outcome = Callable[[LiveCluster], Awaitable[None]]
 
 
 def chat_gives(*statuses: int) -> Outcome:
     async def chat(cluster: LiveCluster) -> None:
-        body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+        content = f"{next(NUMBERS)}, of one tenant, long enough for prefill to push, in no cache"
+        messages = [{"role": "user", "content": content}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
         answer = await cluster.http.post("/v1/chat/completions", json=body)
         assert answer.status_code in statuses, answer.text
 
     return chat
-
-
-MESSAGES = [{"role": "user", "content": "a request of one tenant, long enough for prefill to push"}]
 
 
 async def response_is_not_stored(cluster: LiveCluster) -> None:
@@ -93,10 +97,24 @@ async def lane_is_probed_later(cluster: LiveCluster) -> None:
     now = scheduler._clock.now
     ticket = scheduler._admission.enqueue(submit_of("blocked", model="none"), now())
     assert scheduler._admission.pop(now()) is ticket
-    scheduler._workers.lane(ticket.lane.served).decodes.opens_at = lambda *_: now()
-    scheduler._block(ticket, size_of(ticket))
+    opening = SimpleNamespace(decodes=SimpleNamespace(opens_at=lambda *_: now()))
+    with patch.object(scheduler._workers, "lane", return_value=opening):
+        scheduler._block(ticket, size_of(ticket))
+    assert ticket.lane in scheduler._opening
     await until(lambda: ticket.lane not in scheduler._opening)
+    await asyncio.sleep(0)
     assert scheduler._admission.remove("blocked")
+
+
+async def lane_is_retried(cluster: LiveCluster) -> None:
+    scheduler = cluster.scheduler
+    ticket = scheduler._admission.enqueue(
+        submit_of("blocked", model="none"), scheduler._clock.now()
+    )
+    assert scheduler._admission.pop(scheduler._clock.now()) is ticket
+    scheduler._blocked.block(ticket.lane, size_of(ticket))
+    await asyncio.sleep(1.5 * TICK_S)
+    assert scheduler._blocked.unblock(ticket.lane) and scheduler._admission.remove("blocked")
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -123,6 +141,7 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "resync": (lambda it: it.index, "_try_resync", resync_is_given_up),
     "failure": (lambda it: it.scheduler, "_send", failure_is_lost),
     "lane": (lambda it: it.scheduler, "_probe", lane_is_probed_later),
+    "blocked lane": (lambda it: it.scheduler, "_unblock", lane_is_retried),
     "late peer": (lambda it: it.scheduler.health_monitor, "_request_alive", late_peer_is_not_asked),
     "probe": (lambda it: it.scheduler.health_monitor, "_request_alive", round_trip_is_not_measured),
 }
@@ -183,8 +202,8 @@ async def test_fault_that_passes_costs_no_request_and_no_block(
                 return work(*arguments, **fields)
 
             await cluster.prefill._handlers[0]._port._dialer.close()  # the next push connects
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, method, fail_once)
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, method, fail_once)
                 async with asyncio.timeout(20):
                     answer = await cluster.chat(f"{number} {name}: a prompt that is in no cache")
                     await everything_has_ended(cluster)
@@ -209,8 +228,8 @@ async def test_item_fails_and_every_process_lives(
     for name, (owner_of, method, outcome) in FAULTS.items():
         for error in ERRORS:
             owner = owner_of(cluster)
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, method, raising(error, getattr(owner, method)))
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, method, raising(error, getattr(owner, method)))
                 async with asyncio.timeout(20):
                     await outcome(cluster)
             assert ended == [], f"{name}: {error!r} ends the process"
