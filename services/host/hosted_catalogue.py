@@ -73,6 +73,7 @@ class HostedCatalogue:
         self._device = device
         self._on_found = on_found
         self._searches = Background()
+        self._turn = asyncio.Lock()
 
     def named(self, name: str, revision: str) -> HostedRevision | None:
         found = (each for each in self.revisions.values() if each.is_called(name, revision))
@@ -108,6 +109,8 @@ class HostedCatalogue:
 
     async def _search(self, hosted: HostedRevision) -> None:
         while self.revisions.get(hosted.key) is hosted:
+            async with self._turn:  # starts of downloads hold up the event loop: one at a time
+                await asyncio.sleep(0)
             try:
                 hosted.source = await find_source(hosted.model, hosted.revision, self._device)
                 self._on_found(hosted)

@@ -19,6 +19,7 @@ from services.processes.child_processes import die_with_parent, ending
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, send_signal
 
+NICENESS = 10  # what serves on this machine comes first
 MAX_MEMORY_BYTES = 4 << 30  # of data: files are not kept in memory
 
 
@@ -63,6 +64,7 @@ def main(model: str) -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no reply
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    os.nice(NICENESS)
     try:
         reply = Reply(directory=str(local_copy(Path(model))))
     except ConfigError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.adversity.__main__ import MODULES
 from benchmarks.adversity.cluster import events_of
 from benchmarks.adversity.devices import num_equal
 from benchmarks.adversity.distance import MAX_ROUND_TRIPS, NUM_REQUESTS, bars_of
@@ -117,3 +120,8 @@ def test_every_request_counts_at_a_distance(capsys: pytest.CaptureFixture[str]) 
     assert (answered.value, answered.holds) == (NUM_REQUESTS - 1, False)
     assert bar_of(bars, "D1 apart, RTT 120 ms: KV pushed there").value == NUM_REQUESTS - 1
     assert "no_capacity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_module_measures_its_rows(module: str) -> None:
+    assert callable(importlib.import_module(f"benchmarks.adversity.{module}").measure)

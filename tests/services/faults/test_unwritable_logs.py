@@ -5,83 +5,52 @@ whose reader has gone. Workers and NATS die meanwhile; no process stops serving.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from services.cli.service_options import DEMO_MODEL_NAME
-from tests.chaos.world.cluster import SERVICES, ChaosCluster
-from tests.services.faults.unwritable_logs import full_disk, stopped_reader
+from tests.chaos.world.cluster import SERVICES
+from tests.services.faults.unwritable_logs import (
+    DEADLINE_S,
+    MutedCluster,
+    full_disk,
+    stopped_reader,
+)
 
-DEADLINE_S = 60.0
-
-
-class MutedCluster(ChaosCluster):
-    """Logs of half of the processes are on a full disk, the others' are pipes."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, step_s=0.002)
-        self.readers: list[int] = []  # of the pipes
-        for name in SERVICES:
-            log = folder / f"{name}.log"
-            if name.endswith("-1") and name != "kv_index-1":
-                full_disk(log)
-            else:
-                self.readers.append(stopped_reader(log))
-
-    async def chat(self, gateway: str) -> str:
-        """Returns the text of an answer."""
-        body = {
-            "model": DEMO_MODEL_NAME,
-            "messages": [{"role": "user", "content": "What is Hearth?"}],
-            "max_tokens": 8,
-            "temperature": 0,
-        }
-        headers = {"authorization": f"Bearer {self.api_key}"}
-        async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
-            url = f"{self.urls[gateway]}/v1/chat/completions"
-            response = await client.post(url, json=body, headers=headers)
-        assert response.status_code == 200, response.text
-        return response.json()["choices"][0]["message"]["content"]
-
-    async def replace(self, name: str) -> None:
-        """Kills a process under running requests, and starts it again."""
-        running = [asyncio.create_task(self.chat(each)) for each in self.urls for _ in range(2)]
-        await asyncio.sleep(0)
-        self.kill(name)
-        await asyncio.gather(*running)
-        await self.restart(name)
-        await self.wait_until_ready(DEADLINE_S)
+REPLACED = ("decode-1", "decode-2", "kv_index-1")
 
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[MutedCluster]:
-    cluster = MutedCluster(tmp_path)
+    """Logs of half of the processes are on a full disk, the others' are pipes."""
+    has_started = False
+
+    def mute(name: str, log: Path) -> int | None:
+        is_on_disk = name.endswith("-1") and name != "kv_index-1"
+        return full_disk(log) if is_on_disk or has_started else stopped_reader(log)
+
+    cluster = MutedCluster(tmp_path, mute)
     try:
         await cluster.start()
+        has_started = True
         yield cluster
     finally:
         cluster.stop()
 
 
 async def test_every_process_serves_on_while_its_log_cannot_be_written(
-    cluster: MutedCluster, tmp_path: Path
+    cluster: MutedCluster,
 ) -> None:
     pids = {name: cluster.pid(name) for name in SERVICES}
     first = {await cluster.chat(each) for each in cluster.urls}
-    await cluster.replace("decode-1")
-    for reader in cluster.readers:
-        os.close(reader)
-    for name in ("decode-2", "kv_index-1"):
-        full_disk(tmp_path / f"{name}.log")
-        await cluster.replace(name)
+    for name in REPLACED:
+        assert {*await cluster.replace(name)} == first
+        cluster.close_readers()
     cluster.kill("nats-server")
     await asyncio.sleep(0.5)
     await cluster.restart("nats-server")
     await cluster.wait_until_ready(DEADLINE_S)
     assert {await cluster.chat(each) for each in cluster.urls} == first
-    for name in pids.keys() - {"decode-1", "decode-2", "kv_index-1"}:
+    for name in pids.keys() - {*REPLACED}:
         assert cluster.pid(name) == pids[name] and cluster._processes[name].poll() is None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +31,13 @@ from shared.messages import (
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, CredentialRole, host_models
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
+from tests.servers import NatsServer, RedisServer, free_port
 
 USERS: tuple[tuple[CredentialRole, str], ...] = (
     ("host", "host-1"),
     ("worker", "worker-1"),
     ("scheduler", "scheduler-1"),
+    ("gateway", "gateway-1"),
 )
 DEADLINE_S = 60.0
 DRAIN_S = 5.0
@@ -57,6 +59,8 @@ class LiveHost:
     budget: str
     environ: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] = field(init=False)
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    metrics_port: int = field(default_factory=free_port)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "services", "host", "--instance", "-"]
@@ -64,18 +68,41 @@ class LiveHost:
         command += ["--worker-nats-url", self.nats.url("worker-1")]
         command += ["--redis-url", self.redis.url, "--budget", self.budget]
         command += ["--state-dir", str(self.folder / "state"), "--num-threads", "1"]
-        command += ["--drain-timeout-s", str(DRAIN_S)]
-        with (self.folder / "host.log").open("ab") as log:
+        command += ["--drain-timeout-s", str(DRAIN_S), "--metrics-port", str(self.metrics_port)]
+        self.process = self._launched(command, "host")
+
+    def start_gateway(self) -> str:
+        """Returns the URL of its probe once that answers."""
+        port = free_port()
+        command = [sys.executable, "-m", "services", "gateway", "--instance", "-"]
+        command += ["--nats-url", self.nats.url("gateway-1"), "--redis-url", self.redis.url]
+        command += ["--process-id", "gateway-1", "--http-port", str(port)]
+        self.others.append(self._launched(command, "gateway"))
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.05)
+        return f"http://127.0.0.1:{port}/health"
+
+    @property
+    def health_url(self) -> str:
+        return f"http://127.0.0.1:{self.metrics_port}/healthz"
+
+    def _launched(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
             environ = {**os.environ, **self.environ}
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environ)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(DRAIN_S + 10)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        for each in (self.process, *self.others):
+            each.kill()
+            each.wait()
 
     @property
     def log(self) -> str:

@@ -18,7 +18,10 @@ FAULTS = (
     "nested",  # JSON of 64 MiB that is nothing but open brackets
     "kinds",  # JSON of wrong types
     *("commit", "etag"),  # names of files that lead out of the cache
+    "drip",  # a file of which one byte arrives in each DRIP_S
 )
+ENDLESS = ("drip",)  # no client gives up on what still arrives
+DRIP_S = 0.5
 OUTSIDE = "../../../../../outside"
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 100_000}
 NESTED_BYTES = 64 << 20
@@ -73,6 +76,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         etag = {"ETag": f'"{len(data):040x}"', "X-Repo-Commit": COMMIT}
         if fault == "etag":
             etag["ETag"] = f'"{OUTSIDE}"'
+        if fault == "drip" and self.command == "GET":
+            self._drip(data, etag)
+            return
         is_whole = self.command == "HEAD" or not path.endswith(".safetensors")
         if is_whole or fault in ("etag", "commit"):
             self._answer(data, etag)
@@ -81,6 +87,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._answer(data[: len(data) // 2], {**etag, "Content-Length": str(len(data))})
             self._reset()
+
+    def _drip(self, data: bytes, headers: dict[str, str]) -> None:
+        self._answer(b"", {**headers, "Content-Length": str(len(data))})
+        with contextlib.suppress(OSError):  # the client has gone
+            for byte in data:
+                if self.server.released.wait(DRIP_S):  # type: ignore[attr-defined]
+                    break
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+        self.close_connection = True
 
     def _answer(self, body: bytes, headers: dict[str, str], *, status: int = 200) -> None:
         self.send_response(status)
