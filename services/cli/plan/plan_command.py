@@ -72,6 +72,9 @@ def plan(
         int, typer.Option(min=1, help="Tokens of the sequences that are counted.")
     ] = 32_768,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of stored KV: auto (fp8 if the checkpoint declares it), bf16, fp8.")
+    ] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the largest step.")] = 512,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 256,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
@@ -84,6 +87,7 @@ def plan(
     from shared.engine.checkpoint_plan.headers import has_files
     from shared.engine.checkpoint_plan.stored_weights import read_stored
     from shared.engine.models.checkpoint_config import read_config
+    from shared.engine.parallel.planning.kv_plan import kv_item_bytes
     from shared.engine.parallel.planning.memory_plan import MemoryLimit, StepSize, plan_memory
 
     if dtype not in ITEM_BYTES:
@@ -102,6 +106,7 @@ def plan(
         tp=1 if tp is None else tp,
         pp=1 if pp is None else pp,
         item_bytes=ITEM_BYTES[dtype],
+        kv_item_bytes=kv_item_bytes(config, kv_dtype, dtype),
         limit=MemoryLimit(memory_bytes=_bytes(memory), kv_bytes=_bytes(kv_memory)),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
         experts=expert_split(experts),

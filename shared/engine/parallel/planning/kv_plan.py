@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from shared.engine.model_config import ModelConfig
 from shared.engine.parallel.planning.rank_bytes import kv_values_per_token
 from shared.engine.parallel.planning.rank_part import RankPart
-from shared.kv_layout import PagedKv, Reach, Window, group_layers
+from shared.errors import ConfigError
+from shared.kv_layout import FP8, ITEM_BYTES, PagedKv, Reach, Window, group_layers
+from shared.numerics import KV_DTYPES
 
 BLOCK_TOKENS = 16
 
@@ -39,6 +41,23 @@ class KvPlan:
 
     def num_sequences(self, kv_bytes: int, num_tokens: int) -> int:
         return kv_bytes // self.sequence_bytes(num_tokens)
+
+
+def kv_item_bytes(config: ModelConfig, kv_dtype: str, dtype: str) -> int:
+    """Of a value in `--kv-dtype`, beside activations in `dtype`. Raises ConfigError."""
+    if kv_dtype not in KV_DTYPES:
+        raise _bad(f"{kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
+    if kv_dtype == "bf16" and dtype != "bfloat16":
+        raise _bad(f"bf16 needs activations in bfloat16, not {dtype}")
+    if kv_dtype == "fp8" and config.latent is not None:
+        raise _bad("fp8: no kernel for latent attention has an FP8 cache")
+    is_declared = config.declares_fp8_kv and config.latent is None
+    is_fp8 = kv_dtype == "fp8" or (kv_dtype == "auto" and is_declared)
+    return ITEM_BYTES[FP8 if is_fp8 else dtype]
+
+
+def _bad(reason: str) -> ConfigError:
+    return ConfigError(f"kv_dtype {reason}", param="kv_dtype")
 
 
 def kv_plan(config: ModelConfig, part: RankPart, item_bytes: int) -> KvPlan:

@@ -67,11 +67,13 @@ def plan_memory(
     tp: int,
     pp: int,
     item_bytes: int,
+    kv_item_bytes: int | None = None,
     limit: MemoryLimit = MemoryLimit(),
     step: StepSize = StepSize(),
     experts: ExpertSplit = "auto",
 ) -> list[RankMemory]:
-    """Ranks by stage. `item_bytes`: of a weight that is not quantised, and of a KV value.
+    """Ranks by stage. `item_bytes`: of a weight that is not quantised, and without `kv_item_bytes`
+    of a KV value.
 
     Raises ConfigError if the model cannot be cut like this or a rank's part does not fit.
     """
@@ -83,7 +85,7 @@ def plan_memory(
         _rank_memory(
             config,
             (*shape.place(rank), part),
-            item_bytes,
+            (item_bytes, item_bytes if kv_item_bytes is None else kv_item_bytes),
             limit,
             step,
             _weight_bytes(config, part, item_bytes),
@@ -116,15 +118,16 @@ def num_sequences(ranks: list[RankMemory], num_tokens: int) -> tuple[int, int] |
 def _rank_memory(
     config: ModelConfig,
     place: tuple[int, int, RankPart],
-    item_bytes: int,
+    item_bytes: tuple[int, int],
     limit: MemoryLimit,
     step: StepSize,
     weight_bytes: int,
 ) -> RankMemory:
-    stage, tp_rank, part = place
-    workspace_bytes = _workspace_bytes(config, part, item_bytes, step)
-    per_token = kv_values_per_token(config, part) * item_bytes
-    kv, kv_bytes = kv_plan(config, part, item_bytes) if part.layers else None, limit.kv_bytes
+    """`item_bytes`: of a value of activations, and of KV."""
+    (stage, tp_rank, part), (value_bytes, kv_item_bytes) = place, item_bytes
+    workspace_bytes = _workspace_bytes(config, part, value_bytes, step)
+    per_token = kv_values_per_token(config, part) * kv_item_bytes
+    kv, kv_bytes = kv_plan(config, part, kv_item_bytes) if part.layers else None, limit.kv_bytes
     if limit.memory_bytes is not None:
         left = limit.memory_bytes - weight_bytes - workspace_bytes
         if left < (per_token if kv_bytes is None else kv_bytes):

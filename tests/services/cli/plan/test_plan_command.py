@@ -26,6 +26,22 @@ def test_plan_of_the_demo_model_loads_no_torch() -> None:
     assert plan["kv_tokens"] == min(each["kv_tokens"] for each in plan["ranks"]) > 100_000
 
 
+def test_plan_with_a_cache_in_fp8_has_twice_the_tokens() -> None:
+    def kv_tokens(*arguments: str) -> int:
+        shown = call_hearth(("plan", "--kv-memory", "64MiB", "--json", *arguments), {})
+        found: int = json.loads(shown.stdout)["kv_tokens"]
+        return found
+
+    assert kv_tokens("--kv-dtype", "fp8") >= 1.98 * kv_tokens("--kv-dtype", "bf16")
+    assert kv_tokens("--kv-dtype", "auto") == kv_tokens()
+    for arguments, message in (
+        (("--kv-dtype", "int8"), "kv_dtype 'int8' is none of auto, bf16, fp8"),
+        (("--kv-dtype", "bf16", "--dtype", "float32"), "kv_dtype bf16 needs activations in bf"),
+    ):
+        shown = call_hearth(("plan", *arguments), {})
+        assert (shown.returncode, message in shown.stderr) == (2, True)
+
+
 def test_plan_that_does_not_fit_is_one_line() -> None:
     shown = hearth_plan("--memory", "3MiB")
     assert shown.returncode == 2
