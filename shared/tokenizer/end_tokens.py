@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from shared.errors import CheckpointError
 from shared.tokenizer.checkpoint_file import UNREADABLE, exists, read_checkpoint_json, reason_of
-from shared.tokenizer.special_tokens import read_special_tokens
+from shared.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 from shared.tokenizer.tokenizer_text import token_id, tokenizer_text
 
 GENERATION_FILE, CONFIG_FILE = "generation_config.json", "config.json"
@@ -29,23 +29,26 @@ class _Config(_Ends, frozen=True):
     text_config: _Ends | None = None
 
 
-def end_token_ids(model_dir: Path, tokenizer: str | None = None) -> tuple[int, ...]:
+def end_token_ids(
+    model_dir: Path, special: SpecialTokens | None = None, tokenizer: str | None = None
+) -> tuple[int, ...]:
     """Those of both configurations and of the tokenizer, as vLLM ends answers: fine-tunes often
-    change only one of them. `tokenizer`: the text of its `tokenizer.json` (default: it is read).
-    Raises CheckpointError.
+    change only one of them. `special`: its special tokens; `tokenizer`: the text of its
+    `tokenizer.json` (default: each is read). Raises CheckpointError.
     """
     config = _read(model_dir / CONFIG_FILE, _Config)
     own = config.eos_token_id
     if own is None and config.text_config is not None:
         own = config.text_config.eos_token_id
     generation = _read(model_dir / GENERATION_FILE, _Ends).eos_token_id
-    return tuple(
-        dict.fromkeys((*_listed(generation), *_listed(own), *_of_tokenizer(model_dir, tokenizer)))
-    )
+    special = read_special_tokens(model_dir) if special is None else special
+    of_tokenizer = _of_tokenizer(model_dir, special, tokenizer)
+    return tuple(dict.fromkeys((*_listed(generation), *_listed(own), *of_tokenizer)))
 
 
-def _of_tokenizer(model_dir: Path, tokenizer: str | None) -> tuple[int, ...]:
-    special = read_special_tokens(model_dir)
+def _of_tokenizer(
+    model_dir: Path, special: SpecialTokens, tokenizer: str | None
+) -> tuple[int, ...]:
     text = special.texts.get("eos_token")
     if text is None:
         return ()

@@ -23,20 +23,18 @@ class _Entry(AddedToken, frozen=True, kw_only=True):
     id: int
 
 
-class _AddedTokens(msgspec.Struct, frozen=True):
-    added_tokens: list[_Entry] = []
-
-
 class _Model(msgspec.Struct, frozen=True):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
-class _Vocabulary(msgspec.Struct, frozen=True):
-    model: _Model = _Model()
+class _File(msgspec.Struct, frozen=True):
+    added_tokens: list[_Entry] = []
+    model: msgspec.Raw = msgspec.Raw(b"{}")
 
     @property
     def ids(self) -> dict[str, int]:
-        vocab = self.model.vocab
+        """Of its vocabulary. Raises msgspec.MsgspecError."""
+        vocab = msgspec.json.decode(self.model, type=_Model).vocab
         if isinstance(vocab, dict):
             return vocab
         return {text: token_id for token_id, (text, _) in enumerate(vocab)}
@@ -54,20 +52,24 @@ def tokenizer_text(model_dir: Path, special: SpecialTokens) -> str:
         raise CheckpointError(f"{path}: {reason_of(error)}") from None
 
 
+def vocabulary(text: str) -> dict[str, int]:
+    """The ids of the tokens of a `tokenizer.json` that are not added. Raises msgspec.MsgspecError.
+    It takes half as long as the library's `get_vocab`.
+    """
+    return msgspec.json.decode(text, type=_File).ids
+
+
 def token_id(text: str, content: str) -> int | None:
     """`text`: of a `tokenizer.json`. Raises msgspec.MsgspecError."""
-    added = msgspec.json.decode(text, type=_AddedTokens).added_tokens
-    found = next((entry.id for entry in added if entry.content == content), None)
-    if found is not None:
-        return found
-    return msgspec.json.decode(text, type=_Vocabulary).ids.get(content)
+    file = msgspec.json.decode(text, type=_File)
+    found = next((entry.id for entry in file.added_tokens if entry.content == content), None)
+    return file.ids.get(content) if found is None else found
 
 
 def _with_added(text: str, special: SpecialTokens) -> str:
     """A new token has the id of the vocabulary's token of this text, else the next one."""
-    known = {
-        each.content: each for each in msgspec.json.decode(text, type=_AddedTokens).added_tokens
-    }
+    file = msgspec.json.decode(text, type=_File)
+    known = {each.content: each for each in file.added_tokens}
     wanted = {token.content: token for token in special.added}
     for token in special.needed:
         if token.content not in known and token.content not in wanted:
@@ -79,7 +81,7 @@ def _with_added(text: str, special: SpecialTokens) -> str:
     }
     if not changed:
         return text
-    ids = msgspec.json.decode(text, type=_Vocabulary).ids
+    ids = file.ids
     next_id = max([len(ids), *(each.id + 1 for each in known.values())])
     for content, token in changed.items():
         entry_id = known[content].id if content in known else ids.get(content, next_id)

@@ -28,6 +28,7 @@ import jinja2.meta
 import msgspec
 
 from services.gateway.text.checkpoint.template_environment import Today, template_environment
+from services.gateway.text.checkpoint.template_files import Templates
 from services.gateway.text.history.argument_texts import with_argument_texts
 from services.gateway.text.history.call_arguments import CallArguments
 from services.gateway.text.history.call_ids import CallIds, with_call_ids
@@ -90,7 +91,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Of both templates."""
-        return "\n".join(filter(None, (self.for_tools, self.source)))
+        return Templates(self.source, self.for_tools).text
 
     def compiled(self) -> ChatTemplate:
         return ChatTemplate(

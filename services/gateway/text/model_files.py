@@ -142,7 +142,7 @@ def read_tokenizer(model_dir: Path) -> tuple[SpecialTokens, str, tuple[int, ...]
     try:
         special = read_special_tokens(model_dir)
         text = tokenizer_text(model_dir, special)
-        return special, text, end_token_ids(model_dir, text)
+        return special, text, end_token_ids(model_dir, special, text)
     except CheckpointError as error:
         raise ConfigError(error.message) from error
 
