@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.gateway.text.checkpoint.tokenizer_costs import check_token_lengths
+from services.gateway.text.checkpoint.tokenizer_costs import check_size, check_token_lengths
 from services.gateway.text.model_files import ModelFiles, read_tokenizer
 from services.gateway.tools.family import Family
 from services.gateway.tools.family_choice import family_of
@@ -71,7 +71,8 @@ def printable_line(reason: str) -> str:
 
 
 def _family(model_dir: Path, choice: str, tool_format: str) -> Family:
-    read_tokenizer(model_dir)  # once: one of another form is converted
+    _, text, _ = read_tokenizer(model_dir)  # once: one of another form is converted
+    check_size(text)
     began_s = time.process_time()
     files = ModelFiles(model_dir)
     _check_time("tokenizer", time.process_time() - began_s, MAX_TOKENIZER_S)

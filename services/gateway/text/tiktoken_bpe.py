@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import tiktoken
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from shared.tokenizer.tiktoken_model import KIMI, byte_characters
+from services.gateway.text.token_bytes import byte_level_bytes
+from shared.tokenizer.tiktoken_model import KIMI
+from shared.tokenizer.tokenizer_steps import TokenizerSteps
 
 # Patterns of GPT-2, Llama 3, Qwen 2 (and Kimi K2, whose own tokenizer is tiktoken).
 # Each matches any text: tiktoken drops unmatched characters.
@@ -50,7 +52,6 @@ class _PreTokenizer(msgspec.Struct, frozen=True):
 
 class _Model(msgspec.Struct, frozen=True):
     type: str = ""
-    vocab: dict[str, int] | list[Any] = {}
     merges: list[str | tuple[str, str]] = []
     dropout: float | None = None
     continuing_subword_prefix: str | None = None
@@ -60,8 +61,6 @@ class _Model(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True):
     model: _Model
-    normalizer: dict[str, Any] | None = None
-    pre_tokenizer: _PreTokenizer | None = None
 
 
 class Encoders(NamedTuple):
@@ -72,19 +71,25 @@ class Encoders(NamedTuple):
     is_fast: bool = False
 
 
-def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> Encoders:
+def encoders(
+    source: str,
+    steps: TokenizerSteps,
+    vocab: dict[str, int],
+    marked: Tokenizer,
+    literal: Tokenizer,
+) -> Encoders:
     """Returns encoders for two views of the `tokenizer.json` `source`: special tokens recognized,
     or encoded as ordinary characters. Each uses tiktoken where the ids are the same. Neither adds
-    tokens.
+    tokens. `vocab`: without added tokens. Both share a model without a cache.
     """
     own_marked, own_literal = _encode_of(marked), _encode_of(literal)
+    added = marked.get_added_tokens_decoder()
     try:
-        file = msgspec.json.decode(source, type=_File)
-        encode = _encode_words(file)
+        are_found = _are_found_as_they_are(added.values(), steps)
+        encode = _encode_words(source, steps, vocab, marked.model) if are_found else None
     except (msgspec.DecodeError, LookupError, ValueError):
         return Encoders(own_marked, own_literal)  # a file that `_File` does not cover
-    added = marked.get_added_tokens_decoder()
-    if encode is None or not _are_found_as_they_are(added.values(), file):
+    if encode is None:
         return Encoders(own_marked, own_literal)
     ids = {token.content: token_id for token_id, token in added.items()}
     faster = _bounded(_cut_at(ids, encode), own_marked)
@@ -124,21 +129,28 @@ def _cut_at(ids: dict[str, int], encode: Encode) -> Encode:
     return encode_with_added
 
 
-def _are_found_as_they_are(added: Collection[AddedToken], file: _File) -> bool:
+def _are_found_as_they_are(added: Collection[AddedToken], steps: TokenizerSteps) -> bool:
     """Whether added tokens match in one pass, before normalization, without adjacent spaces."""
     return len({token.normalized for token in added}) <= 1 and not any(
-        token.single_word or token.lstrip or token.rstrip or (token.normalized and file.normalizer)
+        token.single_word or token.lstrip or token.rstrip or (token.normalized and steps.normalizer)
         for token in added
     )
 
 
-def _encode_words(file: _File) -> Encode | None:
+def _encode_words(
+    source: str, steps: TokenizerSteps, vocab: dict[str, int], merging: models.Model
+) -> Encode | None:
     """Returns a tiktoken encoder for text without added tokens, or None if ids could differ."""
-    pattern, ranks = _pattern_of(file.pre_tokenizer), _ranks_of(file.model)
-    if pattern is None or ranks is None or file.normalizer not in (None, {"type": "NFC"}):
+    pattern = _pattern_of(msgspec.convert(steps.pre_tokenizer, _PreTokenizer | None))
+    if pattern is None or steps.normalizer not in (None, {"type": "NFC"}):
+        return None
+    if not isinstance(merging, models.BPE):
+        return None
+    ranks = _ranks_of(msgspec.json.decode(source, type=_File).model, vocab, merging)
+    if ranks is None:
         return None
     encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    if file.normalizer is None:
+    if steps.normalizer is None:
         return encoding.encode_ordinary
     normalized = normalizers.NFC().normalize_str
     return lambda text: encoding.encode_ordinary(text if text.isascii() else normalized(text))
@@ -161,24 +173,34 @@ def _pattern_of(pre_tokenizer: _PreTokenizer | None) -> str | None:
     return None
 
 
-def _ranks_of(model: _Model) -> dict[bytes, int] | None:
-    """Returns the ids of tokens that can occur, by their bytes; None if tiktoken could differ."""
-    vocab = model.vocab
-    if not isinstance(vocab, dict) or not _is_standard_bpe(model):
+def _ranks_of(model: _Model, vocab: dict[str, int], merging: models.BPE) -> dict[bytes, int] | None:
+    """Returns the ids of tokens that can occur, by their bytes; None if tiktoken could differ.
+    `merging`: the same model, which nobody else uses yet.
+    """
+    if not _is_standard_bpe(model):
         return None
     merges = [_pair_of(each) for each in model.merges]
     made = [vocab[left + right] for left, right in merges]
     if made != sorted(made) or len(set(vocab.values())) < len(vocab):
         return None
-    merging = models.BPE(vocab, merges)
-    merging._resize_cache(0)
-    byte_of, ranks = byte_characters(), {}
+    merging.ignore_merges = False
+    try:
+        return _ranks_by_merges(model, vocab, merging)
+    finally:
+        merging.ignore_merges = model.ignore_merges
+
+
+def _ranks_by_merges(
+    model: _Model, vocab: dict[str, int], merging: models.BPE
+) -> dict[bytes, int] | None:
+    ranks = {}
     for text, token_id in vocab.items():
-        if not text or not all(char in byte_of for char in text):
+        spelled = byte_level_bytes(text)
+        if not spelled:
             continue  # a special token, never part of a word
         made_of = [each.id for each in merging.tokenize(text)]
         if made_of == [token_id] or model.ignore_merges:  # the latter: as a complete word only
-            ranks[bytes(byte_of[char] for char in text)] = token_id
+            ranks[spelled] = token_id
             if made_of != [token_id] and len(made_of) == 2:
                 return None  # tiktoken would merge these two
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None

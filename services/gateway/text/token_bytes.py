@@ -8,47 +8,48 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 
-import msgspec
 from tokenizers import Tokenizer
 
 from shared.tokenizer.tiktoken_model import byte_characters
+from shared.tokenizer.tokenizer_steps import TokenizerSteps, flattened
 
 MAX_CHAR_BYTES = 4
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class _Decoder(msgspec.Struct, frozen=True):
-    type: str
-    decoders: list[_Decoder] = []
+# Latin-1 has the same numbers as bytes; all other characters have larger ones.
+_LATIN_1 = dict.fromkeys(range(256), 0xFFFF) | {
+    ord(char): byte for char, byte in byte_characters().items()
+}
 
 
-class _TokenizerFile(msgspec.Struct, frozen=True):
-    decoder: _Decoder | None = None
+def byte_level_bytes(token: str) -> bytes | None:
+    """The bytes that a token of a byte-level vocabulary spells; None if it is no such token."""
+    try:
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
 
 
-def is_byte_level(source: str) -> bool:
-    """`source`: the text of a `tokenizer.json`. Raises msgspec.MsgspecError if it is invalid."""
-    decoder = msgspec.json.decode(source, type=_TokenizerFile).decoder
-    if decoder is None:
-        return False
-    return any(each.type == "ByteLevel" for each in (decoder, *decoder.decoders))
+def is_byte_level(steps: TokenizerSteps) -> bool:
+    return any(each["type"] == "ByteLevel" for each in flattened(steps.decoder))
 
 
-def complete_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
+def complete_texts(
+    steps: TokenizerSteps, vocab: Mapping[str, int], added: Container[int]
+) -> dict[int, str]:
     """Returns the text of each token whose text does not depend on its neighbours: the complete
-    UTF-8 tokens, if the decoder only joins bytes; else none. `source` as in `is_byte_level`.
+    UTF-8 tokens, if the decoder only joins bytes; else none. `added`: the ids of added tokens.
     """
-    decoder = msgspec.json.decode(source, type=_TokenizerFile).decoder
-    if decoder is None or decoder.type != "ByteLevel":
+    if [each["type"] for each in flattened(steps.decoder)] != ["ByteLevel"]:
         return {}
-    table, added = byte_characters(), tokenizer.get_added_tokens_decoder()
     found = {}
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+    for token, token_id in vocab.items():
         try:
-            text = bytes([table[char] for char in token]).decode()
-        except (KeyError, UnicodeDecodeError):
+            text = (byte_level_bytes(token) or b"").decode()
+        except UnicodeDecodeError:
             continue
         if text and token_id not in added and not text.endswith("\ufffd"):
             found[token_id] = text
@@ -71,7 +72,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer, *, is_byte_level: bool) -> None:
         self._tokenizer = tokenizer
-        self._table = byte_characters() if is_byte_level else None
+        self._is_byte_level = is_byte_level
         added = tokenizer.get_added_tokens_decoder()
         self._known = {token_id: token.content.encode() for token_id, token in added.items()}
 
@@ -95,9 +96,8 @@ class TokenBytes:
         return 0
 
     def _spelled(self, token: str) -> bytes:
-        if self._table is not None:
-            if all(char in self._table for char in token):
-                return bytes(self._table[char] for char in token)
-            return token.encode()
+        if self._is_byte_level:
+            spelled = byte_level_bytes(token)
+            return token.encode() if spelled is None else spelled
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

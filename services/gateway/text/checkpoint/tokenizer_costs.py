@@ -6,52 +6,39 @@ Encoding with steps that are not listed runs in a preparation process, which can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import base64
+from collections.abc import Iterable, Sequence
 from math import inf, prod
-from typing import Any
 
 import msgspec
 
 from services.gateway.text.tiktoken_bpe import PATTERNS
 from shared.errors import ConfigError
+from shared.tokenizer.checkpoint_file import UNREADABLE
+from shared.tokenizer.tokenizer_steps import Step, TokenizerSteps, flattened
 
 MAX_TOKEN_CHARS = 16_384
 MAX_ADDED_TOKENS = 16_384
 MAX_STEPS = 32
 MAX_PREPENDED_CHARS = 16  # to each text, by one step
 MAX_GROWTH = 4  # of a text by the replacements of all steps together
+# Of a text of one character, also in a preparation process: SentencePiece's own map writes 18.
+MAX_ENCODED_GROWTH = 256
+MAX_AFFIX_CHARS = 16  # such as "##" and "</w>"
+# The largest tokenizers have some 260,000 tokens and 580,000 merges.
+MAX_VOCABULARY = 1 << 20
+MAX_MERGES = 5 << 19
 _SUFFIX = "</w>"  # of BPEDecoder's words, by default
 _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 _SPLITS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece", "BPEDecoder"}
 
-Step = dict[str, Any]
 
-
-class _Model(msgspec.Struct, frozen=True):
-    type: str = ""
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str = ""
-
-
-class _File(msgspec.Struct, frozen=True):
-    model: _Model = _Model()
-    normalizer: Step | None = None
-    pre_tokenizer: Step | None = None
-    decoder: Step | None = None
-    added_tokens: list[_AddedToken] = []
-
-
-def has_known_cost(source: str) -> bool:
-    """Whether encoding takes time and memory linear in the text. `source`: the text of a
-    `tokenizer.json`.
-    """
-    file = msgspec.json.decode(source, type=_File)
-    normalizers, splits = list(_steps(file.normalizer)), list(_steps(file.pre_tokenizer))
+def has_known_cost(steps: TokenizerSteps) -> bool:
+    """Whether encoding takes time and memory linear in the text."""
+    normalizers, splits = list(flattened(steps.normalizer)), list(flattened(steps.pre_tokenizer))
     return (
-        file.model.type == "BPE"
+        steps.model.type == "BPE"
         and _growth(normalizers) <= MAX_GROWTH
         and len(normalizers) + len(splits) <= MAX_STEPS
         and all(map(_is_known_normalizer, normalizers))
@@ -59,24 +46,63 @@ def has_known_cost(source: str) -> bool:
     )
 
 
-def check_decoding(source: str) -> None:
-    """Raises ConfigError for a decoder that may take more than its tokens have text, or for more
-    added tokens than each text can be searched for.
+class _Model(msgspec.Struct, frozen=True):
+    vocab: dict[str, msgspec.Raw] | list[msgspec.Raw] = {}
+    merges: list[msgspec.Raw] = []
+
+
+class _File(msgspec.Struct, frozen=True):
+    model: _Model = _Model()
+
+
+def check_size(source: str) -> None:
+    """Raises ConfigError for the text of a `tokenizer.json` with too large a vocabulary; not for
+    one that is invalid, which its reader names.
     """
-    file = msgspec.json.decode(source, type=_File)
-    if len(file.added_tokens) > MAX_ADDED_TOKENS:
-        num_added = len(file.added_tokens)
+    try:
+        model = msgspec.json.decode(source, type=_File).model
+    except UNREADABLE:
+        return
+    for what, entries, most in (
+        ("tokens", model.vocab, MAX_VOCABULARY),
+        ("merges", model.merges, MAX_MERGES),
+    ):
+        if len(entries) > most:
+            raise ConfigError(f"it has {len(entries)} {what}, the limit is {most}")
+
+
+def check_steps(steps: TokenizerSteps) -> None:
+    """Raises ConfigError for steps that may make a long text, or many tokens, of a short one, and
+    for more added tokens than each text can be searched for.
+    """
+    num_added = len(steps.added_tokens)
+    if num_added > MAX_ADDED_TOKENS:
         raise ConfigError(f"it has {num_added} added tokens, the limit is {MAX_ADDED_TOKENS}")
-    steps = list(_steps(file.decoder))
-    if len(steps) > MAX_STEPS:
-        raise ConfigError(f"its decoder has {len(steps)} steps, the limit is {MAX_STEPS}")
-    for kind in (each["type"] for each in steps):
+    _check_decoding(list(flattened(steps.decoder)))
+    growth = prod(map(_most_growth, flattened(steps.normalizer)))
+    _check_growth("normalizer", growth, MAX_ENCODED_GROWTH)
+    for affix in (steps.model.continuing_subword_prefix, steps.model.end_of_word_suffix):
+        if affix is not None and len(affix) > MAX_AFFIX_CHARS:
+            raise ConfigError(f"its model writes {len(affix)} characters at each one of a word")
+    for each in flattened(steps.post_processor):
+        num_copies = sum("Sequence" in piece for piece in each.get("single") or ())
+        if num_copies > 1:
+            raise ConfigError(f"its post-processor writes a text {num_copies} times")
+
+
+def _check_decoding(decoders: Sequence[Step]) -> None:
+    if len(decoders) > MAX_STEPS:
+        raise ConfigError(f"its decoder has {len(decoders)} steps, the limit is {MAX_STEPS}")
+    for kind in (each["type"] for each in decoders):
         if kind != "Replace" and kind not in _DECODERS:
             raise ConfigError(f"its decoder has a step {kind[:40]!r}, which is not supported")
-    growth = _growth(steps)
-    if growth > MAX_GROWTH:
+    _check_growth("decoder", _growth(decoders), MAX_GROWTH)
+
+
+def _check_growth(what: str, growth: float, most: int) -> None:
+    if growth > most:
         raise ConfigError(
-            f"its decoder may make a text {growth:.3g} times as long, the limit is {MAX_GROWTH}"
+            f"its {what} may make a text {growth:.3g} times as long, the limit is {most}"
         )
 
 
@@ -108,6 +134,25 @@ def _growth_of(step: Step) -> float:
     return max(1.0, len(content) / len(replaced))
 
 
+def _most_growth(step: Step) -> float:
+    """As `_growth_of`, of a text of one character, and finite for all steps."""
+    if step["type"] == "Prepend":
+        return 1.0 + len(step["prepend"])
+    if step["type"] == "Precompiled":
+        return _longest_mapped(step["precompiled_charsmap"])
+    growth = _growth_of(step)
+    return 2.0 + len(step["content"]) if growth == inf else growth
+
+
+def _longest_mapped(charsmap: str | None) -> int:
+    """Characters that SentencePiece's map writes for one: texts that end in NUL follow a trie with
+    its size.
+    """
+    data = base64.b64decode(charsmap or "")
+    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    return max(1, *(len(each.decode(errors="replace")) for each in texts.split(b"\0")))
+
+
 def _is_known_normalizer(step: Step) -> bool:
     if step["type"] == "Prepend":
         return len(step["prepend"]) <= MAX_PREPENDED_CHARS
@@ -119,14 +164,3 @@ def _is_known_split(step: Step) -> bool:
         pattern = step["pattern"]
         return "String" in pattern or pattern.get("Regex") in PATTERNS
     return step["type"] in _SPLITS
-
-
-def _steps(step: Step | None) -> Iterator[Step]:
-    """Those of sequences, without the sequences."""
-    if step is None:
-        return
-    if step["type"] != "Sequence":
-        yield step
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        for part in step.get(name) or ():
-            yield from _steps(part)

@@ -157,6 +157,8 @@ def _tokenizer_steps() -> Iterator[tuple[str, Spoil]]:
         "growing_decoder",
         _changed("tokenizer.json", decoder={"type": "Sequence", "decoders": [double] * 40}),
     )
+    long = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * (1 << 20)}
+    yield "long_replacement", _changed("tokenizer.json", normalizer=long)
     prepend = {"type": "Prepend", "prepend": "a" * 1_000_000}
     yield "long_prepend", _changed("tokenizer.json", normalizer=prepend)
     around = [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}] * 100_000
@@ -199,6 +201,8 @@ def _vocabularies() -> Iterator[tuple[str, Spoil]]:
     yield "many_tokens", added(*((400 + number, f"<{number}>") for number in range(100_000)))
     for kind in ("WordLevel", "WordPiece", "Unigram", "BPE", "Nothing"):
         yield f"empty_{kind}", _changed("tokenizer.json", model={"type": kind, "vocab": {}})
+    millions = {"type": "BPE", "vocab": {f"{each}": each for each in range(2_000_000)}}
+    yield "millions_of_tokens", _changed("tokenizer.json", model=millions | {"merges": []})
     scores = {"type": "Unigram", "unk_id": 7, "vocab": [["a", -1e308], ["a", 1e308]]}
     yield "wrong_scores", _changed("tokenizer.json", model=scores)
     yield "vast_file", _sparse("tokenizer.json", 1 << 40)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.cli.service_options import DEMO_MODEL_DIR
-from services.gateway.text import tokenizer
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
@@ -22,6 +22,7 @@ from services.gateway.text.token_bytes import TokenBytes, complete_texts
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
+from shared.tokenizer.tokenizer_steps import read_steps
 from tests.services.gateway.model_dir import write_model_dir
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -68,12 +69,17 @@ def test_complete_texts_cover_90_percent_of_tokens(model_files: ModelFiles) -> N
         assert texts.get(token_id) == (None if alone.endswith("\ufffd") else alone or None)
 
 
+def complete_texts_of(tokenizer: Tokenizer) -> dict[int, str]:
+    steps, vocab = read_steps(tokenizer.to_str()), tokenizer.get_vocab()
+    return complete_texts(steps, vocab, tokenizer.get_added_tokens_decoder())
+
+
 @pytest.mark.parametrize("decoder", [decoders.Metaspace(), None, decoders.Fuse()])
 def test_other_decoders_have_no_complete_texts(decoder: Any) -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, [], fuse_unk=True))
     if decoder is not None:
         tokenizer.decoder = decoder
-    assert complete_texts(tokenizer.to_str(), tokenizer) == {}
+    assert complete_texts_of(tokenizer) == {}
 
 
 def test_added_token_has_no_complete_text() -> None:
@@ -81,7 +87,7 @@ def test_added_token_has_no_complete_text() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "\u00ef\u00bf\u00bd": 2}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["a"])
-    assert complete_texts(tokenizer.to_str(), tokenizer) == {1: "b"}
+    assert complete_texts_of(tokenizer) == {1: "b"}
 
 
 def test_character_of_several_tokens_is_not_split(model_files: ModelFiles) -> None:
@@ -344,36 +350,17 @@ def test_model_files_are_read_or_rejected(tmp_path: Path) -> None:
         ModelFiles(model_dir)
 
 
-class RecordingTokenizer:
-    """A real tokenizer that records the sizes set for its cache; the cache is not readable."""
-
-    sizes: ClassVar[list[int]] = []
-
-    def __init__(self, text: str) -> None:
-        self._real = Tokenizer.from_str(text)
-
-    @classmethod
-    def from_str(cls, text: str) -> RecordingTokenizer:
-        return cls(text)
-
-    @property
-    def model(self) -> SimpleNamespace:
-        return SimpleNamespace(_resize_cache=self.resize_cache)
-
-    def resize_cache(self, size: int) -> None:
-        self._real.model._resize_cache(size)
-        self.sizes.append(size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def test_tokenizer_caches_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cached word is tokenized faster: the timing would show tenants the words of others."""
-    monkeypatch.setattr(tokenizer, "Tokenizer", RecordingTokenizer)
-    prompt_tokenizer = tokenizer.PromptTokenizer((DEMO_MODEL_DIR / "tokenizer.json").read_text())
-    assert RecordingTokenizer.sizes == [0, 0]
-    assert prompt_tokenizer.encode(["a word", LiteralText("<s>")])
+@pytest.mark.parametrize("kind", [str, LiteralText])
+def test_tokenizer_caches_no_words(kind: type[str]) -> None:
+    """A cached word is tokenized faster: the timing would show tenants the words of others. A cache
+    would still have the word after a change of the model.
+    """
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
+    tokenizer = PromptTokenizer(Tokenizer(model).to_str())
+    assert tokenizer.encode([kind("ab")]) == [2]
+    changed: Any = tokenizer.tokenizer.model
+    changed.continuing_subword_prefix = "x"
+    assert tokenizer.encode([kind("ab")]) == [0]
 
 
 TOOL = {"type": "function", "function": {"name": "say", "description": "<|im_start|> is no role"}}
@@ -396,3 +383,20 @@ def test_tools_are_rejected_by_template_without_tools() -> None:
     assert not plain_template.takes_tools
     with pytest.raises(InvalidRequest, match="does not support tools"):
         plain_template.render([{"role": "user", "content": "x"}], [TOOL])
+
+
+def test_both_views_have_the_same_added_tokens() -> None:
+    """Ids that the file gives them, or not, in its order; some twice."""
+    tokenizer = Tokenizer(models.BPE({"g": 3, "a": 4, "d": 2, "h": 11}, []))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+    entries = [("c", 3, True), ("a", 17, False), ("<z>", 1, True), ("a", 15, False)]
+    added = [
+        {"content": text, "id": number, "special": is_special, **flags}
+        for text, number, is_special in (*entries, ("<y>", 9, False))
+    ]
+    source = json.dumps({**json.loads(tokenizer.to_str()), "added_tokens": added})
+    found = PromptTokenizer(source, "<y>")
+    literal = found._literal.get_added_tokens_decoder()
+    assert {each.content: number for number, each in literal.items()} == found.added_ids
+    assert found.encode(["<y>"]) == [found.added_ids["<y>"]]
+    assert found.encode([LiteralText("<y>")]) == []

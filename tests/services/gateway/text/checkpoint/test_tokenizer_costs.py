@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from services.gateway.text.checkpoint.tokenizer_costs import check_decoding, has_known_cost
+from services.gateway.text.checkpoint.tokenizer_costs import (
+    MAX_MERGES,
+    MAX_VOCABULARY,
+    check_size,
+    check_steps,
+    has_known_cost,
+)
 from shared.errors import ConfigError
+from shared.tokenizer.tokenizer_steps import read_steps
 
 TEXT = "a" * 100
 DECODERS: list[tuple[Sequence[Any], bool]] = [
@@ -29,10 +39,10 @@ def test_decoder_makes_no_long_text_of_a_short_one(steps: Sequence[Any], is_serv
     tokenizer.decoder = decoders.Sequence(list(steps))
     assert (len(tokenizer.decode([0, 0])) <= 8 * len(TEXT)) == is_served
     if is_served:
-        check_decoding(tokenizer.to_str())
+        check_steps(read_steps(tokenizer.to_str()))
         return
     with pytest.raises(ConfigError, match="times as long"):
-        check_decoding(tokenizer.to_str())
+        check_steps(read_steps(tokenizer.to_str()))
 
 
 @pytest.mark.parametrize(
@@ -49,4 +59,68 @@ def test_normalizer_that_writes_much_has_no_known_cost(
 ) -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.normalizer = normalizers.Sequence(list(steps))
-    assert has_known_cost(tokenizer.to_str()) == is_known
+    assert has_known_cost(read_steps(tokenizer.to_str())) == is_known
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def prepend(text: str) -> dict[str, Any]:
+    return {"type": "Prepend", "prepend": text}
+
+
+def precompiled(text: str) -> dict[str, Any]:
+    trie = bytes(8)
+    data = len(trie).to_bytes(4, "little") + trie + b"\0".join([b"b", text.encode(), b"c"])
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+ANY, LETTER, SPACE = {"Regex": r"\s*"}, {"String": "a"}, {"String": " "}
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([replace(LETTER, "b" * 999)], "999 times"),
+        ([replace(ANY, "b" * 300)], "302 times"),
+        ([replace(ANY, "bb")] * 5, "1.02e[+]03 times"),
+        ([prepend("b" * 300)], "301 times"),
+        ([precompiled("é" * 300)], "300 times"),
+        ([precompiled("é" * 18), {"type": "Strip"}, replace(ANY, "▁")], ""),  # as T5
+        ([prepend("▁"), replace(SPACE, "▁")], ""),  # as Llama 2
+        ([{"type": "NFC"}, replace(ANY, " "), {"type": "Lowercase"}], ""),  # as CLIP
+    ],
+)
+def test_no_normalizer_makes_much_of_one_character(steps: list[Any], reason: str) -> None:
+    nested = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": steps}]}
+    check(json.dumps({"normalizer": nested}), reason)
+
+
+@pytest.mark.parametrize(("num_texts", "reason"), [(1, ""), (3, "writes a text 3 times")])
+def test_no_post_processor_repeats_a_text(num_texts: int, reason: str) -> None:
+    template = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}] * num_texts}
+    check(json.dumps({"post_processor": template}), reason)
+
+
+@pytest.mark.parametrize("affix", ["continuing_subword_prefix", "end_of_word_suffix"])
+def test_no_model_writes_much_at_each_character(affix: str) -> None:
+    for text, reason in (("##", ""), ("#" * 300, "writes 300 characters")):
+        check(json.dumps({"model": {"type": "BPE", affix: text}}), reason)
+
+
+def check(source: str, reason: str) -> None:
+    """`reason`: empty: none."""
+    refused = pytest.raises(ConfigError, match=reason) if reason else contextlib.nullcontext()
+    with refused:
+        check_steps(read_steps(source))
+
+
+@pytest.mark.parametrize(("field", "most"), [("vocab", MAX_VOCABULARY), ("merges", MAX_MERGES)])
+def test_vocabulary_is_bounded(field: str, most: int) -> None:
+    def source(num: int) -> str:
+        return f'{{"model":{{"{field}":[{",".join("0" * num)}]}}}}'
+
+    check_size(source(most))
+    with pytest.raises(ConfigError, match=f"it has {most + 1} .*limit is {most}"):
+        check_size(source(most + 1))
