@@ -21,18 +21,33 @@ def has_triton_device() -> bool:
     return find_spec("triton") is not None and (IS_INTERPRETED or torch.cuda.is_available())
 
 
-@cache
+def computing_device(device: torch.device) -> torch.device:
+    """The meta device stands for the thread's CUDA device, see compile_on_meta.py."""
+    if device.type == "meta" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def compute_capability(device: torch.device) -> int:
     """80, 90, ...; under the interpreter that of the device that the kernels target."""
+    return _compute_capability(computing_device(device))
+
+
+@cache
+def _compute_capability(device: torch.device) -> int:
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
-@cache
 def num_processors(device: torch.device) -> int:
     """The number of streaming multiprocessors, which divides the work; 1 under the interpreter."""
+    return _num_processors(computing_device(device))
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

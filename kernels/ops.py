@@ -237,7 +237,7 @@ def linear(
 
 
 def _is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
-    return x.is_cuda and not is_batch_invariant
+    return (x.is_cuda or x.is_meta) and not is_batch_invariant
 
 
 def per_head_linear(x: Tensor, weights: HeadWeights, *, is_batch_invariant: bool = False) -> Tensor:

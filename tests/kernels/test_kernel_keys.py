@@ -23,7 +23,8 @@ from shared.engine.kv_quantisation.kv_scales import set_kv_scales
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks
-from shared.engine.runners.cuda_runner import warm_up
+from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
 from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import AllTokens, idle_step
@@ -31,6 +32,7 @@ from shared.kv_layout import FP8
 from tests.kernels.support.fake_driver import FakeDriver
 from tests.kernels.support.triton_ops import triton_ops
 from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.families import FAMILIES
 
 OPTIONS = LoadOptions(max_batch_tokens=512, max_sequences=256)
 CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 512)
@@ -44,9 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def executor_of(folder: Path, kv_dtype: str) -> ModelExecutor:
+def executor_of(folder: Path, kv_dtype: str = "bfloat16", block_size: int = 16) -> ModelExecutor:
     config = read_config(folder)
-    kv_layout = kv_layout_of(config, kv_dtype, 16)
+    kv_layout = kv_layout_of(config, kv_dtype, block_size)
     model = Decoder(config, dtype=torch.bfloat16, num_positions=4096).eval()
     if kv_dtype == FP8:
         set_kv_scales(model, torch.ones(1, 2, config.num_kv_heads))
@@ -63,9 +65,40 @@ def fake(executor: ModelExecutor) -> Iterator[FakeDriver]:
     """A driver on which the executor is warm."""
     with triton_ops() as driver:
         finish_model(executor.model, OPTIONS.mode, is_compressed=False)
-        warm_up(executor, OPTIONS)
-        driver.compiled.clear()
+        warm_up(executor, driver)
         yield driver
+
+
+def warm_up(executor: ModelExecutor, driver: FakeDriver) -> None:
+    """As a worker's start does: compiles by key, runs one step."""
+    num_blocks = executor.kv_cache.shape[2]
+    compile_kernels(StepKernels(executor.model, executor.kv_layout, num_blocks, OPTIONS))
+    names = {each.name for each in driver.compiled}
+    assert "_decode_attention_kernel" in names
+    assert driver.num_launches == 0
+    run_largest_step(executor, OPTIONS)
+    driver.compiled.clear()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama4", "deepseek", "qwen3 moe"])
+def test_each_family_is_compiled_by_key(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of layers have inputs of their own, at odd places of one array. Nothing is computed,
+    so routers choose at random.
+    """
+    monkeypatch.setattr(ModelExecutor, "_check_routing", lambda *_: None)
+    FAMILIES[family].write(tmp_path)
+    executor = executor_of(tmp_path, block_size=64)
+    with triton_ops() as driver:
+        finish_model(executor.model, OPTIONS.mode, is_compressed=False)
+        warm_up(executor, driver)
+        groups = len(executor.kv_layout.groups)
+        for query_lens in ([1, 1, 1], [65], [7, 1, 1]):
+            for context in (0, 700):
+                step = idle_step(64, query_lens, context_tokens=context, num_groups=groups)
+                executor.run(step)
+        assert Counter(each.name for each in driver.compiled) == {}
 
 
 def sampled(step: StepInputs, **fields: object) -> StepInputs:
@@ -123,13 +156,10 @@ def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver,
 
 
 def test_warm_worker_with_an_fp8_cache_compiles_nothing(folder: Path) -> None:
-    executor, options = executor_of(folder, FP8), LoadOptions(max_batch_tokens=32, max_sequences=4)
+    executor = executor_of(folder, FP8)
     with triton_ops() as driver:
-        finish_model(executor.model, options.mode, is_compressed=False)
-        warm_up(executor, options)
-        names = {each.name for each in driver.compiled}
-        assert {"_rotate_and_store_kernel", "_decode_attention_kernel"} <= names
-        driver.compiled.clear()
+        finish_model(executor.model, OPTIONS.mode, is_compressed=False)
+        warm_up(executor, driver)
         for rows in ([1], [1] * 4, [32], [7, 1, 1]):
             for context in (0, 513):
                 executor.run(idle_step(16, rows, context_tokens=context))

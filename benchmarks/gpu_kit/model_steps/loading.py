@@ -1,6 +1,6 @@
 """Loads a CUDA worker's runner, with the time of each stage; in a dry run with tensors on the CPU.
 
-There the stages run, up to the last warm-up, and only the weights stay unset.
+There the stages run, up to the last one, and only the weights stay unset.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from shared.engine.runners.model_loading import LoadOptions
 from shared.engine.runners.model_runner import ModelRunner
 
 # Functions that `CudaRunner.load` calls; kernels are compiled while the weights are read.
-STAGES = ("empty_model", "load_weights", "finish_model", "allocate_kv_cache", "warm_up")
+STAGES = (
+    "empty_model",
+    "load_weights",
+    "finish_model",
+    "allocate_kv_cache",
+    "compile_kernels",
+    "run_largest_step",
+)
 
 Seconds = dict[str, list[float]]
 

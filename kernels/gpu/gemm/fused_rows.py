@@ -21,9 +21,10 @@ import triton
 from torch import Tensor
 
 from kernels.cache import cache_root
+from kernels.device import computing_device
 
 NUM_ROWS = (16, 32, 64, 128, 256, 512, 1024)
-DEFAULT = 64  # if nothing can be measured: without CUDA, or during graph capture
+DEFAULT = 64  # if nothing can be measured: without CUDA, on meta, or during graph capture
 WARMUP_MS, MEASURED_MS = 3, 15
 SOURCES = ("compressed_linear", "decompress", "fused_rows", "linear", "linear_tile", "split_tile")
 
@@ -68,11 +69,12 @@ def fused_rows(
 
     `mode` distinguishes products whose times differ for other reasons.
     """
-    if device.type != "cuda":
+    measured_on = computing_device(device)
+    if measured_on.type != "cuda":
         return DEFAULT
-    case = f"{_device_case(device)} {mode} {weight_shape[0]} x {weight_shape[1]}"
+    case = f"{_device_case(measured_on)} {mode} {weight_shape[0]} x {weight_shape[1]}"
     known = _known()
-    if case not in known and torch.cuda.is_current_stream_capturing():
+    if case not in known and (device.type == "meta" or torch.cuda.is_current_stream_capturing()):
         return DEFAULT
 
     def is_fused_faster(num_rows: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ MAX_STAGES = 6
 MAX_REGISTERS = 255  # without this limit the assembler spills to make more programs resident
 GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
+ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
+BUSY_TILES = NUM_MULTIPROCESSORS * 3 // 4
+# Numbers of tiles from which the multiprocessors are busy, or have two programs, split or not.
+LEAST_TILES = (BUSY_TILES, NUM_MULTIPROCESSORS + 1, NUM_MULTIPROCESSORS // NUM_SEGMENTS + 1)
 LEAST_STEP = 64  # of K, for lanes that end within a longer one
 LANE_BLOCK_N = 64
 
@@ -64,7 +69,7 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
         # a step of 16 rows is short: more of K per step means fewer barriers
         block_k = 256 if block_m <= 16 else 128
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-    is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
+    is_idle = num_tiles < BUSY_TILES
     is_split = is_idle and width > 2 * block_k  # for less, one program is faster
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
     stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
@@ -118,12 +123,23 @@ def row_counts(
             return lane_tiling(shape, dtype, lanes)
         return tiling(shape, dtype, is_batch_invariant=is_batch_invariant)
 
-    for num_rows in range(1, max_rows + 1):
+    for num_rows in _breakpoints({columns for columns, _, _ in unique}, max_rows):
         found = {(each, tiled(num_rows, each)) for each in unique}
         if not found <= seen:
             counts.append(num_rows)
             seen |= found
     return counts
+
+
+def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
+    """Numbers of rows at which a tiling of a weight with one of these numbers of columns can
+    change: where its tile of rows does, and where its tiles reach a number that it depends on.
+    """
+    counts = {1, *(size + 1 for size in ROW_TILES)}
+    for num_columns, block_m, block_n in product(columns, ROW_TILES, COLUMN_TILES):
+        tiles = triton.cdiv(num_columns, block_n)
+        counts |= {(triton.cdiv(least, tiles) - 1) * block_m + 1 for least in LEAST_TILES}
+    return sorted(count for count in counts if count <= max_rows)
 
 
 def multiply(

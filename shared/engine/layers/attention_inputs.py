@@ -21,6 +21,8 @@ from shared.engine.model_config import QueryTemperature
 from shared.engine.runner import StepInputs
 from shared.kv_layout import Chunk, Reach, Window
 
+ALIGNMENT = 16  # bytes
+
 
 class LayerKind(NamedTuple):
     """Layers of one kind have the same inputs."""
@@ -62,16 +64,17 @@ def build_attention_inputs(
     starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
     runs = np.flatnonzero(inputs.query_lens > 1)
     single = np.flatnonzero(inputs.query_lens == 1)
-    if len(runs) and device.type == "cpu" and not IS_INTERPRETED:
+    if len(runs) and _has_cpu_kernels(device):
         runs, single = np.arange(len(inputs.query_lens)), single[:0]
     prefill = _PrefillRuns.of(inputs, runs, starts, device) if len(runs) else None
     decode = _DecodeRuns.of(inputs, single, starts, device) if len(single) else None
     found = []
+    slot_mapping = _by_group(inputs.slot_mapping, device)
     for group, reach, temperature in kinds:
         lower = _on(device, lower_bounds(reach, inputs.positions))
         found.append(
             AttentionInputs(
-                torch.from_numpy(inputs.slot_mapping[group]).to(device),
+                slot_mapping[group],
                 None if prefill is None else prefill.rows_of(group, lower),
                 None if decode is None else decode.rows_of(group, lower),
                 _on(device, query_factors(temperature, inputs.positions)),
@@ -104,6 +107,27 @@ def _on(device: torch.device, values: NDArray[Any] | None) -> Tensor | None:
     return None if values is None else torch.from_numpy(values).to(device)
 
 
+def _tables(inputs: StepInputs, index: NDArray[np.int64], device: torch.device) -> Tensor:
+    """[G, S', max_blocks] of these sequences; int32 where kernels read it as well as int64."""
+    tables = inputs.block_tables[:, index]
+    return _by_group(tables if _has_cpu_kernels(device) else tables.astype(np.int32), device)
+
+
+def _by_group(values: NDArray[Any], device: torch.device) -> Tensor:
+    """values [G, ..., n] on the device, where the part of each group starts at a multiple of 16
+    bytes: Triton compiles other kernels for arguments that do not.
+    """
+    if _has_cpu_kernels(device) or len(values) == 1:
+        return torch.from_numpy(values).to(device)
+    size = values.shape[-1]
+    ends = [(0, 0)] * (values.ndim - 1) + [(0, -size % (ALIGNMENT // values.itemsize))]
+    return torch.from_numpy(np.pad(values, ends)).to(device)[..., :size]
+
+
+def _has_cpu_kernels(device: torch.device) -> bool:
+    return device.type == "cpu" and not IS_INTERPRETED
+
+
 def _of_rows(lower: Tensor | None, rows: Tensor | None) -> Tensor | None:
     return lower if rows is None or lower is None else lower.index_select(0, rows)
 
@@ -132,7 +156,7 @@ class _PrefillRuns:
             rows = torch.from_numpy(np.concatenate(flat)).to(device)
         return cls(
             rows=rows,
-            block_tables=torch.from_numpy(inputs.block_tables[:, index]).to(device),
+            block_tables=_tables(inputs, index, device),
             cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(lens)))).to(device),
             context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
         )
@@ -161,7 +185,7 @@ class _DecodeRuns:
         has_all_rows = len(index) == len(inputs.query_lens)
         return cls(
             rows=None if has_all_rows else torch.from_numpy(starts[index]).to(device),
-            block_tables=torch.from_numpy(inputs.block_tables[:, index]).to(device),
+            block_tables=_tables(inputs, index, device),
             context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
         )
 

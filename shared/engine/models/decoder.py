@@ -137,8 +137,9 @@ class LayerStack(nn.Module):
             self.layers.append(layer)
         with torch.device("cpu"):  # for the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        device = torch.get_default_device()
+        self.register_buffer("cos", cos.to(device), persistent=False)
+        self.register_buffer("sin", sin.to(device), persistent=False)
 
     def run_layers(
         self,

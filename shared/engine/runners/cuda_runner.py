@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
-from kernels.ops import SumLanes, Weight, product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import load_kv_scales
-from shared.engine.layers.latent_attention import LatentExpansion
-from shared.engine.layers.linear import ProductModule
-from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runner import KvRun, StepInputs
+from shared.engine.runner import StepInputs
+from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.kv_sizing import num_blocks_in
 from shared.engine.runners.model_loading import (
@@ -31,7 +29,6 @@ from shared.engine.runners.model_loading import (
     set_mode,
 )
 from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
-from shared.engine.runners.warm_up import warm_up_steps
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import uses_compressed
@@ -70,9 +67,10 @@ class CudaRunner(ModelRunner):
 
     @classmethod
     def load(cls, model_dir: Path, options: LoadOptions, device: CudaDevice) -> Self:
-        """Binds the calling thread. Kernels are compiled while the weights are read: they do not
-        depend on values. Raises CheckpointError for a bad checkpoint, ConfigError for a bad option
-        or for a device that cannot run kernels or has no memory for KV.
+        """Binds the calling thread. Kernels are compiled by their keys while the weights are read;
+        then one step shows what memory steps need. Raises CheckpointError for a bad checkpoint,
+        ConfigError for a bad option or for a device that cannot run kernels or has no memory for
+        KV.
         """
         device.bind()
         device.check_kernels()  # before reading the model, which takes minutes
@@ -99,10 +97,11 @@ class CudaRunner(ModelRunner):
         ):
             set_mode(model, options.mode)
             load_kv_scales(model, source.tensors, kv_layout)
-            one_block = allocate_kv_cache(kv_layout, 1, target)
-            early = ModelExecutor(model, one_block, kv_layout)
             # The memory of quantised weights is no operand before `finish_model`.
-            compiled = None if config.is_quantised else thread.submit(warm_up, early, options)
+            compiled = None
+            if not config.is_quantised:
+                kernels = StepKernels(model, kv_layout, num_blocks or 1, options)
+                compiled = thread.submit(compile_kernels, kernels)
             load_weights(source.tensors, model.weight_destinations())
             revision = source.revision()
             if compiled is not None:
@@ -114,16 +113,19 @@ class CudaRunner(ModelRunner):
         )
         device.release_cached()
         executor = ModelExecutor(
-            model, one_block, kv_layout, check_thread=device.check_bound, clock=options.clock
+            model,
+            allocate_kv_cache(kv_layout, 1, target),
+            kv_layout,
+            check_thread=device.check_bound,
+            clock=options.clock,
         )
-        warm_up(executor, options)
+        run_largest_step(executor, options)
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_layout)
-        if options.is_parked:
-            executor.kv_cache = allocate_kv_cache(kv_layout, 0, target)
-        else:
-            executor.kv_cache = allocate_kv_cache(kv_layout, num_blocks, target)
-            warm_up(executor, options)  # compiles kernels for the strides of a large cache
+        # Also of the weights' final forms, and for the strides of the whole cache.
+        compile_kernels(StepKernels(model, kv_layout, num_blocks, options))
+        num_held = 0 if options.is_parked else num_blocks
+        executor.kv_cache = allocate_kv_cache(kv_layout, num_held, target)
         return cls(
             executor,
             device,
@@ -153,36 +155,3 @@ class CudaRunner(ModelRunner):
         """Binds the calling thread."""
         self._device.bind()
         return super().step_logits(inputs)
-
-
-def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
-    """Launches every kernel that a step or a push can need, and runs the largest steps."""
-    kv_layout = executor.kv_layout
-    modules = list(executor.model.modules())
-    weights: list[tuple[Weight, SumLanes | None]] = [
-        (each.weight, each.lanes)
-        for each in modules
-        if isinstance(each, ProductModule) and not isinstance(each, ExpertLinear)
-    ]
-    for each in modules:
-        if isinstance(each, LatentExpansion):
-            heads = (weight for weight in each.matrices() if isinstance(weight, Tensor))
-            weights += [(weight.flatten(0, 1), None) for weight in heads]
-    row_counts = product_row_counts(
-        weights,
-        executor.model.dtype,
-        options.max_batch_tokens,
-        is_batch_invariant=options.mode == "exact",
-    )
-    for step in warm_up_steps(
-        kv_layout.block_size,
-        row_counts,
-        max_batch_tokens=options.max_batch_tokens,
-        max_sequences=options.max_sequences,
-        vocab_size=executor.model.config.vocab_size,
-        num_groups=len(kv_layout.groups),
-    ):
-        executor.run(step)
-    wire = memoryview(bytearray(kv_layout.group_bytes_per_token(0)))
-    executor.read_kv(KvRun([0], 0, 1), wire)
-    executor.write_kv(KvRun([0], 0, 1), wire)

@@ -142,7 +142,7 @@ def empty_model(
     except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{model_dir}: too large for this machine: {reason}") from None
-    return model.to(device).eval()  # the tables of angles are computed on the CPU
+    return model.eval()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,10 @@ log = structlog.get_logger(__name__)
 
 
 class ModelExecutor(KvCopies):
-    """Computes steps and copies KV on the calling thread, on the model's device."""
+    """Computes steps and copies KV on the calling thread, on the model's device.
+
+    `kind_of_layer`: the index of each layer's inputs among those of a step.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class ModelExecutor(KvCopies):
             for (group, _), layer in zip(kv_layout.places, model.layer_config.layers, strict=True)
         ]
         self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs
-        self._kind_of_layer = [self._kinds.index(each) for each in of_layers]
+        self.kind_of_layer = [self._kinds.index(each) for each in of_layers]
         self._slot_of_layer = [slot for _, slot in kv_layout.places]
         self._clock = MonotonicClock() if clock is None else clock
 
@@ -73,6 +76,13 @@ class ModelExecutor(KvCopies):
     def run(self, inputs: StepInputs) -> StepOutput:
         began_at = self._clock.now()
         done = device_step(*self._operands(inputs, is_drawn=self._is_drawn(inputs)))
+        return self.output(done, inputs, began_at)
+
+    @torch.inference_mode()
+    def output(
+        self, done: DeviceStepOutput, inputs: StepInputs, began_at: float = 0.0
+    ) -> StepOutput:
+        """The results of a step that the device has computed, or will have."""
         token_ids, logprobs, late_rows = self._tokens(done, inputs, began_at)
         vocab_size = self.model.config.vocab_size
         return StepOutput(
@@ -94,7 +104,7 @@ class ModelExecutor(KvCopies):
         return hidden_states(*self._operands(inputs))
 
     def device_inputs(self, inputs: StepInputs, *, is_drawn: bool = False) -> DeviceStepInputs:
-        kinds = self._kinds, self._kind_of_layer
+        kinds = self._kinds, self.kind_of_layer
         return DeviceStepInputs.build(inputs, self._device, *kinds, is_drawn=is_drawn)
 
     def kv_slots(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Steps without side effects, which run before a worker is ready.
+"""Steps without side effects, for the time before a worker is ready.
 
-Triton compiles a kernel for each combination of its constants. `warm_up_steps` launches all those
-that a worker's steps can need, so that no request waits for a compiler.
+Triton compiles a kernel for each combination of its constants. `warm_up_steps` and `sampled_steps`
+need all those that a worker's steps can need, so that no request waits for a compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def warm_up_steps(
     *,
     max_batch_tokens: int,
     max_sequences: int,
-    vocab_size: int,
     num_groups: int = 1,
 ) -> Iterator[StepInputs]:
     """`row_counts`: numbers of rows for which products have kernels of their own."""
@@ -49,10 +48,22 @@ def warm_up_steps(
             yield idle([count])
     yield idle([max_batch_tokens], context_tokens=LONG_CONTEXT)
     yield idle([1] * num_rows, temperature=1.0)
-    for num_copies in COPIES:
-        step = idle([1])
-        yield msgspec.structs.replace(step, block_copies=((0, 0),) * num_copies)
-    yield from _options(idle([2], temperature=1.0), vocab_size)
+
+
+def largest_step(
+    block_size: int, *, max_batch_tokens: int, max_sequences: int, num_groups: int = 1
+) -> StepInputs:
+    """The step that takes the most memory: a prompt and as many decodes as there can be, which
+    sample after a long context.
+    """
+    num_decodes = min(max_sequences, max_batch_tokens) - 1
+    return idle_step(
+        block_size,
+        [max_batch_tokens - num_decodes, *[1] * num_decodes],
+        temperature=1.0,
+        context_tokens=LONG_CONTEXT,
+        num_groups=num_groups,
+    )
 
 
 def idle_step(
@@ -102,8 +113,9 @@ def _batch_sizes(limit: int) -> Iterator[int]:
         size *= 2
 
 
-def _options(step: StepInputs, vocab_size: int) -> Iterator[StepInputs]:
-    """Penalties, masks, logprobs and embeddings."""
+def sampled_steps(block_size: int, vocab_size: int, *, num_groups: int = 1) -> Iterator[StepInputs]:
+    """Two rows with penalties, masks, logprobs and embeddings."""
+    step = idle_step(block_size, [2], temperature=1.0, num_groups=num_groups)
     entry = np.zeros(1, dtype=np.int64)
     value = np.ones(1, dtype=np.float32)
     penalties = Penalties(entry, entry, repetition=value, subtracted=value)

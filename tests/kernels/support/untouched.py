@@ -12,7 +12,7 @@ LARGE = 1 << 20  # bytes
 MAP_NORESERVE = 0x4000  # of Linux; `mmap` names it from Python 3.13 on
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
-_zeros = torch.zeros
+_zeros, _empty = torch.zeros, torch.empty
 
 
 def untouched_zeros(
@@ -22,7 +22,10 @@ def untouched_zeros(
     shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
     dtype = dtype or torch.get_default_dtype()
     num_bytes = shape.numel() * dtype.itemsize
-    is_on_cpu = device is None or torch.device(device).type == "cpu"
+    kind = torch.device(device or torch.get_default_device()).type
+    if kind == "meta":  # torch makes its zeros with `torch.empty`
+        return _empty(shape, dtype=dtype, device=device, **options)
+    is_on_cpu = kind == "cpu"
     if options or num_bytes < LARGE or not is_on_cpu:
         return _zeros(shape, dtype=dtype, device=device, **options)
     memory = mmap.mmap(-1, num_bytes, flags=FLAGS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
 from shared.engine.model_config import QueryTemperature
+from shared.engine.runners.warm_up import idle_step
 from shared.kv_layout import Chunk, Window
 from tests.shared.engine.support.steps import Blocks, Line, step_of
 
@@ -66,3 +68,16 @@ def test_each_reach_has_its_own_lower_bounds() -> None:
         [0, 0, 1, 0],
         [0, 0, 2, 0],
     ]
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [5], [3, 1]])
+def test_inputs_of_each_group_are_aligned_on_a_device(query_lens: list[int]) -> None:
+    """Else Triton compiles a kernel for the group when a request comes. Tables have 32 bits."""
+    step = idle_step(16, query_lens, context_tokens=33, num_groups=3)
+    kinds = [LayerKind(group) for group in range(3)]
+    for each in build_attention_inputs(step, NOT_CPU, kinds):
+        rows = [rows for rows in (each.prefill, each.decode) if rows is not None]
+        assert {rows.block_tables.dtype for rows in rows} == {torch.int32}
+        for tensor in (each.slot_mapping, *(rows.block_tables for rows in rows)):
+            assert tensor.storage_offset() * tensor.itemsize % 16 == 0
+        assert [rows.block_tables.shape[1] for rows in rows] == [3] * len(rows)
