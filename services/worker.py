@@ -228,7 +228,7 @@ def _engine(config: WorkerConfig, model: LoadedModel) -> Engine:
     return Engine(
         num_blocks=0 if config.is_parked else model.num_blocks,
         num_floor_blocks=num_floor_blocks,
-        block_size=config.block_size,
+        block_size=model.kv_layout.block_size,
         max_context_tokens=model.max_context_tokens,
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
@@ -245,7 +245,7 @@ def _served(
         name=config.served_name,
         revision=model.revision,
         kv_format=model.kv_layout.key,
-        block_size=config.block_size,
+        block_size=model.kv_layout.block_size,
         max_context_tokens=engine.max_context_tokens,
         vocab_size=model.vocab_size,
         kv_bytes_per_token=model.kv_layout.bytes_per_token,

@@ -330,7 +330,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     is_trusted_network: bool = False  # what ranks of several hosts send is not encrypted
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
-    block_size: int = 16
+    block_size: int | None = None  # tokens; None: 16 on the CPU, 64 on CUDA
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
     kv_floor_bytes: int | None = None  # it never has less while it serves; None: what it needs
     kv_ceiling_bytes: int | None = None  # nor more; None: kv_cache_bytes
@@ -433,9 +433,18 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             device=device,
+            block_size=default_block_size(device) if self.block_size is None else self.block_size,
             kv_cache_bytes=kv_cache_bytes,
             max_batch_tokens=max_batch_tokens,
         )
+
+
+def default_block_size(device: str) -> int:
+    """Tokens. A block of 64 fills the tiles of attention on GPUs, and tables are a quarter as long.
+
+    `device`: "cpu", "cuda" or "cuda:N".
+    """
+    return 16 if device == "cpu" else 64
 
 
 class RankConfig(ModelProcessConfig, frozen=True, kw_only=True):

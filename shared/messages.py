@@ -178,7 +178,7 @@ class Request(Message, frozen=True, kw_only=True):
     kv_quota_tokens: Count = 0  # of one worker's cache, for the whole tenant; 0: unlimited
     is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
     pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
-    block_size: BlockSize = 16  # of `block_hashes`; the default is that of a worker's option
+    block_size: BlockSize = 16  # of `block_hashes`; the default is that of workers on CPUs
     public_root: Digest | None = None  # parent of the first public block, if there is any
     numerics: Numerics | None = None  # of the worker that generated the output so far, if any
     needs: FeatureNames = ()  # every worker that decodes or prefills it has these

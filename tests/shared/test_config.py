@@ -141,12 +141,12 @@ def test_error_names_all_invalid_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "is_prefill_only", "kv_cache_bytes", "max_batch_tokens"),
+    ("device", "is_prefill_only", "kv_cache_bytes", "max_batch_tokens", "block_size"),
     [
-        ("cpu", False, 256 << 20, 512),
-        ("cpu", True, 256 << 20, 512),
-        ("cuda", False, None, 2048),  # None: the runner measures the free memory
-        ("cuda:1", True, None, 8192),
+        ("cpu", False, 256 << 20, 512, 16),
+        ("cpu", True, 256 << 20, 512, 16),
+        ("cuda", False, None, 2048, 64),  # None: the runner measures the free memory
+        ("cuda:1", True, None, 8192, 64),
     ],
 )
 def test_defaults_depend_on_device(
@@ -155,18 +155,19 @@ def test_defaults_depend_on_device(
     is_prefill_only: bool,
     kv_cache_bytes: int | None,
     max_batch_tokens: int,
+    block_size: int,
 ) -> None:
     config = WorkerConfig(nats_url=NATS, process_id="w", model_dir=tmp_path)
     assert config.device == "auto"
     found = config.with_defaults_of(device, is_prefill_only=is_prefill_only)
     assert found.device == device
     assert (found.kv_cache_bytes, found.max_batch_tokens) == (kv_cache_bytes, max_batch_tokens)
+    assert found.block_size == block_size
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_explicit_values_override_defaults(tmp_path: Path, device: str) -> None:
-    config = WorkerConfig(
-        nats_url=NATS, process_id="w", model_dir=tmp_path, kv_cache_bytes=5, max_batch_tokens=7
-    )
+    given = {"kv_cache_bytes": 5, "max_batch_tokens": 7, "block_size": 32}
+    config = WorkerConfig(nats_url=NATS, process_id="w", model_dir=tmp_path, **given)
     found = config.with_defaults_of(device, is_prefill_only=True)
-    assert (found.kv_cache_bytes, found.max_batch_tokens) == (5, 7)
+    assert {name: getattr(found, name) for name in given} == given

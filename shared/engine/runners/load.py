@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shared.config import default_block_size
 from shared.engine.runners.mode_choice import resolve_mode
 from shared.engine.runners.model_loading import LoadOptions
 from shared.engine.runners.model_runner import ModelRunner
@@ -38,10 +39,13 @@ def resolve_device(name: str) -> torch.device:
 def load_runner(
     model_dir: Path | str, device: str = "cpu", *, mode: ModeChoice = "exact", **options: Any
 ) -> ModelRunner:
-    """`options` are the other fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
+    """`options` are the other fields of `LoadOptions`; blocks have the device's size if none is
+    given. Raises CheckpointError for a bad checkpoint,
     ConfigError for a bad option.
     """
     model_dir, target = Path(model_dir), resolve_device(device)
+    if options.get("block_size") is None:
+        options["block_size"] = default_block_size(target.type)
     chosen = LoadOptions(mode=resolve_mode(mode, target), **options)
     if target.type == "cuda":
         from shared.engine.runners.cuda_device import cuda_device
