@@ -20,10 +20,10 @@ MOST_TILINGS = 500  # of 8,192 rows and 4 weights each
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_batch_invariant", [True, False])
 def test_counts_are_those_of_a_search(
-    seed: int, dtype: torch.dtype, is_batch_invariant: bool
+    seed: int, stored: torch.dtype, is_batch_invariant: bool
 ) -> None:
     rng = random.Random(seed)
     shapes: list[tuple[int, int, SumLanes | None]] = [
@@ -31,9 +31,9 @@ def test_counts_are_those_of_a_search(
     ]
     shapes += [(rows, k, SumLanes.of([k * i // 8 for i in range(9)])) for rows, k, _ in shapes]
     max_rows = rng.choice((1, 16, 300, 600))
-    found = row_counts(shapes, dtype, max_rows, is_batch_invariant=is_batch_invariant)
+    found = row_counts(shapes, stored, max_rows, is_batch_invariant=is_batch_invariant)
     with patch.object(linear_tile, "_breakpoints", lambda _, most: range(1, most + 1)):
-        searched = row_counts(shapes, dtype, max_rows, is_batch_invariant=is_batch_invariant)
+        searched = row_counts(shapes, stored, max_rows, is_batch_invariant=is_batch_invariant)
     assert found == searched
 
 
