@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -145,5 +147,21 @@ class Linear(ProductModule):
         return product if self.bias is None else product + self.bias
 
 
+_unset_on: ContextVar[torch.device | None] = ContextVar("unset_on", default=None)
+
+
+@contextmanager
+def weights_unset_on(device: torch.device) -> Iterator[None]:
+    """Inside, unset weights are on `device`, whatever the default device: on the meta device they
+    take no memory until a checkpoint's are there.
+    """
+    token = _unset_on.set(device)
+    try:
+        yield
+    finally:
+        _unset_on.reset(token)
+
+
 def unset_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    unset = torch.empty(shape, dtype=dtype, device=_unset_on.get())
+    return nn.Parameter(unset, requires_grad=False)

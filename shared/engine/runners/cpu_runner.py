@@ -35,7 +35,6 @@ from shared.engine.runners.step_threads import StepThreads
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import (
-    compress_in_place,
     compress_weights,
     map_weights,
     weights_cache_dir,
@@ -108,8 +107,6 @@ class CpuRunner(ModelRunner):
         with open_weights(model_dir, config, model, options.load_format) as source:
             load_kv_scales(model, source.tensors, kv_layout)
             revision = _fill(model, source, is_compressed=is_compressed)
-        if is_compressed and IS_INTERPRETED:
-            compress_in_place(model, model.weight_destinations())
         finish_model(
             model, options.mode, is_compressed=is_compressed, activations=options.activations
         )
@@ -157,10 +154,10 @@ def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
         )
         if mapped is not None:
             return mapped
-        if is_compressed:
-            compress_weights(model, destinations, source.tensors)
-            return source.revision()
-    load_weights(source.tensors, destinations)
+    if is_compressed:
+        compress_weights(model, destinations, source.tensors)
+    else:
+        load_weights(source.tensors, destinations)
     return source.revision()
 
 

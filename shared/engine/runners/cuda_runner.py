@@ -17,6 +17,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.runners.cuda.first_step import run_largest_step
+from shared.engine.runners.cuda.meta_model import META
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.kv_sizing import num_blocks_in
 from shared.engine.runners.model_loading import (
@@ -30,7 +31,8 @@ from shared.engine.runners.model_loading import (
 )
 from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
 from shared.engine.weights.load import load_weights
-from shared.engine.weights.shared_weights import compress_in_place
+from shared.engine.weights.reading.staging import num_readers, pinned_ring
+from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError, NoCapacity
 
@@ -90,9 +92,20 @@ class CudaRunner(ModelRunner):
                 param="kv_cache_bytes",
             )
         num_positions = options.context_tokens(config, max_blocks)
-        model = empty_model(model_dir, config, dtype, target, num_positions=num_positions)
+        model = empty_model(
+            *(model_dir, config, dtype, target),
+            num_positions=num_positions,
+            weights_on=META if is_compressed else target,
+        )
+        is_read = options.load_format != "dummy"  # which needs no files, and memory in each thread
+        ring = pinned_ring(target)
         with (
-            open_weights(model_dir, config, model, options.load_format) as source,
+            ThreadPoolExecutor(
+                num_readers() if is_read else 1, "read", initializer=device.bind
+            ) as readers,
+            open_weights(
+                *(model_dir, config, model, options.load_format), staging=ring, readers=readers
+            ) as source,
             ThreadPoolExecutor(1, "compile", initializer=device.bind) as thread,
         ):
             set_mode(model, options.mode)
@@ -102,12 +115,16 @@ class CudaRunner(ModelRunner):
             if not config.is_quantised:
                 kernels = StepKernels(model, kv_layout, num_blocks or 1, options)
                 compiled = thread.submit(compile_kernels, kernels)
-            load_weights(source.tensors, model.weight_destinations())
+            if is_compressed:
+                compress_weights(
+                    model, model.weight_destinations(), source.tensors, target, readers
+                )
+            else:
+                load_weights(source.tensors, model.weight_destinations(), readers)
             revision = source.revision()
+            ring.drain()
             if compiled is not None:
                 compiled.result()
-        if is_compressed:
-            compress_in_place(model, model.weight_destinations())
         finish_model(
             model, options.mode, is_compressed=is_compressed, activations=options.activations
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,16 @@ from shared.config import LOAD_FORMATS, ExpertSplit
 from shared.engine.kv_cache import num_blocks_for
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.latent_attention import LatentExpansion
-from shared.engine.layers.linear import MatrixModule, ProductModule
+from shared.engine.layers.linear import MatrixModule, ProductModule, weights_unset_on
 from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.models.decoder import Decoder, LayerStack
+from shared.engine.weights.checkpoint_files import Reading
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.quantised_tensors import QuantisedTensors
+from shared.engine.weights.reading.digest_cache import digest_cache
+from shared.engine.weights.reading.staging import LocalStaging, Staging
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
@@ -134,10 +138,13 @@ def empty_model(
     device: torch.device,
     *,
     num_positions: int,
+    weights_on: torch.device | None = None,
 ) -> Decoder:
-    """A model with unset weights, allocated on the device. Raises CheckpointError if too large."""
+    """A model with unset weights, allocated on the device, or on `weights_on`. Raises
+    CheckpointError if too large.
+    """
     try:
-        with device:
+        with device, weights_unset_on(weights_on or device):
             model = Decoder(config, dtype=getattr(torch, dtype), num_positions=num_positions)
     except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors
         reason = str(error).partition("\n")[0]
@@ -159,9 +166,15 @@ class OpenedWeights:
 
 @contextmanager
 def open_weights(
-    model_dir: Path, config: ModelConfig, model: Decoder, load_format: str
+    model_dir: Path,
+    config: ModelConfig,
+    model: Decoder,
+    load_format: str,
+    *,
+    staging: Staging | None = None,
+    readers: Executor | None = None,
 ) -> Iterator[OpenedWeights]:
-    """Raises CheckpointError, and ConfigError for an unknown format."""
+    """`readers` compute digests. Raises CheckpointError, and ConfigError for an unknown format."""
     described = msgspec.json.encode(config)
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -173,7 +186,14 @@ def open_weights(
         described += dummy.identity.encode()
         yield OpenedWeights(dummy, dummy, described, lambda: weights_digest(dummy, described))
         return
-    with open_checkpoint(model_dir) as tensors:
+    reading = Reading(staging or LocalStaging(), digest_cache())
+    with open_checkpoint(model_dir, reading) as tensors:
+
+        def revision() -> str:
+            found = weights_digest(tensors, described, readers)
+            tensors.check_unchanged()
+            return found
+
         formed = FormedTensors(tensors, config.checkpoint)
         if formed.dropped:
             log.info("tensors_not_used", count=len(formed.dropped), first=formed.dropped[0])
@@ -181,7 +201,7 @@ def open_weights(
         if (formats := config.layers[0].formats) is not None:
             destinations = model.weight_destinations()
             read = QuantisedTensors(formed, formats.quantisation, destinations)
-        yield OpenedWeights(read, tensors, described, lambda: weights_digest(tensors, described))
+        yield OpenedWeights(read, tensors, described, revision)
 
 
 def finish_model(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,10 +26,15 @@ from shared.engine.codec.manifest import (
 from shared.engine.codec.shard import BundleShard
 from shared.engine.codec.threads import coding_threads
 from shared.engine.parallel.cuts import Cut
+from shared.engine.weights.reading.digest_cache import DigestCache
+from shared.engine.weights.reading.staging import LocalStaging, Staging
+from shared.engine.weights.shared_file import Source
 from shared.engine.weights.tensor_bytes import TensorBytes
 from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import one_line
+
+CHECKED_BYTES = 256 << 20  # of the tensor that shows whether remembered digests are a file's
 
 
 class TensorFile(Protocol):
@@ -36,6 +44,15 @@ class TensorFile(Protocol):
     def info(self, name: str) -> TensorInfo: ...
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None: ...
     def content(self, name: str) -> Content: ...
+    def check_unchanged(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read. `digests` None: each is computed."""
+
+    staging: Staging = field(default_factory=LocalStaging)
+    digests: DigestCache | None = None
 
 
 class SafetensorsFile:
@@ -43,11 +60,15 @@ class SafetensorsFile:
     to another rank, and a file that is cut short meanwhile is an error.
     """
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
+    def __init__(self, path: Path, stack: ExitStack, reading: Reading | None = None) -> None:
         self._path = path
+        self._reading = reading or Reading()
+        self._digests: dict[str, str] = {}
         try:
+            self._source = Source.of(path)
             self._handle = stack.enter_context(safe_open(path, framework="pt"))
-            self._bytes = TensorBytes(stack.enter_context(path.open("rb", buffering=0)))
+            file = stack.enter_context(path.open("rb", buffering=0))
+            self._bytes = TensorBytes(file, self._reading.staging)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file") from None
         except (SafetensorError, OSError) as error:
@@ -70,9 +91,32 @@ class SafetensorsFile:
 
     def content(self, name: str) -> Content:
         with self._named(name):
-            tensor = self._handle.get_tensor(name)
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        return Content(*self.info(name), xxhash.xxh3_128_hexdigest(data))
+            digest = self._remembered.get(name) or self._bytes.digest(name)
+        self._digests[name] = digest
+        return Content(*self.info(name), digest)
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if the file is another one than when it was opened. Remembers its
+        digests if `content` was called for all tensors.
+        """
+        if not self._source.is_current:
+            raise CheckpointError(f"{self._path}: the file changed while it was read")
+        cache, digests = self._reading.digests, dict(self._digests)
+        is_new = digests != self._remembered and digests.keys() == set(self.names())
+        if cache is not None and is_new:
+            cache.remember(self._source, digests)
+
+    @cached_property
+    def _remembered(self) -> dict[str, str]:
+        """Digests of all tensors, of which one was computed again; empty if there are none."""
+        if self._reading.digests is None:
+            return {}
+        found = self._reading.digests.of(self._source)
+        small = [name for name in self.names() if self._bytes.size(name) <= CHECKED_BYTES]
+        if found.keys() != set(self.names()) or not small:
+            return {}
+        checked = random.choice(small)
+        return found if self._bytes.digest(checked) == found[checked] else {}
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -83,10 +127,13 @@ class SafetensorsFile:
 
 
 class BundledFile:
-    """A shard of a bundle: each read decodes a whole tensor on all threads and verifies it."""
+    """A shard of a bundle: each read decodes a whole tensor on all threads and verifies it, one at
+    a time.
+    """
 
-    def __init__(self, shard: BundleShard) -> None:
+    def __init__(self, shard: BundleShard, lock: Lock) -> None:
         self._shard = shard
+        self._lock = lock
 
     def names(self) -> list[str]:
         return list(self._shard.tensors)
@@ -104,29 +151,34 @@ class BundledFile:
             raise CheckpointError(f"{where}: dtype {stored.dtype!r} is not supported")
         if not stored.num_bytes:
             return
-        data = torch.from_numpy(self._shard.original_bytes(name))
-        tensor = data.view(dtype).view(stored.shape)
-        if cut.is_whole:
-            out.copy_(tensor)
-            return
-        for part, rows in cut.slices(stored.shape):
-            out[rows].copy_(tensor[part])
+        with self._lock:
+            data = torch.from_numpy(self._shard.original_bytes(name))
+            tensor = data.view(dtype).view(stored.shape)
+            if cut.is_whole:
+                out.copy_(tensor)
+                return
+            for part, rows in cut.slices(stored.shape):
+                out[rows].copy_(tensor[part])
 
     def content(self, name: str) -> Content:
         """From the bundle's manifest; every read is verified against it."""
         return Content(*self.info(name), self._shard.tensors[name].digest)
 
+    def check_unchanged(self) -> None:
+        """Every read has been verified."""
+
 
 class SafetensorsFolder:
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, reading: Reading) -> None:
         self._model_dir = model_dir
+        self._reading = reading
 
     def path(self, file_name: str) -> Path:
         return self._model_dir / file_name
 
     def open(self, file_name: str, stack: ExitStack) -> TensorFile:
         """Raises CheckpointError."""
-        return SafetensorsFile(self.path(file_name), stack)
+        return SafetensorsFile(self.path(file_name), stack, self._reading)
 
     def others(self) -> list[Path]:
         """Files without tensors that determine the tensors."""
@@ -138,6 +190,7 @@ class BundleFolder:
         """Raises CheckpointError."""
         self._model_dir = model_dir
         self._executor = executor
+        self._lock = Lock()
         shards = read_manifest(model_dir).shards
         self._shards: dict[str, StoredShard] = {shard.path: shard for shard in shards}
 
@@ -149,14 +202,16 @@ class BundleFolder:
         path, shard = self.path(file_name), self._shards.get(file_name)
         if shard is None:
             raise CheckpointError(f"{path}: not a shard of this bundle")
-        return BundledFile(BundleShard(path, shard, self._executor))
+        return BundledFile(BundleShard(path, shard, self._executor), self._lock)
 
     def others(self) -> list[Path]:
         return [self._model_dir / MANIFEST]
 
 
-def checkpoint_folder(model_dir: Path, stack: ExitStack) -> SafetensorsFolder | BundleFolder:
+def checkpoint_folder(
+    model_dir: Path, stack: ExitStack, reading: Reading
+) -> SafetensorsFolder | BundleFolder:
     """Raises CheckpointError."""
     if not is_bundle(model_dir):
-        return SafetensorsFolder(model_dir)
+        return SafetensorsFolder(model_dir, reading)
     return BundleFolder(model_dir, stack.enter_context(coding_threads()))

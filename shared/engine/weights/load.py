@@ -7,6 +7,7 @@ names the tensor and the file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Executor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from shared.engine.checkpoint_form import HARMLESS_SUFFIXES, is_quantised_part
 from shared.engine.parallel.cuts import WHOLE, Cut
-from shared.engine.weights.checkpoint_files import TensorFile, checkpoint_folder
+from shared.engine.weights.checkpoint_files import Reading, TensorFile, checkpoint_folder
 from shared.engine.weights.checkpoint_index import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -69,12 +70,17 @@ class CheckpointTensors:
         """Raises CheckpointError."""
         return self._files[self._path_of[name]].content(name)
 
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a file changed since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
 
 @contextmanager
-def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
+def open_checkpoint(model_dir: Path, reading: Reading | None = None) -> Iterator[CheckpointTensors]:
     """Raises CheckpointError if a file is missing, truncated or contradicts the index."""
     with ExitStack() as stack:
-        folder = checkpoint_folder(model_dir, stack)
+        folder = checkpoint_folder(model_dir, stack, reading or Reading())
         files: dict[Path, TensorFile] = {}
         path_of: dict[str, Path] = {}
         index = read_index(model_dir)
@@ -95,10 +101,34 @@ def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
         yield CheckpointTensors(files, path_of, folder.others())
 
 
-def load_weights(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> None:
+def load_weights(
+    tensors: WeightSource, destinations: Mapping[str, Tensor], readers: Executor | None = None
+) -> None:
     """Copies every tensor into the view of the model's parameters with its name."""
-    for name in matched_names(tensors, destinations):
-        tensors.read_into(name, WHOLE, destinations[name])
+    names = matched_names(tensors, destinations)
+    fill(tensors, {name: destinations[name] for name in names}, readers)
+
+
+def fill(
+    tensors: WeightSource, destinations: Mapping[str, Tensor], readers: Executor | None = None
+) -> None:
+    """Reads each tensor into its destination, with several `readers` the largest ones first.
+
+    Raises CheckpointError, once no reader reads any more.
+    """
+    if readers is None:
+        for name, destination in destinations.items():
+            tensors.read_into(name, WHOLE, destination)
+        return
+    names = sorted(destinations, key=lambda name: -destinations[name].numel())
+    reads = [readers.submit(tensors.read_into, name, WHOLE, destinations[name]) for name in names]
+    wait(reads, return_when=FIRST_EXCEPTION)
+    for read in reads:
+        read.cancel()
+    wait(reads)
+    for read in reads:
+        if not read.cancelled():
+            read.result()
 
 
 def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> list[str]:
@@ -144,14 +174,17 @@ def _check_info(tensors: WeightSource, name: str, destination: Tensor) -> None:
         )
 
 
-def weights_digest(tensors: WeightSource, config: bytes) -> str:
+def weights_digest(tensors: WeightSource, config: bytes, readers: Executor | None = None) -> str:
     """xxh3-128 in hex over the config and each tensor's name, dtype, shape and digest, by name.
 
     Independent of the distribution of tensors over files, and of bundling.
     """
-    digest = xxhash.xxh3_128(config)
-    for name in tensors.names():
-        digest.update(msgspec.json.encode([name, tensors.content(name)]))
+    digest, names = xxhash.xxh3_128(config), tensors.names()
+    contents = (
+        map(tensors.content, names) if readers is None else readers.map(tensors.content, names)
+    )
+    for name, content in zip(names, contents, strict=True):
+        digest.update(msgspec.json.encode([name, content]))
     return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,7 @@ from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)
 
+CPU = torch.device("cpu")
 COMPRESSED_VERSION = 1  # changes with the format of compressed weights
 
 
@@ -92,32 +94,34 @@ def map_weights(
 
 
 def compress_weights(
-    model: nn.Module, destinations: Mapping[str, Tensor], tensors: WeightSource
+    model: nn.Module,
+    destinations: Mapping[str, Tensor],
+    tensors: WeightSource,
+    device: torch.device = CPU,
+    readers: Executor | None = None,
 ) -> None:
-    """Fills a model on the CPU with private weights, compressed where they become smaller.
+    """Fills a model with private weights on `device`, compressed where they become smaller. The
+    model's own may be on the meta device.
 
-    Storages are filled one at a time, so that never all dense weights are in memory. Raises
-    CheckpointError.
+    Storages are filled and compressed one at a time, so that besides the result only the largest
+    one is in memory. Raises CheckpointError.
     """
     matched_names(tensors, destinations)
-    for region in regions_of(model, destinations):
-        filled = filled_bytes(region, tensors)
-        weight = region.compressed(filled)
-        if weight is None:
-            region.adopt(filled)
-        else:
-            region.adopt_compressed(weight)
-
-
-def compress_in_place(model: nn.Module, destinations: Mapping[str, Tensor]) -> None:
-    """Compresses the weights of a filled model, on any device."""
     regions = regions_of(model, destinations)
-    del destinations  # destinations and regions hold references to the dense weights
+    del destinations  # destinations and regions hold references to the weights
     while regions:
-        region = regions.pop(0)
-        weight = region.compressed()
-        if weight is not None:
-            region.adopt_compressed(weight)
+        _compress(regions.pop(0), tensors, device, readers)
+
+
+def _compress(
+    region: Region, tensors: WeightSource, device: torch.device, readers: Executor | None
+) -> None:
+    filled = filled_bytes(region, tensors, device, readers)
+    weight = region.compressed(filled)
+    if weight is None:
+        region.adopt(filled)
+    else:
+        region.adopt_compressed(weight)
 
 
 def _packed_file(
@@ -177,7 +181,7 @@ def _place(tensor: Tensor) -> list[str | int | tuple[int, ...]]:
 def _write_region(
     writer: PayloadWriter, region: Region, tensors: WeightSource, *, is_compressed: bool
 ) -> None:
-    filled = filled_bytes(region, tensors)
+    filled = filled_bytes(region, tensors, CPU)
     compressed = region.compressed(filled) if is_compressed else None
     if cpu_host().is_compressed(compressed):
         writer.append(region.name, compressed.memory, compressed_form(compressed))

@@ -10,12 +10,12 @@ from math import prod
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.engine.parallel.cuts import Cut
-
-STAGED_BYTES = 1 << 20  # at once, so that they stay in the processor's cache until they are copied
+from shared.engine.weights.reading.staging import LOCAL_BYTES, Slot, Staging
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -28,15 +28,18 @@ class TensorBytes:
     Format: https://github.com/huggingface/safetensors#format.
     """
 
-    def __init__(self, file: FileIO) -> None:
+    def __init__(self, file: FileIO, staging: Staging) -> None:
         self._file = file
+        self._staging = staging
         length = int.from_bytes(self._read(0, 8), "little")
         header = msgspec.json.decode(self._read(8, length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        self._starts = {
-            name: 8 + length + msgspec.json.decode(entry, type=_Entry).data_offsets[0]
+        offsets = {
+            name: msgspec.json.decode(entry, type=_Entry).data_offsets
             for name, entry in header.items()
         }
+        self._starts = {name: 8 + length + first for name, (first, _) in offsets.items()}
+        self._sizes = {name: end - first for name, (first, end) in offsets.items()}
 
     def read_into(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], cut: Cut, out: Tensor
@@ -45,18 +48,42 @@ class TensorBytes:
         ends before the tensor does.
         """
         if not shape:
-            staged = torch.empty((1, 1), dtype=dtype)
-            self._fill(staged, self._starts[name], staged.element_size())
-            out.copy_(staged[0, 0])
+            with self._staging.slot() as slot:
+                self._send(slot, self._starts[name], dtype.itemsize, dtype, out.view(1, 1))
             return
         row_bytes = prod(shape[1:]) * dtype.itemsize
         first, num_bytes = _span(shape, cut, row_bytes)
-        for rows, at in _row_blocks(shape, cut, num_bytes):
+        for rows, at in _row_blocks(shape, cut, num_bytes, self._staging.num_bytes):
             part = out[at : at + len(rows)]
-            staged = torch.empty(part.shape, dtype=dtype)
             start = self._starts[name] + rows.start * row_bytes + first
-            self._fill(staged.view(len(rows), -1), start, row_bytes)
-            part.copy_(staged)
+            with self._staging.slot() as slot:
+                self._send(slot, start, row_bytes, dtype, part)
+
+    def size(self, name: str) -> int:
+        """Bytes. Raises KeyError."""
+        return self._sizes[name]
+
+    def digest(self, name: str) -> str:
+        """xxh3-128 in hex of the tensor's bytes. Raises like `read_into`."""
+        digest, at = xxhash.xxh3_128(), self._starts[name]
+        end = at + self._sizes[name]
+        piece = np.empty(LOCAL_BYTES, np.uint8)
+        while at < end:
+            read = piece[: min(LOCAL_BYTES, end - at)]
+            self._read_exactly(read, at)
+            digest.update(read.data)
+            at += len(read)
+        return digest.hexdigest()
+
+    def _send(self, slot: Slot, start: int, stride: int, dtype: torch.dtype, part: Tensor) -> None:
+        """Rows that begin `stride` bytes apart in the file, to `part` [R, ...]."""
+        num_bytes = part.numel() * dtype.itemsize
+        memory = slot.memory
+        if num_bytes > len(memory):  # one row is longer than a slot
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        staged = memory[:num_bytes].view(dtype).view(part.shape)
+        self._fill(staged.view(len(part), -1), start, stride)
+        slot.send(staged, part)
 
     def _fill(self, staged: Tensor, start: int, stride: int) -> None:
         """[R, ...] rows that begin `stride` bytes apart in the file."""
@@ -86,9 +113,13 @@ def _span(shape: tuple[int, ...], cut: Cut, row_bytes: int) -> tuple[int, int]:
     return first * column_bytes, (end - first) * column_bytes
 
 
-def _row_blocks(shape: tuple[int, ...], cut: Cut, num_bytes: int) -> Iterator[tuple[range, int]]:
-    """Runs of rows of the tensor, and the row of the part at which each begins."""
-    at_once = max(1, STAGED_BYTES // max(1, num_bytes))
+def _row_blocks(
+    shape: tuple[int, ...], cut: Cut, num_bytes: int, most_bytes: int
+) -> Iterator[tuple[range, int]]:
+    """Runs of rows of the tensor, of `most_bytes` or one row, and the row of the part at which each
+    begins. A row of the part has `num_bytes`.
+    """
+    at_once = max(1, most_bytes // max(1, num_bytes))
     at = 0
     for first, end in ((0, shape[0]),) if cut.rows is None else cut.rows:
         for start in range(first, end, at_once):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from kernels.ops import Compressed, compress_weight
 from shared.engine.layers.embedding import TokenEmbedding
 from shared.engine.layers.linear import ProductModule
-from shared.engine.parallel.cuts import WHOLE
+from shared.engine.weights.load import fill
 from shared.engine.weights.weight_source import WeightSource
 
 
@@ -42,25 +43,30 @@ class Region:
     def is_needed_dense(self) -> bool:
         return self.has_other_readers or bool(self.embeddings)
 
-    def compressed(self, filled: Tensor | None = None) -> Compressed | None:
-        """The compressed weight of `filled`, by default of the storage's bytes; None if it is not
-        smaller, or a module needs the dense weight.
+    def compressed(self, filled: Tensor) -> Compressed | None:
+        """The compressed weight of `filled`, the bytes of the storage; None if it is not smaller,
+        or a module needs the dense weight.
         """
         readers = [*self.linears.values(), *self.embeddings.values()]
         is_compressible = all(each.is_compressible for each in self.linears.values())
         if not readers or self.has_other_readers or not is_compressible:
             return None
-        weight = readers[0].parameter
-        return compress_weight(weight if filled is None else view_of(filled, weight))
+        return compress_weight(view_of(filled, readers[0].parameter))
 
     def adopt_compressed(self, weight: Compressed) -> None:
         for module in (*self.linears.values(), *self.embeddings.values()):
             module.replace_weight(weight)
 
     def adopt(self, filled: Tensor) -> None:
-        """Makes the tensors views of `filled`, the bytes of the storage."""
+        """Makes the tensors views of `filled`, the bytes of the storage, also on another device."""
         for tensor in self.tensors.values():
-            tensor.data = view_of(filled, tensor)
+            view = view_of(filled, tensor)
+            if tensor.device == view.device:
+                tensor.data = view
+            else:
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new = nn.Parameter(view, requires_grad=False) if is_parameter else view
+                torch.utils.swap_tensors(tensor, new)
 
 
 def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Region]:
@@ -96,17 +102,25 @@ def _readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # on the meta device all addresses are 0
 
 
-def filled_bytes(region: Region, tensors: WeightSource) -> Tensor:
-    """The bytes of one storage, [num_bytes] uint8. Raises CheckpointError."""
-    filled = torch.empty(region.num_bytes, dtype=torch.uint8)
-    if not region.is_covered:
-        first = next(iter(region.tensors.values()))
-        filled.copy_(torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()))
-    for name, destination in region.destinations.items():
-        tensors.read_into(name, WHOLE, view_of(filled, destination))
+def filled_bytes(
+    region: Region,
+    tensors: WeightSource,
+    device: torch.device,
+    readers: Executor | None = None,
+) -> Tensor:
+    """The bytes of one storage, [num_bytes] uint8, on `device`. Raises CheckpointError."""
+    filled = torch.empty(region.num_bytes, dtype=torch.uint8, device=device)
+    first = next(iter(region.tensors.values()))
+    if first.is_meta and not region.is_covered:
+        filled.zero_()
+    elif not region.is_covered:
+        own = torch.empty(0, dtype=torch.uint8, device=first.device)
+        filled.copy_(own.set_(first.untyped_storage()))
+    views = {name: view_of(filled, each) for name, each in region.destinations.items()}
+    fill(tensors, views, readers)
     return filled
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import select_rows
 from kernels.cpu.simd.cpu_features import has_amx
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.models.decoder import Decoder
 from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import empty_model
 from shared.engine.runners.model_runner import ModelRunner
-from shared.engine.weights.load import load_weights, open_checkpoint
-from shared.engine.weights.shared_weights import compress_in_place
+from shared.engine.weights.load import open_checkpoint
+from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import ConfigError
@@ -30,6 +31,7 @@ from tests.shared.engine.support.checkpoints import write_llama, write_model
 from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.steps import Blocks, advance, prefill
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]
 PROMPT = [5 + 7 * index % 180 for index in range(90)]
 WIDE = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 224, "head_dim": 32}
@@ -154,18 +156,21 @@ def test_weights_without_a_cache_are_compressed(
     assert_same(found, expected)
 
 
-def test_loaded_model_is_compressed_in_place(tmp_path: Path) -> None:
-    """As on a device to which the dense weights were copied first."""
+def test_weights_are_compressed_as_they_arrive(tmp_path: Path) -> None:
+    """As on a device, where the dense weights have no room: the model's own are on meta."""
     write_llama(tmp_path, tie_word_embeddings=True, **WIDE)
-    model = Decoder(read_config(tmp_path), dtype=torch.bfloat16, num_positions=64)
-    with open_checkpoint(tmp_path) as tensors:
-        load_weights(tensors, model.weight_destinations())
+    config, meta = read_config(tmp_path), torch.device("meta")
+    model = empty_model(tmp_path, config, "bfloat16", CPU, num_positions=64, weights_on=meta)
+    with open_checkpoint(tmp_path) as tensors, ThreadPoolExecutor(3) as readers:
+        compress_weights(model, model.weight_destinations(), tensors, CPU, readers)
         expected = read_tensor(tensors, "model.layers.1.mlp.down_proj.weight").bfloat16()
-    compress_in_place(model, model.weight_destinations())
+        norm = read_tensor(tensors, "model.norm.weight").bfloat16()
+    assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
     assert isinstance(model.lm_head.weight, CompressedWeight)
     assert model.lm_head.weight is model.embed_tokens.weight
     found = select_rows(model.layers[1].mlp.down_proj.weight, torch.arange(len(expected)))
     assert torch.equal(found, expected)
+    assert torch.equal(model.norm.weight, norm)
 
 
 def test_dense_and_compressed_weights_have_separate_files(tmp_path: Path, cache: Path) -> None:
@@ -213,6 +218,7 @@ SERVE = """
 import sys
 from pathlib import Path
 from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import empty_model
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.support.steps import Blocks, generate
 
