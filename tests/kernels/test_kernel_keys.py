@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from kernels.split_weight import SplitWeight
 from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.kv_quantisation.kv_scales import set_kv_scales
 from shared.engine.models.checkpoint_config import read_config
@@ -28,11 +29,14 @@ from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
 from shared.engine.runners.model_runner import ModelExecutor
 from shared.engine.runners.warm_up import AllTokens, idle_step
+from shared.engine.weights.load import open_checkpoint
+from shared.engine.weights.shared_weights import compress_weights
 from shared.kv_layout import FP8
 from tests.kernels.support.fake_driver import FakeDriver
 from tests.kernels.support.triton_ops import triton_ops
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.families import FAMILIES
+from tests.shared.engine.support.quantised import quantise
 
 OPTIONS = LoadOptions(max_batch_tokens=512, max_sequences=256)
 CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 512)
@@ -80,16 +84,20 @@ def warm_up(executor: ModelExecutor, driver: FakeDriver) -> None:
     driver.compiled.clear()
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
 @pytest.mark.parametrize("family", ["gemma2", "llama4", "deepseek", "qwen3 moe"])
 def test_each_family_is_compiled_by_key(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, is_quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of layers have inputs of their own, at odd places of one array. Nothing is computed,
     so routers choose at random.
     """
     monkeypatch.setattr(ModelExecutor, "_check_routing", lambda *_: None)
-    FAMILIES[family].write(tmp_path)
-    executor = executor_of(tmp_path, block_size=64)
+    FAMILIES[family].write(tmp_path / "model")
+    folder = tmp_path / "model"
+    if is_quantised:
+        folder = quantise(folder, tmp_path / "quantised", "fp8")
+    executor = executor_of(folder, block_size=64)
     with triton_ops() as driver:
         finish_model(executor.model, OPTIONS.mode, is_compressed=False)
         warm_up(executor, driver)
@@ -98,6 +106,21 @@ def test_each_family_is_compiled_by_key(
             for context in (0, 700):
                 step = idle_step(64, query_lens, context_tokens=context, num_groups=groups)
                 executor.run(step)
+        assert Counter(each.name for each in driver.compiled) == {}
+
+
+def test_compressed_weights_are_compiled_by_key(tmp_path: Path) -> None:
+    fields = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 640, "vocab_size": 512}
+    write_llama(tmp_path, num_hidden_layers=1, **fields)
+    executor = executor_of(tmp_path, block_size=16)
+    model = executor.model
+    with triton_ops() as driver, open_checkpoint(tmp_path) as tensors:
+        compress_weights(model, model.weight_destinations(), tensors)
+        assert isinstance(model.lm_head.weight, SplitWeight)
+        finish_model(model, OPTIONS.mode, is_compressed=True)
+        warm_up(executor, driver)
+        for step in all_chunks():
+            executor.run(step)
         assert Counter(each.name for each in driver.compiled) == {}
 
 

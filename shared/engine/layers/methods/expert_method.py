@@ -100,7 +100,7 @@ class QuantisedExperts:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The rows of each expert that has some, their offsets, and its weight for products."""
         own = x if rows is None else x.index_select(0, rows)
-        bounds = offsets.tolist()
+        bounds = _bounds(offsets, len(own))
         num_strips = self._weight.shape[0] // BLOCK // (len(bounds) - 1)
         for expert, (first, end) in enumerate(pairwise(bounds)):
             if end > first:
@@ -108,6 +108,14 @@ class QuantisedExperts:
                 padded = torch.nn.functional.pad(dense, (0, x.shape[1] - dense.shape[1]))
                 ends = offsets.new_tensor([0, end - first])
                 yield own[first:end], ends, pack_experts(padded)
+
+
+def _bounds(offsets: Tensor, num_rows: int) -> list[int]:
+    """On meta, where nothing is known, one expert has all rows: experts launch the same kernels."""
+    if offsets.is_meta:
+        return [0, *[num_rows] * (len(offsets) - 1)]
+    bounds: list[int] = offsets.tolist()
+    return bounds
 
 
 def choose_expert_method(weight: Weight, lanes: SumLanes) -> ExpertMethod:
