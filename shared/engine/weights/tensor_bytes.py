@@ -77,8 +77,9 @@ class TensorBytes:
 
     def _send(self, slot: Slot, start: int, stride: int, dtype: torch.dtype, part: Tensor) -> None:
         """Rows that begin `stride` bytes apart in the file, to `part` [R, ...]."""
-        num_bytes = part.numel() * dtype.itemsize
-        memory = slot.memory
+        num_bytes, memory = part.numel() * dtype.itemsize, slot.memory
+        if not num_bytes:
+            return
         if num_bytes > len(memory):  # one row is longer than a slot
             memory = torch.empty(num_bytes, dtype=torch.uint8)
         staged = memory[:num_bytes].view(dtype).view(part.shape)
@@ -87,8 +88,6 @@ class TensorBytes:
 
     def _fill(self, staged: Tensor, start: int, stride: int) -> None:
         """[R, ...] rows that begin `stride` bytes apart in the file."""
-        if not staged.numel():
-            return
         rows = staged.view(torch.uint8).numpy()
         if rows.shape[1] == stride:
             self._read_exactly(rows, start)

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from kernels.device import TritonUnusable
-from shared.engine.runner import KvRun
+from shared.engine.runner import KvRun, StepInputs, StepOutput
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.cuda_runner import CudaRunner
 from shared.engine.runners.kv_sizing import KV_SHARE
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.model_runner import ModelExecutor
 from shared.errors import ConfigError
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.families import FAMILIES
@@ -75,7 +76,8 @@ def load(
     **options: object,
 ) -> CudaRunner:
     device = CudaDevice(INDEX, torch.device("cpu"), driver, try_kernel)
-    chosen = LoadOptions(dtype="float32", max_batch_tokens=64, max_sequences=4, **options)  # type: ignore[arg-type]
+    given = {"dtype": "float32", "max_batch_tokens": 64, "max_sequences": 4} | options
+    chosen = LoadOptions(**given)  # type: ignore[arg-type]
     return CudaRunner.load(model_dir, chosen, device)
 
 
@@ -89,6 +91,36 @@ def test_kv_cache_takes_nine_tenths_of_free_memory(
     assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
     # unused memory is released first; free memory is measured after all launched work has ended
     assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
+
+
+def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest: all rows sample after a prompt of the other tokens."""
+    steps: list[StepInputs] = []
+    run = ModelExecutor.run
+
+    def recorded(self: ModelExecutor, inputs: StepInputs) -> StepOutput:
+        steps.append(inputs)
+        return run(self, inputs)
+
+    monkeypatch.setattr(ModelExecutor, "run", recorded)
+    load(model_dir, FakeDriver())
+    (step,) = steps
+    assert step.query_lens.tolist() == [61, 1, 1, 1]
+    assert step.context_lens.min() > 1000
+    assert step.sampling.num_rows == 4
+
+
+def test_compressed_weights_change_no_token(tmp_path: Path) -> None:
+    """Those of experts and norms are on the device at once, the others as they arrive."""
+    FAMILIES["llama4, experts"].write(tmp_path, hidden_size=96)
+    found = [
+        load(tmp_path, FakeDriver(), dtype="bfloat16", weights=weights, kv_cache_bytes=1 << 22)
+        for weights in ("dense", "compressed")
+    ]
+    assert found[0].revision == found[1].revision
+    assert found[1].weights.num_compressed > 0 == found[0].weights.num_compressed
+    new = [generate(each, Blocks(each.num_blocks).line(PROMPT, room=8), 8) for each in found]
+    assert new[0] == new[1]
 
 
 def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
