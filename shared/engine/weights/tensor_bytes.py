@@ -96,8 +96,13 @@ class TensorBytes:
             self._read_exactly(row, start + index * stride)
 
     def _read_exactly(self, out: NDArray[np.uint8], start: int) -> None:
-        if os.preadv(self._file.fileno(), [out.data], start) != out.nbytes:
-            raise OSError("the file ends before the tensor does")
+        """Network file systems may return less at once."""
+        data, at = out.reshape(-1).data, 0
+        while at < len(data):
+            count = os.preadv(self._file.fileno(), [data[at:]], start + at)
+            if not count:
+                raise OSError("the file ends before the tensor does")
+            at += count
 
     def _read(self, start: int, count: int) -> bytes:
         return os.pread(self._file.fileno(), count, start)

@@ -74,3 +74,14 @@ def test_file_that_is_cut_short_meanwhile_is_an_error(path: Path, file: Safetens
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"tensor wide: the file ends before the tensor does"):
         file.read_into("wide", WHOLE, torch.empty(3, 400_000))
+
+
+def test_reads_that_return_less_are_continued(
+    file: SafetensorsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of network file systems do."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, out, at: preadv(fd, [out[0][:1000]], at))
+    out = torch.empty(700, 96, dtype=torch.bfloat16)
+    file.read_into("matrix", WHOLE, out)
+    assert torch.equal(out, TENSORS["matrix"])
