@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kernels.ops import SplitWeight
-from shared.engine.layers.latent_attention import LatentExpansion
-from shared.engine.layers.linear import MatrixModule
+from kernels.ops import QuantisedWeight, SplitWeight
+from shared.engine.layers.attention_inputs import ALIGNMENT
 from shared.engine.models.decoder import Decoder
 
 META = torch.device("meta")
@@ -62,14 +62,15 @@ def _twin(tensor: Tensor) -> Tensor:
 
 def _weights(layer: nn.Module) -> list[object]:
     """What tells one layer's kernels from another's of the same config."""
-    return [
-        (name, type(each.weight), _shape(each.weight))
-        for name, each in layer.named_modules()
-        if isinstance(each, MatrixModule | LatentExpansion)
-    ]
+    tensors = chain(layer.named_parameters(), layer.named_buffers())
+    found: list[object] = [(name, *_form(each)) for name, each in tensors]
+    for name, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, SplitWeight | QuantisedWeight):
+            found.append((name, type(weight), weight.shape))
+    return found
 
 
-def _shape(weight: object) -> object:
-    if isinstance(weight, SplitWeight):  # tensors of equal shapes, but for the side table's length
-        return weight.shape
-    return getattr(weight, "shape", None), getattr(weight, "dtype", None)
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    misalignment = tensor.storage_offset() * tensor.itemsize % ALIGNMENT
+    return tensor.dtype, tensor.shape, tensor.stride(), misalignment
