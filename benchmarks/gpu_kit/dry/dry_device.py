@@ -45,7 +45,7 @@ class NoProducts(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         shape_of = PRODUCTS.get(function)
-        if shape_of is None:
+        if shape_of is None or args[0].is_meta:
             return function(*args, **(kwargs or {}))
         return torch.zeros(shape_of(*args), dtype=args[0].dtype)
 

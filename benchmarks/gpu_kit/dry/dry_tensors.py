@@ -54,7 +54,8 @@ def library_products() -> Iterator[None]:
     """Inside, the fast mode multiplies by the library, as on CUDA; it returns zeros."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return lazy_zeros((*x.shape[:-1], weight.shape[0]), x.dtype)
+        shape = *x.shape[:-1], weight.shape[0]
+        return x.new_empty(shape) if x.is_meta else lazy_zeros(shape, x.dtype)
 
     def is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
         return not is_batch_invariant
