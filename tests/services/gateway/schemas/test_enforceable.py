@@ -147,6 +147,8 @@ def test_other_names_stay_allowed_without_a_pattern_of_names() -> None:
         ({"type": ["string", "integer"]}, "9" * 19, False),
         ({"type": ["integer", "null"]}, "null", True),
         ({"type": "integer", "multipleOf": 5}, "5" * 30, False),
+        ({"type": "integer", "multipleOf": 10**9, "minimum": 5}, "5", False),
+        ({"type": "integer", "multipleOf": 9973}, "9973", True),
         ({"type": "integer", "multipleOf": 0.5, "exclusiveMinimum": 3}, "3", False),
         ({"type": "integer", "multipleOf": 3}, "9" * 18, True),
         ({"type": ["integer", "number"]}, f"{10**19}.5", True),
