@@ -10,7 +10,7 @@ sees the end of a request and may replace its body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
 from shared.errors import HearthError, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
+
+Headers = Iterable[tuple[bytes, bytes]]  # of a request
 
 BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
 MODEL_OF = "model_of"  # reads the model from the scope, where bodies name none
@@ -66,7 +68,9 @@ class Admission:
             path, request_id = scope["path"], self._new_request_id()
             state["request_id"] = request_id
             record = self._submission.begin(
-                request_id, dialect=dialect_of(path), traceparent=_header(scope, b"traceparent")
+                request_id,
+                dialect=dialect_of(path),
+                traceparent=_header(scope["headers"], b"traceparent"),
             )
             tenant = await self._authenticate(scope)
             state["tenant"] = tenant
@@ -93,7 +97,7 @@ class Admission:
         return admitted
 
     async def _authenticate(self, scope: Scope) -> TenantRecord:
-        tenant = await self._api_keys.tenant_of(_authorization(scope))
+        tenant = await self._api_keys.tenant_of(authorization_of(scope["headers"]))
         on_authenticated = scope["state"].get(ON_AUTHENTICATED)
         if on_authenticated is not None:
             on_authenticated(tenant.tenant_id)
@@ -119,11 +123,11 @@ class Admission:
 
     async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
         """Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and ClientDisconnected."""
-        announced = _header(scope, b"content-length")
+        announced = _header(scope["headers"], b"content-length")
         if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
             raise self._too_large()
-        kind = _header(scope, b"content-type")
-        encoding = BodyEncoding(_header(scope, b"content-encoding"), kind)
+        kind = _header(scope["headers"], b"content-type")
+        encoding = BodyEncoding(_header(scope["headers"], b"content-encoding"), kind)
         parts, num_bytes, num_sent = [], 0, 0  # a compressed body may become nothing
         while True:
             event: dict[str, Any] = await receive()  # type: ignore[assignment]
@@ -146,18 +150,18 @@ class Admission:
         return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
 
 
-def _authorization(scope: Scope) -> str | None:
+def authorization_of(headers: Headers) -> str | None:
     """Anthropic's clients send the key in a header of their own, perhaps beside one that is empty,
     or that a proxy wants.
     """
-    header, api_key = _header(scope, b"authorization"), _header(scope, b"x-api-key")
+    header, api_key = _header(headers, b"authorization"), _header(headers, b"x-api-key")
     scheme, _, token = (header or "").partition(" ")
     is_bearer = scheme.lower() == "bearer" and token.strip()
     return header if is_bearer or not api_key else f"Bearer {api_key}"
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
-    for key, value in scope["headers"]:
+def _header(headers: Headers, name: bytes) -> str | None:
+    for key, value in headers:
         if key == name:
             return value.decode("latin-1")
     return None

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from litestar.types import ASGIApp
 
+from services.gateway.admission import authorization_of
 from services.gateway.anthropic.endpoint import MESSAGES
 from services.gateway.anthropic.signature import signing_state
 from services.gateway.app import build_app
@@ -359,6 +360,7 @@ class GatewayService:
             self._config.http_port,
             write_timeout_s=self._config.write_timeout_s,
             on_slow_client=self.metrics.count_slow_client,
+            tenant_of=lambda headers: self.api_keys.known_tenant_id(authorization_of(headers)),
             certificate=self._certificate,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
-from services.gateway.http.connections import Connections, OpenConnection
+from services.gateway.http.connections import Connections, Holder, OpenConnection
+from services.gateway.http.protocol.fair_starts import FairStarts
 from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
 from shared.background import Background, start_awaited
 from shared.errors import ConfigError, NoCapacity
 
+TenantOf = Callable[[Iterable[tuple[bytes, bytes]]], str | None]  # by a request's headers
+
 ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
 IS_RESERVED = "is_reserved"  # in a request's state: its connection is beyond the limit
 PROBES = ("/health", "/ready", "/metrics")  # served there, too
+_PROBE = ("probe", "")
 OPERATOR = ""  # in the place of a tenant's id
-LISTEN_BACKLOG = 2048  # at most: one turn of the loop may accept all of them
+LISTEN_BACKLOG = 2048  # at most
+# libuv accepts one connection of a listening descriptor in a turn. With several descriptors of one
+# socket, a new connection need not wait for a request to start for each one before it.
+NUM_LISTENERS = 16
 GRACE_S = 5
 # Longer than the idle timeout of clients (httpx, and so OpenAI's SDK: 5 s): the client closes the
 # connection, and no request is sent on a connection that the server is closing.
@@ -95,10 +102,14 @@ class _Http(HttpToolsProtocol):
         write_timeout_s: float,
         on_slow_client: Callable[[], None],
         connections: Connections,
+        starts: FairStarts,
+        tenant_of: TenantOf,
         **named: Any,
     ) -> None:
         super().__init__(*args, **named)
         self._connections = connections
+        self._starts = starts
+        self._tenant_of = tenant_of
         self._place: OpenConnection | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._head_timeout_s = head_timeout_s
@@ -106,6 +117,7 @@ class _Http(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._on_slow_client = on_slow_client
         self._unanswered: list[RequestResponseCycle] = []
+        self._num_waiting = 0  # requests that have not been started
         self._num_buffered_bytes = 0  # since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
@@ -188,6 +200,23 @@ class _Http(HttpToolsProtocol):
         if self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._num_waiting += 1
+        self._starts.start(self._sender_of(cycle), partial(self._start_now, cycle, app))
+
+    def _start_now(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._num_waiting -= 1
+        if not cycle.disconnected:
+            super()._start_asgi_task(cycle, app)
+
+    def _sender_of(self, cycle: RequestResponseCycle) -> Holder:
+        if cycle.scope["path"] in PROBES:
+            return _PROBE
+        tenant_id = self._tenant_of(cycle.scope["headers"])
+        if tenant_id is not None:
+            return ("tenant", tenant_id)
+        return ("address", self.client[0] if self.client else "")
+
     def on_response_complete(self) -> None:
         self._unanswered = [each for each in self._unanswered if not each.response_complete]
         if self._place is not None and not self._unanswered:
@@ -221,7 +250,11 @@ class _Http(HttpToolsProtocol):
             self._place.authenticate(tenant_id)
 
     def _end_grace(self) -> None:
-        if self._place is not None and not self._connections.may_stay(self._place):
+        if self._place is None or self._connections.may_stay(self._place):
+            return
+        if self._num_waiting:  # its key has not been read
+            self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
+        else:
             self.transport.close()
 
     def _wait(self, timeout_s: float) -> None:
@@ -271,10 +304,12 @@ class WebServer:
         keep_alive_s: int = KEEP_ALIVE_S,
         on_slow_client: Callable[[], None] = lambda: None,
         connections: Connections | None = None,
+        tenant_of: TenantOf = lambda headers: None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Port 0 selects a free port; a `certificate` makes it HTTPS. Raises ConfigError if the
-        address cannot be bound.
+        """Port 0 selects a free port; `tenant_of`: whose turn it is to start a request; None: that
+        of its address; a `certificate` makes it HTTPS. Raises ConfigError if the address cannot be
+        bound.
         """
         try:
             self._socket = _bound_socket(host, port)
@@ -282,6 +317,7 @@ class WebServer:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         self.connections = Connections() if connections is None else connections
+        self._starts = FairStarts(lambda turn: asyncio.get_running_loop().call_soon(turn))
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
             http=partial(  # type: ignore[arg-type]  # called like the class
@@ -291,6 +327,8 @@ class WebServer:
                 write_timeout_s=write_timeout_s,
                 on_slow_client=on_slow_client,
                 connections=self.connections,
+                starts=self._starts,
+                tenant_of=tenant_of,
             ),
             ws="none",
             lifespan="on",
@@ -316,7 +354,8 @@ class WebServer:
 
     async def start(self) -> None:
         """Returns once the server accepts connections; raises the error of a failed start."""
-        self._task = start_awaited(self._server.serve(sockets=[self._socket]))
+        sockets = [self._socket, *(self._socket.dup() for _ in range(NUM_LISTENERS - 1))]
+        self._task = start_awaited(self._server.serve(sockets=sockets))
         listening = start_awaited(self._server.is_listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()

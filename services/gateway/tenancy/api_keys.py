@@ -102,6 +102,14 @@ class ApiKeys:
             with contextlib.suppress(StoreUnavailable):
                 await self._request(digest_of(""))
 
+    def known_tenant_id(self, authorization: str | None) -> str | None:
+        """Of a key that was valid when it was last looked up: for the order of requests only."""
+        try:
+            known = self._known.get(digest_of(bearer_of(authorization)))
+        except AuthenticationFailed:
+            return None
+        return None if known is None else known.tenant.tenant_id
+
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Raises AuthenticationFailed, UnknownTenant, or DependencyUnavailable for a new key
         without Redis and for records that cannot be read.

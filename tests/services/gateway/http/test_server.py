@@ -12,7 +12,9 @@ from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+import uvloop
 
+from services.gateway.http.connections import Connections
 from services.gateway.http.server import MAX_PIPELINED, HeadWithBody, WebServer
 from shared.background import TASK_FAILED
 from tests.services.gateway.conftest import until
@@ -130,6 +132,61 @@ async def test_number_of_queued_requests_is_bounded() -> None:
         writer.write(GET.replace(b"/ ", b"/wait ", 1) + GET * (MAX_PIPELINED + 1))
         assert await rest_of(reader) == b""
         writer.close()
+
+
+def test_waiting_connections_are_accepted_in_few_turns() -> None:
+    async def accepted() -> int:
+        async with started() as server:
+            clients = [socket.create_connection(server.address) for _ in range(64)]
+            for _ in range(8):
+                await asyncio.sleep(0)
+            for each in clients:
+                each.close()
+            return len(server._server.server_state.connections)
+
+    assert uvloop.run(accepted()) == 64
+
+
+async def test_request_of_another_tenant_starts_among_those_of_a_burst() -> None:
+    paths: list[str] = []
+
+    async def recorded(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope.get("path", ""))
+        await app(scope, receive, send)
+
+    def tenant_of(headers: Any) -> str:
+        return dict(headers)[b"tenant"].decode()
+
+    server = WebServer(recorded, "127.0.0.1", 0, tenant_of=tenant_of)
+    await server.start()
+    async with asyncio.timeout(20):
+        writers = [(await asyncio.open_connection(*server.address))[1] for _ in range(42)]
+        others, own, probe = writers[:40], writers[40], writers[41]
+        for writer in others:
+            writer.write(b"GET /burst HTTP/1.1\r\nhost: x\r\ntenant: one\r\n\r\n")
+        own.write(b"GET /own HTTP/1.1\r\nhost: x\r\ntenant: other\r\n\r\n")
+        probe.write(b"GET /health HTTP/1.1\r\nhost: x\r\ntenant: one\r\n\r\n")
+        await until(lambda: len(paths) == 43)
+        assert {*paths[:12]} >= {"/own", "/health"}
+        for writer in writers:
+            writer.close()
+    await server.stop()
+
+
+async def test_connection_whose_request_waits_to_start_is_kept() -> None:
+    async with asyncio.timeout(20):
+        connections = Connections(max_without_key=0, grace_s=0.05)
+        server = WebServer(app, "127.0.0.1", 0, connections=connections)
+        await server.start()
+        server._starts._num_left = 0
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET)
+        await asyncio.sleep(3 * connections.grace_s)
+        server._starts._next_turn()
+        assert (await reader.readuntil(b"\r\n")).startswith(OK)
+        assert await rest_of(reader)  # and then its time without a key has ended
+        writer.close()
+        await server.stop()
 
 
 async def test_bad_request_is_not_answered_in_the_place_of_an_earlier_one() -> None:

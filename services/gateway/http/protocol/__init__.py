@@ -1,0 +1,1 @@
+"""What uvicorn's protocol for HTTP/1.1 lacks."""

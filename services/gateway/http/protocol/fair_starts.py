@@ -1,0 +1,55 @@
+"""Starts requests, a few in each turn of the event loop, by turns of those who sent them. No I/O.
+
+    arrived ──room in this turn, and none waits──▶ started
+        └──▶ waiting ──its holder's turn──▶ started
+
+Up to its first wait a request takes some 0.4 ms of the loop: a thousand that arrive together would
+take one turn of half a second, in which no other request goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from services.gateway.http.connections import Holder
+
+MAX_PER_TURN = 2
+
+
+class FairStarts:
+    """`call_soon`: calls a function in the loop's next turn."""
+
+    def __init__(
+        self,
+        call_soon: Callable[[Callable[[], None]], object],
+        *,
+        max_per_turn: int = MAX_PER_TURN,
+    ) -> None:
+        self._call_soon = call_soon
+        self._max_per_turn = self._num_left = max_per_turn
+        self._is_counting = False  # until the loop's next turn
+        self._waiting: dict[Holder, deque[Callable[[], None]]] = {}  # whose turn is next first
+
+    def start(self, holder: Holder, start: Callable[[], None]) -> None:
+        if self._num_left and not self._waiting:
+            self._start(start)
+        else:
+            self._waiting.setdefault(holder, deque()).append(start)
+
+    def _start(self, start: Callable[[], None]) -> None:
+        self._num_left -= 1
+        if not self._is_counting:
+            self._is_counting = True
+            self._call_soon(self._next_turn)
+        start()
+
+    def _next_turn(self) -> None:
+        self._is_counting, self._num_left = False, self._max_per_turn
+        while self._waiting and self._num_left:
+            holder = next(iter(self._waiting))
+            waiting = self._waiting.pop(holder)
+            start = waiting.popleft()
+            if waiting:
+                self._waiting[holder] = waiting  # after all others
+            self._start(start)
