@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from litestar import (
     MediaType,
     Request,
     Response,
+    Router,
     delete,
     get,
     post,
@@ -93,6 +95,7 @@ from services.gateway.tokenization.routes import (
 from services.gateway.tokenization.tokenization import Tokenization
 from services.gateway.workers_ai.paths import OPENAI_ROOTS
 from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
 from shared.telemetry.timeline import Timeline
@@ -102,6 +105,7 @@ log = structlog.get_logger(__name__)
 Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 BEARER = "api_key"
+DOCS_PATH = "/docs"
 ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)
 READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
@@ -140,7 +144,7 @@ class Routes:
         self._version = version
         self._is_operator = is_operator
         self._rendered = RenderedMetrics(metrics.render, clock)
-        self._openapi: bytes | None = None
+        self._openapi: asyncio.Task[bytes] | None = None
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
         """Protects the metrics: two readings of these sums show the activity of other tenants."""
@@ -188,10 +192,15 @@ class Routes:
         return Response(text, media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request[Any, Any, Any]) -> Response[bytes]:
-        """Encoded once: it takes 120 ms, and needs no key."""
+        """Encoded once, on a thread: it takes 120 ms, and needs no key."""
         if self._openapi is None:
-            self._openapi = msgspec.json.encode(request.app.openapi_schema.to_schema())
-        return Response(self._openapi, media_type=MediaType.JSON)
+            self._openapi = start_awaited(asyncio.to_thread(_encoded_document, request.app))
+        return Response(await asyncio.shield(self._openapi), media_type=MediaType.JSON)
+
+    async def docs(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
+        """The same document, which the framework would compute on the event loop."""
+        is_page = request.scope["path"].rstrip("/") == DOCS_PATH
+        return await self.openapi(request) if is_page else None
 
     def on_hearth_error(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
         if request.method == "POST":
@@ -315,7 +324,7 @@ def build_app(
             HTTPException: routes.on_http_error,
             Exception: routes.on_other_error,
         },
-        openapi_config=_document(version),
+        openapi_config=_document(version, routes),
         cors_config=cors_config(cors_origins),
         middleware=[probes_alone],
         request_max_body_size=max_body_bytes,
@@ -447,14 +456,25 @@ def _info_handler(info: ServerInfoRoutes) -> HTTPRouteHandler:
     return handler(info.server_info)
 
 
-def _document(version: str) -> OpenAPIConfig:
+def _encoded_document(app: Litestar) -> bytes:
+    return msgspec.json.encode(app.openapi_schema.to_schema())
+
+
+def _document(version: str, routes: Routes) -> OpenAPIConfig:
     bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
     components = Components(security_schemes={BEARER: bearer})
     # Litestar's HTML pages load external scripts; only the JSON document is served.
     return OpenAPIConfig(
         title="Hearth",
         version=version,
-        path="/docs",
+        openapi_router=Router(
+            DOCS_PATH,
+            route_handlers=[],
+            include_in_schema=False,
+            dto=None,
+            return_dto=None,
+            before_request=routes.docs,
+        ),
         render_plugins=[JsonRenderPlugin(path="/")],
         components=components,
     )

@@ -119,20 +119,25 @@ async def test_endless_head_or_trailer_closes_the_connection(
     assert (await cluster.http.get("/health")).status_code == 200
 
 
-async def test_docs_page_is_the_openapi_document(cluster: Cluster) -> None:
-    page = await cluster.http.get("/docs")
-    assert "json" in page.headers["content-type"]
-    assert page.json() == (await cluster.http.get("/openapi.json")).json()
-
-
-async def test_openapi_document_is_encoded_once(
+@pytest.mark.own_cluster
+async def test_openapi_document_is_encoded_once_and_not_on_the_event_loop(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await cluster.http.get("/openapi.json")
+    to_schema, threads = OpenAPI.to_schema, set()
+
+    def recorded(document: OpenAPI) -> dict[str, Any]:
+        threads.add(threading.current_thread())
+        return to_schema(document)
+
+    monkeypatch.setattr(OpenAPI, "to_schema", recorded)
+    page = await cluster.http.get("/docs")
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1
     monkeypatch.setattr(OpenAPI, "to_schema", None)
-    second = await cluster.http.get("/openapi.json")
-    assert (second.status_code, second.content) == (200, first.content)
-    assert second.headers["content-type"] == "application/json"
+    document = await cluster.http.get("/openapi.json")
+    assert (document.status_code, document.content) == (200, page.content)
+    assert document.headers["content-type"] == page.headers["content-type"] == "application/json"
+    assert document.json()["info"]["title"] == "Hearth"
 
 
 async def test_long_head_is_accepted(cluster: Cluster) -> None:
