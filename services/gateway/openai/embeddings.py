@@ -18,7 +18,7 @@ from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
 from shared.messages import Pooling
 
-MAX_INPUTS = 1000  # clients send so many by default; a scheduler queues as many
+MAX_INPUTS = 1000  # clients send so many by default
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ from services.gateway.request.request_output import ClientDisconnected, RequestO
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.streams.turn import Opening
+from services.gateway.streams.turn import MAX_OPEN, MIN_OPEN, Opening
 from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.telemetry.span_attributes import span_attributes
 from services.gateway.telemetry.telemetry import RequestTelemetry
@@ -307,9 +307,14 @@ class Submission:
         """
         self._check_admission()
         openings = [_opening(each, output) for each, output in zip(prepared, outputs, strict=True)]
-        self._driver.open(openings)
+        self._driver.open(openings, self._num_at_once(reservation))
         for output in outputs:  # last: it waits for the end of what was opened
             reservation.opened(output)
+
+    def _num_at_once(self, reservation: Reservation) -> int:
+        """Of the prompts of a response: its share beside others of the tenant."""
+        all_prompts = self._num_prompts[reservation.tenant.tenant_id]
+        return max(MIN_OPEN, MAX_OPEN * reservation.num_prompts // max(1, all_prompts))
 
     def cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:
         """Cancels the requests of a lost client. Does nothing for ended requests."""

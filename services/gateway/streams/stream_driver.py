@@ -24,7 +24,7 @@ from services.gateway.streams.actions import (
     submit_subject,
 )
 from services.gateway.streams.streams import Streams
-from services.gateway.streams.turn import Opening
+from services.gateway.streams.turn import MAX_OPEN, Opening
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import HearthError, NoResponders
@@ -95,9 +95,9 @@ class StreamDriver:
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    def open(self, openings: Sequence[Opening]) -> None:
-        """Opens the requests of one response, some at once, the others as those end."""
-        self._streams.open(openings, self._clock.now())
+    def open(self, openings: Sequence[Opening], most: int = MAX_OPEN) -> None:
+        """Opens the requests of one response, at most `most` at once, the others as those end."""
+        self._streams.open(openings, self._clock.now(), most)
         self._perform()
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:

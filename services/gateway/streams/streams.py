@@ -127,11 +127,11 @@ class Streams:
 
     # ── calls of the gateway ─────────────────────────────────────────────────────────────────────
 
-    def open(self, openings: Sequence[Opening], now: float) -> None:
-        """Opens the requests of one response, MAX_OPEN at once."""
+    def open(self, openings: Sequence[Opening], now: float, most: int = MAX_OPEN) -> None:
+        """Opens the requests of one response, at most `most` at once."""
         turn = Turn(openings, now)
         self._waiting |= dict.fromkeys((each.request_id for each in openings), turn)
-        for _ in openings[:MAX_OPEN]:
+        for _ in openings[:most]:
             self._open_next(turn, now)
 
     def _open_next(self, turn: Turn, now: float, *, is_later: bool = False) -> None:

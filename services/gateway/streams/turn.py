@@ -1,4 +1,4 @@
-"""The requests of one response: they open in their order, at most MAX_OPEN at once.
+"""The requests of one response: they open in their order, some at once.
 
 A scheduler queues 1,024 requests, and each open one takes a task and messages: a response of 1,000
 prompts would leave no room to others.
@@ -14,7 +14,8 @@ import msgspec
 from services.gateway.streams.receiver import Receiver
 from shared.messages import Request
 
-MAX_OPEN = 64
+MAX_OPEN = 256  # of a response: as many as a worker runs at once
+MIN_OPEN = 64  # of one beside others of its tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,14 @@ async def test_inputs_are_submitted_some_at_once(
         assert cluster.scheduler.submits.qsize() == MAX_OPEN
         assert cluster.gateway.submission._limits.num_open == 0
         return
+    others = [asyncio.create_task(embed(cluster, [[5]] * 2 * MAX_OPEN)) for _ in range(2)]
+    await until(lambda: len(decode.runs) > MAX_OPEN + 100)
+    assert cluster.scheduler.submits.qsize() <= MAX_OPEN + 2 * MAX_OPEN * 2 // 3
     decode.released.set()
     body = await running
     assert [entry["embedding"] for entry in body["data"]] == [[1.0, *each] for each in inputs]
-    assert cluster.scheduler.submits.qsize() == len(inputs)
+    assert [len((await each)["data"]) for each in others] == [2 * MAX_OPEN] * 2
+    assert cluster.scheduler.submits.qsize() == len(inputs) + 4 * MAX_OPEN
 
 
 async def test_tenant_holds_a_number_of_prompts(
@@ -107,7 +111,7 @@ async def test_tenant_holds_a_number_of_prompts(
     decode = cluster.decodes[0]
     cluster.scheduler.workers, decode.hold_at = [decode], 0
     running = asyncio.create_task(embed(cluster, [[5]] * 80))
-    await until(lambda: len(decode.runs) == MAX_OPEN)
+    await until(lambda: len(decode.runs) == 80)
     for _ in range(2):
         response = await cluster.http.post(ROUTE, json={"input": [[5]] * 21})
         check_envelope(response, 429, "overloaded", None)
