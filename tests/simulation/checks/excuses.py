@@ -47,7 +47,7 @@ from shared.errors import (
     RequestBreaksWorkers,
 )
 from shared.lifecycle.health import SILENCE_LIMIT_S
-from shared.store import BREAKER_S, STORE_TIMEOUT_S
+from shared.store import BREAKER_S, MAX_STORE_TIMEOUT_S
 from tests.simulation.plan import PATIENT_S, POISON, Fault, Plan
 from tests.simulation.world.bus import GIVEN_UP_AFTER_S
 from tests.simulation.world.client import Client
@@ -160,7 +160,7 @@ def _unexplained_rejection(
         kinds, began, ended = {"drain"}, rejected_at, sent_at - REJOIN_S
     elif error.code == "dependency_unavailable":
         kinds, began = {"redis_away", "redis_hang"}, rejected_at
-        ended = rejected_at - BREAKER_S - 2 * STORE_TIMEOUT_S
+        ended = rejected_at - BREAKER_S - 2 * MAX_STORE_TIMEOUT_S
     else:
         return f"refused without a reason: {error}"
     has_reason = any(

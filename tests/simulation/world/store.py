@@ -9,7 +9,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shared.messages import StoreLoad
-from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRejected, StoreUnavailable
+from shared.store import (
+    BREAKER_S,
+    MAX_STORE_TIMEOUT_S,
+    STORE_TIMEOUT_S,
+    Command,
+    StoreRejected,
+    StoreUnavailable,
+)
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.scripts import SCRIPTS
 
@@ -178,6 +185,7 @@ class ProcessStore:
         self._process = process
         self._clock = ProcessClock(process)
         self._closed_until = 0.0
+        self._is_away = False
 
     async def get(self, key: str) -> bytes | None:
         return await self._ask(lambda: self._shared.get(key))
@@ -210,14 +218,17 @@ class ProcessStore:
             raise StoreUnavailable("Redis is unavailable")
         try:
             await self._clock.sleep(LATENCY_S)
-            if self._shared.is_hanging:
-                return await self._in_time(question)
-            return await question()
+            is_hanging = self._shared.is_hanging
+            reply = await (self._in_time(question) if is_hanging else question())
         except StoreRejected:
+            self._is_away = False
             raise
         except StoreUnavailable:
             self._closed_until = self._clock.now() + BREAKER_S
+            self._is_away = True
             raise
+        self._is_away = False
+        return reply
 
     async def _in_time(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """A command stays in the socket of a hanging Redis after its caller gives up."""
@@ -225,7 +236,8 @@ class ProcessStore:
         served = loop.create_task(self._shared.once_resumed(question), context=Context())
         over: asyncio.Future[None] = loop.create_future()
         served.add_done_callback(lambda _: self._process.arrive(_settle, over))
-        timer = self._process.call_later(STORE_TIMEOUT_S, partial(_settle, over))
+        wait_s = STORE_TIMEOUT_S if self._is_away else MAX_STORE_TIMEOUT_S
+        timer = self._process.call_later(wait_s, partial(_settle, over))
         try:
             await over
         finally:
