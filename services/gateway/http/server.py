@@ -21,6 +21,7 @@ from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from services.gateway.http.connections import Connections, Holder, OpenConnection
 from services.gateway.http.protocol.fair_starts import FairStarts
+from services.gateway.http.protocol.half_closed import HalfClosed
 from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
 from shared.background import Background, start_awaited
 from shared.errors import ConfigError, NoCapacity
@@ -112,6 +113,7 @@ class _Http(HttpToolsProtocol):
         self._tenant_of = tenant_of
         self._place: OpenConnection | None = None
         self._grace: asyncio.TimerHandle | None = None
+        self._half_closed: HalfClosed | None = None
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
         self._write_timeout_s = write_timeout_s
@@ -138,6 +140,8 @@ class _Http(HttpToolsProtocol):
         self._stop_waiting()
         if self._grace is not None:
             self._grace.cancel()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         self._connection.lost()
         if self._place is not None:
             self._place.lose()
@@ -147,6 +151,20 @@ class _Http(HttpToolsProtocol):
         super().connection_lost(exc)
         # They refer back to this object: what a connection held would stay until a full collection.
         self.cycle, self.scope, self._unanswered = None, None, []  # type: ignore[assignment]
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open, for the responses to complete requests: not once one
+        has begun, since clients that leave in the middle end it in the same way. TLS closes it.
+        """
+        if self._half_closed is not None:  # read again between pipelined requests
+            return True
+        waits = self._unanswered and not any(each.response_started for each in self._unanswered)
+        if not waits or self._unanswered[-1].more_body or self.scheme == "https":
+            return False
+        self._unanswered[-1].keep_alive = False
+        is_1_0 = any(each.scope["http_version"] == HTTP_1_0 for each in self._unanswered)
+        self._half_closed = HalfClosed(self.transport, may_probe=not is_1_0)
+        return True
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -134,15 +134,53 @@ async def test_number_of_queued_requests_is_bounded() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_client_that_ends_its_side_gets_its_responses(version: str) -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        head = GET.replace(b"1.1", version.encode())
+        writer.write(head.replace(b"/ ", b"/slow ", 1))
+        writer.write_eof()
+        answer = await rest_of(reader)
+        assert answer.count(b" 200 OK\r\n") == 1
+        assert (b"100 Continue" in answer) == (version == "1.1")
+
+
+async def test_pipelined_requests_before_the_end_are_answered() -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(GET.replace(b"/ ", b"/parts ", 1) + GET)
+        writer.write_eof()
+        assert (await rest_of(reader)).count(OK) == 2
+
+
+async def test_unfinished_request_ends_with_its_client_s_side() -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(POST + b"ab")
+        writer.write_eof()
+        assert await rest_of(reader) == b""
+
+
+async def test_client_that_leaves_after_the_end_of_its_side_is_noticed() -> None:
+    async with asyncio.timeout(20), started() as server:
+        LEFT.clear()
+        _, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET.replace(b"/ ", b"/wait ", 1))
+        writer.write_eof()
+        writer.close()
+        await until(LEFT.is_set)
+
+
 def test_waiting_connections_are_accepted_in_few_turns() -> None:
     async def accepted() -> int:
-        async with started() as server:
-            clients = [socket.create_connection(server.address) for _ in range(64)]
-            for _ in range(8):
-                await asyncio.sleep(0)
-            for each in clients:
-                each.close()
-            return len(server._server.server_state.connections)
+        server = WebServer(app, "127.0.0.1", 0)
+        await server.start()
+        clients = [socket.create_connection(server.address) for _ in range(64)]
+        for _ in range(8):
+            await asyncio.sleep(0)
+        num_accepted = len(server._server.server_state.connections)
+        for each in clients:
+            each.close()
+        await server.stop()
+        return num_accepted
 
     assert uvloop.run(accepted()) == 64
 

@@ -1,0 +1,42 @@
+"""A client that has ended its side of the connection, and may still read, or not.
+
+    half closed ──probe answered by a reset, or a write──▶ aborted
+         └──response sent──▶ closed by the server
+
+TCP does not tell one from the other before something is sent: `100 Continue`, which clients of
+HTTP/1.1 ignore. Later the kernel's keep-alive probes find out, or the parts of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FIRST_CHECK_S = 0.01
+MAX_CHECK_S = 1.0
+_CLOSE_WAIT = 8  # of TCP's states in Linux
+
+
+class HalfClosed:
+    """Aborts the transport once its peer is gone. `may_probe`: the client knows HTTP/1.1."""
+
+    def __init__(self, transport: asyncio.Transport, *, may_probe: bool) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._delay_s = FIRST_CHECK_S
+        if may_probe:
+            transport.write(CONTINUE)
+        self._timer = self._loop.call_later(self._delay_s, self._check)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        peer = self._transport.get_extra_info("socket")
+        (state,) = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        if state != _CLOSE_WAIT:
+            self._transport.abort()
+            return
+        self._delay_s = min(MAX_CHECK_S, 2 * self._delay_s)
+        self._timer = self._loop.call_later(self._delay_s, self._check)
