@@ -463,6 +463,11 @@ def _encoded_document(app: Litestar) -> bytes:
 def _document(version: str, routes: Routes) -> OpenAPIConfig:
     bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
     components = Components(security_schemes={BEARER: bearer})
+
+    async def docs(request: Request[Any, Any, Any]) -> Response[bytes] | None:
+        """A function, since Litestar copies a bound method with its object."""
+        return await routes.docs(request)
+
     # Litestar's HTML pages load external scripts; only the JSON document is served.
     return OpenAPIConfig(
         title="Hearth",
@@ -473,7 +478,7 @@ def _document(version: str, routes: Routes) -> OpenAPIConfig:
             include_in_schema=False,
             dto=None,
             return_dto=None,
-            before_request=routes.docs,
+            before_request=docs,
         ),
         render_plugins=[JsonRenderPlugin(path="/")],
         components=components,
