@@ -46,7 +46,7 @@ class Shapes:
     context: int
     prompt: int
     chunks: tuple[int, ...]
-    block_size: int = 16
+    block_size: int = 64  # a CUDA worker's by default
     hidden: int = field(init=False)
     inner: int = field(init=False)
     heads: int = field(init=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_kit.bit_checks.sizes import sizes_of
 from benchmarks.gpu_kit.cases import experts, gemm
 from benchmarks.gpu_kit.cases.attention import LATENT, LATENT_SCALE, ROTATED
-from benchmarks.gpu_kit.cases.case import EPS, FP32, integers
+from benchmarks.gpu_kit.cases.case import EPS, FP32, INT32, integers
 from benchmarks.gpu_kit.cases.sampling import columns_of
 from benchmarks.gpu_kit.session import Session
 
@@ -128,8 +128,8 @@ def _decode(
     query = _rows(session, heads, head_dim)
     rows = range(sizes.many_rows)
     lens = integers(session, [1 + row * 97 % sizes.prompt for row in rows])
-    tables = integers(session, [each * 53 % (POOL * width) for each in range(len(rows) * width)])
-    tables = tables.view(len(rows), width)
+    blocks = [each * 53 % (POOL * width) for each in range(len(rows) * width)]
+    tables = integers(session, blocks, INT32).view(len(rows), width)
     scale = head_dim**-0.5 if value_dim is None else LATENT_SCALE
     options: dict[str, Any] = {"value_dim": value_dim, "is_batch_invariant": True}
     return RowOp(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shared.engine.runners.model_runner import ModelExecutor
 
 NUM_LAYERS = 2
-NUM_BLOCKS = 6  # of the prompt, which all sequences share; each has a block of its own behind it
+NUM_BLOCKS = 2  # of the prompt, which all sequences share; each has a block of its own behind it
 CHUNKS = (1, 7, 64)
 BATCHES = (1, 7, 32)
 MOST_ID = 100  # of a token

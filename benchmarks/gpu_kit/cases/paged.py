@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kit.cases.case import INT64, integers
+from benchmarks.gpu_kit.cases.case import INT32, integers
 from benchmarks.gpu_kit.session import Session
 
 
 @dataclass(frozen=True)
 class Paged:
     cache: Tensor  # [planes, num_blocks, kv_heads, block_size, head_dim]
-    tables: Tensor  # [S, max_blocks]
+    tables: Tensor  # [S, max_blocks] int32, as of a step on CUDA
     lens: Tensor  # [S]
 
     @property
@@ -37,7 +37,7 @@ def paged(
     width = -(-max(lens) // shapes.block_size)
     num_blocks = width * len(lens)
     shape = (kv_heads or shapes.kv_heads, shapes.block_size, head_dim or shapes.head_dim)
-    tables = torch.arange(num_blocks, dtype=INT64, device=session.device).flip(0)
+    tables = torch.arange(num_blocks, dtype=INT32, device=session.device).flip(0)
     return Paged(
         session.random(planes, num_blocks, *shape, dtype=dtype, seed=3),
         tables.view(len(lens), width),

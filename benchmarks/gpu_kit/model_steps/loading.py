@@ -41,6 +41,7 @@ def load(session: Session, folder: Path, mode: Any) -> tuple[ModelRunner, Second
         "load_format": "dummy",
         "mode": mode,
         "max_batch_tokens": max(session.shapes.chunks),
+        "block_size": session.shapes.block_size,
     }
     with timed(cuda_runner, STAGES) as seconds:
         if not session.is_dry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,21 @@ import pytest
 import torch
 
 from benchmarks.gpu_kit import roofline
+from benchmarks.gpu_kit.cases.paged import paged
 from benchmarks.gpu_kit.kv_push.cache import PushPlan
-from benchmarks.gpu_kit.model_steps import events
+from benchmarks.gpu_kit.model_steps import events, loading
 from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, prefill
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
+from shared.clock import MonotonicClock
+from shared.config import default_block_size
 from shared.engine.runners.mode_choice import MeasuredDevice
+from shared.engine.runners.model_loading import LoadOptions
 from shared.numerics import KERNELS_VERSION
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
 
 GIB = 1 << 30
+CLOCK = MonotonicClock()
 
 
 def test_roofline_of_8b(tmp_path: Path) -> None:
@@ -40,6 +46,35 @@ def test_roofline_of_8b(tmp_path: Path) -> None:
         for card in ("H100 80GB HBM3", "H200")
     )
     assert (on_h100, on_h200) == pytest.approx((10.7e-3, 7.5e-3), rel=0.01)
+
+
+def test_kernels_are_compiled_for_the_blocks_that_a_device_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the size of a worker's, and otherwise equal options."""
+    found: dict[str, LoadOptions] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def load(folder: Path, options: LoadOptions, device: object) -> None:
+            same = {"clock": CLOCK, "dtype": "auto", "kv_cache_bytes": None}
+            found[name] = replace(options, **same)  # type: ignore[arg-type]
+
+        return load
+
+    def load_runner(folder: Path, *, device: str, **options: Any) -> None:
+        note("device")(folder, LoadOptions(**options), device)
+
+    monkeypatch.setattr(loading, "load_runner", load_runner)
+    for mode in ("device", "compile"):
+        monkeypatch.setattr(loading.cuda_runner.CudaRunner, "load", note(mode))
+        loading.load(Session("8b_exact", tmp_path / "rows.jsonl", mode=mode), tmp_path, "exact")
+    assert found["device"] == found["compile"]
+    sizes = {found["device"].block_size, EIGHT_B.block_size, SMALL.block_size}
+    assert sizes == {default_block_size("cuda")}
+
+
+def test_tables_have_the_dtype_of_steps_on_a_device(tmp_path: Path) -> None:
+    assert paged(session_in(tmp_path), [40, 3]).tables.dtype == torch.int32
 
 
 def test_largest_batch_has_half_of_the_context_first() -> None:
