@@ -14,21 +14,24 @@ from services.host.devices import weight_item_bytes
 from services.local.hub_download import is_hub_id
 from services.local.hub_process import downloaded
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.config import default_block_size
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.planning.memory_plan import plan_memory
 from shared.errors import CheckpointError, ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 4096
-BLOCK_SIZE = 16
 NUM_SPARE_BLOCKS = 2  # beyond those of one sequence
 MAX_SEQUENCES = 256  # a cache for more full contexts than these is useless
 PROCESS_BYTES = {"cpu": 200 << 20, "cuda": 700 << 20}  # before it is measured
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """`model_dir`: as workers open it. Bytes as planned; a start measures them."""
+    """`model_dir`: as workers open it. `block_size`: of the device, in tokens. Bytes as planned; a
+    start measures them.
+    """
 
     model_dir: str
+    block_size: int
     max_context_tokens: int
     kv_bytes_per_token: int
     weights_bytes: int
@@ -36,14 +39,17 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_floor_bytes(self) -> int:
-        num_blocks = -(-self.max_context_tokens // BLOCK_SIZE) + NUM_SPARE_BLOCKS
-        return num_blocks * BLOCK_SIZE * self.kv_bytes_per_token
+        num_blocks = -(-self.max_context_tokens // self.block_size) + NUM_SPARE_BLOCKS
+        return num_blocks * self.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.kv_bytes_per_token
 
     def kv_ceiling_bytes(self, budget_bytes: int) -> int:
         """What a budget leaves it at most, in whole blocks."""
         useful = min(budget_bytes - self.weights_bytes, MAX_SEQUENCES * self.kv_floor_bytes)
-        block_bytes = BLOCK_SIZE * self.kv_bytes_per_token
-        return max(self.kv_floor_bytes, useful // block_bytes * block_bytes)
+        return max(self.kv_floor_bytes, useful // self.block_bytes * self.block_bytes)
 
     def memory(
         self, key: ModelKey, model: CatalogueModel, budget_bytes: int, process_bytes: int | None
@@ -84,6 +90,7 @@ def _source_in(
     limit = model.max_context_tokens or DEFAULT_CONTEXT_TOKENS
     return ModelSource(
         model_dir=str(found.resolve()),
+        block_size=default_block_size(device),
         max_context_tokens=min(limit, config.max_position_embeddings),
         kv_bytes_per_token=planned.kv_bytes_per_token,
         weights_bytes=planned.weight_bytes,

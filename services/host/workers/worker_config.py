@@ -7,7 +7,6 @@ from pathlib import Path
 
 from services.host.budget import ModelKey, ModelMemory
 from services.host.hosted_catalogue import HostedRevision
-from services.host.sources import BLOCK_SIZE
 from shared.config import HostConfig, WorkerConfig
 from shared.nats_urls import user_of
 
@@ -52,7 +51,7 @@ def worker_config(
         weights=hosted.model.weights,
         device=device,
         num_threads=host.num_threads,
-        block_size=BLOCK_SIZE,
+        block_size=hosted.source.block_size,
         kv_cache_bytes=floor if kv_bytes is None else kv_bytes,
         kv_floor_bytes=floor,
         kv_ceiling_bytes=int(memory.kv_ceiling_bytes),

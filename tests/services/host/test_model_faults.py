@@ -28,6 +28,7 @@ from tests.simulation.world.store import MemoryStore
 
 SOURCE = ModelSource(
     model_dir=str(DEMO_MODEL_DIR),
+    block_size=16,
     max_context_tokens=64,
     kv_bytes_per_token=64,
     weights_bytes=1 << 20,

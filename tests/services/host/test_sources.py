@@ -1,0 +1,41 @@
+"""What a host plans for a model, and gives its worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.cli.service_options import DEMO_MODEL_DIR
+from services.host.budget import ModelKey
+from services.host.hosted_catalogue import HostedRevision
+from services.host.sources import ModelSource, find_source
+from services.host.workers.worker_config import worker_config
+from shared.catalogue.record import CatalogueModel, CatalogueRevision
+from shared.config import HostConfig, default_block_size
+
+REVISION = CatalogueRevision(name="r1", source=str(DEMO_MODEL_DIR))
+MODEL = CatalogueModel(name="m", revisions=(REVISION,), max_context_tokens=100)
+
+
+async def found(device: str) -> ModelSource:
+    return await find_source(MODEL, REVISION, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
+    """As those that are started without a host, whose requests they share."""
+    source, key = await found(device), ModelKey("m", "r1")
+    host = HostConfig(
+        nats_url="nats://x",
+        worker_nats_url="nats://w@x",
+        redis_url="redis://x",
+        process_id="host-1",
+    )
+    memory = source.memory(key, MODEL, 1 << 30, None)
+    hosted = HostedRevision(key, MODEL, REVISION, source=source)
+    config = worker_config(host, hosted, memory, "w.m-1", device, None)
+    size = default_block_size(device)
+    assert config.block_size == size
+    num_blocks, rest = divmod(memory.kv_floor_bytes, size * source.kv_bytes_per_token)
+    assert (num_blocks, rest) == (-(-100 // size) + 2, 0)
+    assert config.kv_ceiling_bytes is not None
+    assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
