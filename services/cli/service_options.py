@@ -134,7 +134,8 @@ HELP = {
     "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
     "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "
     "slow links; other bits, equal at every number of ranks, also one.",
-    "block_size": "Tokens in a KV block (default: 16 on the CPU, 64 on CUDA).",
+    "block_size": "Tokens in a KV block (default: 16 on the CPU, 64 on CUDA; "
+    "a model that has workers on both needs one size).",
     "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
     "what is free after weights and the largest step).",
     "kv_floor_bytes": "Memory that the KV cache has at least while the worker serves; it limits "

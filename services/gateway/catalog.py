@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 import msgspec
+import structlog
 
 from services.gateway.card_selection import CardSelection
 from shared.clock import Clock
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, HostLoad, ModelCard, Role
+
+log = structlog.get_logger(__name__)
 
 START_S = 5.0  # of a model that no host has started yet
 
@@ -59,6 +63,7 @@ class Catalog:
         self._cards = CardSelection()  # of its own model
         self._others: dict[Revision, CardSelection] = {}
         self._places: dict[str, CardSelection] = {}  # of each worker's card
+        self._block_sizes: dict[str, tuple[Revision, int]] = {}  # of workers of any role
         self._hosts: dict[str, dict[Revision, ModelCard]] = {}
         self.name = name
 
@@ -68,6 +73,7 @@ class Catalog:
         if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or above the peer limit
             return
         takes_work = self._fleet.is_live(worker_id) and heartbeat.state == "ready"
+        self._observe_block_size(worker_id, heartbeat.model if takes_work else None)
         card = heartbeat.model if "decode" in heartbeat.roles and takes_work else None
         place = None if card is None else self._place(card, now)
         known = self._places.get(worker_id)
@@ -80,8 +86,31 @@ class Catalog:
         if heartbeat.host is not None:
             self._hosts[worker_id] = _hosted(heartbeat.host) if takes_work else {}
 
+    def _observe_block_size(self, worker_id: str, card: ModelCard | None) -> None:
+        """Warns of the first worker of a revision with another block size: decode workers of the
+        sizes with fewer workers get no requests, and KV goes only between equal sizes.
+        """
+        if card is None:
+            self._block_sizes.pop(worker_id, None)
+            return
+        found = (card.name, card.revision), card.block_size
+        if self._block_sizes.get(worker_id) == found:
+            return
+        self._block_sizes[worker_id] = found
+        sizes = Counter(size for key, size in self._block_sizes.values() if key == found[0])
+        if len(sizes) > 1 and sizes[card.block_size] == 1:
+            log.warning(
+                "block_sizes_differ",
+                model=card.name,
+                revision=card.revision,
+                worker=worker_id,
+                block_sizes=sorted(sizes),
+                hint="give all workers of a model the same --block-size",
+            )
+
     def lost(self, process_id: str) -> None:
         self._hosts.pop(process_id, None)
+        self._block_sizes.pop(process_id, None)
         place = self._places.pop(process_id, None)
         if place is not None:
             place.remove(process_id, self._clock.now())

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from services.gateway.card_selection import HOLD_S
 from services.gateway.catalog import Catalog
@@ -141,6 +142,31 @@ def test_card_has_the_block_size_of_most_workers() -> None:
     rig.beat("d3")
     card = rig.catalog.card("m")
     assert (card.block_size, card.max_context_tokens) == (16, 4096)
+
+
+def test_workers_of_another_block_size_are_logged_once() -> None:
+    """Of any role, since KV of another size is not used either; a restart counts again."""
+    rig = Rig()
+    with capture_logs() as logs:
+        for _ in range(2):
+            rig.beat("cpu-1")
+            rig.beat("cpu-2")
+            rig.beat("of-another", revision="r2", block_size=64)
+            rig.beat("not-ready", block_size=64, state="starting")
+        assert logs == []
+        for _ in range(2):
+            rig.beat("gpu-1", block_size=64, role="prefill")
+            rig.beat("gpu-2", block_size=64)
+    (logged,) = logs
+    assert (logged["event"], logged["log_level"]) == ("block_sizes_differ", "warning")
+    assert (logged["worker"], logged["block_sizes"]) == ("gpu-1", [16, 64])
+    for worker in ("cpu-1", "cpu-2"):
+        rig.catalog.lost(worker)
+    with capture_logs() as logs:
+        rig.beat("gpu-3", block_size=64)
+        assert logs == []
+        rig.beat("cpu-3")
+    assert [each["worker"] for each in logs] == ["cpu-3"]
 
 
 def test_features_do_not_split_a_version() -> None:
