@@ -65,6 +65,7 @@ class SafetensorsFile:
         self._reading = reading or Reading()
         self._digests: dict[str, str] = {}
         try:
+            self._ctime_ns = path.stat().st_ctime_ns
             self._source = Source.of(path)
             self._handle = stack.enter_context(safe_open(path, framework="pt"))
             file = stack.enter_context(path.open("rb", buffering=0))
@@ -104,14 +105,14 @@ class SafetensorsFile:
         cache, digests = self._reading.digests, dict(self._digests)
         is_new = digests != self._remembered and digests.keys() == set(self.names())
         if cache is not None and is_new:
-            cache.remember(self._source, digests)
+            cache.remember(self._source, self._ctime_ns, digests)
 
     @cached_property
     def _remembered(self) -> dict[str, str]:
         """Digests of all tensors, of which one was computed again; empty if there are none."""
         if self._reading.digests is None:
             return {}
-        found = self._reading.digests.of(self._source)
+        found = self._reading.digests.of(self._source, self._ctime_ns)
         small = [name for name in self.names() if self._bytes.size(name) <= CHECKED_BYTES]
         if found.keys() != set(self.names()) or not small:
             return {}

@@ -3,9 +3,10 @@
     <cache>/digests/<digest of the path>    xxh3-128 of the rest, JSON
 
 An entry only saves time. It counts if it is intact, this user's alone, of exactly this file (path,
-size, mtime, inode) and its tensors, and if one of them, chosen at random, still has its digest:
-anything else is computed again. A file that was changed just before it was read is not remembered,
-since a later change may have the same mtime.
+size, mtime, inode, ctime) and its tensors, and if one of them, chosen at random, still has its
+digest: anything else is computed again. Copies and archives restore a file's mtime; nobody can set
+its ctime. A file that was changed just before it was read is not remembered, since a later change
+may have the same times.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 
 class _Entry(msgspec.Struct, frozen=True):
     source: Source
+    ctime_ns: int  # not of `Source`: a new link to a file does not change what it holds
     digests: dict[str, Digest]
 
 
@@ -47,8 +49,8 @@ class DigestCache:
         self._folder = folder
         self._now = wall_clock_s
 
-    def of(self, source: Source) -> dict[str, str]:
-        """Digests by tensor; empty if there are none to trust."""
+    def of(self, source: Source, ctime_ns: int) -> dict[str, str]:
+        """Digests by tensor; empty if there are none to trust. `ctime_ns`: of the file."""
         try:
             entry = _decoded(self._read(source))
         except FileNotFoundError:
@@ -56,13 +58,16 @@ class DigestCache:
         except (OSError, ValueError, *UNREADABLE) as error:
             log.warning("digests_not_used", path=source.path, reason=one_line(error))
             return {}
-        return entry.digests if entry.source == source else {}
+        is_same = (entry.source, entry.ctime_ns) == (source, ctime_ns)
+        return entry.digests if is_same else {}
 
-    def remember(self, source: Source, digests: dict[str, str]) -> None:
-        if self._now() - source.mtime_ns / 1e9 < LEAST_AGE_S or not source.is_current:
+    def remember(self, source: Source, ctime_ns: int, digests: dict[str, str]) -> None:
+        """`ctime_ns`: of the file before it was read."""
+        changed_s = max(source.mtime_ns, ctime_ns) / 1e9
+        if self._now() - changed_s < LEAST_AGE_S or not source.is_current:
             return
         try:
-            self._write(source, msgspec.json.encode(_Entry(source, digests)))
+            self._write(source, msgspec.json.encode(_Entry(source, ctime_ns, digests)))
         except OSError as error:
             log.warning("digests_not_remembered", path=source.path, reason=one_line(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,7 +40,8 @@ def write(path: Path, *, seed: int) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> DigestCache:
-    return DigestCache(tmp_path / "cache")
+    """Its clock shows files that were changed long ago."""
+    return DigestCache(tmp_path / "cache", wall_clock_s=lambda: time.time() + 60)
 
 
 @pytest.fixture
@@ -83,6 +85,25 @@ def test_changed_file_is_read_again(path: Path, cache: DigestCache, computed: li
     before = revision(path, cache)
     write(path, seed=1)
     os.utime(path, ns=(LONG_AGO_NS + 1, LONG_AGO_NS + 1))
+    assert revision(path, cache) == revision(path, None) != before
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_file_with_other_tensors_and_its_old_mtime_is_read_again(
+    path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """The tensor that is checked is one of those that stayed."""
+    monkeypatch.setattr("random.choice", lambda names: names[0])
+    before, data = revision(path, cache), bytearray(path.read_bytes())
+    data[-1] ^= 1
+    inode, ctime_ns = path.stat().st_ino, path.stat().st_ctime_ns
+    if is_new:  # the file system may give the inode again
+        path.unlink()
+    path.write_bytes(data)
+    os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    while path.stat().st_ctime_ns == ctime_ns:  # within one step of the file system's clock
+        os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert is_new or path.stat().st_ino == inode
     assert revision(path, cache) == revision(path, None) != before
 
 
@@ -150,13 +171,16 @@ def test_digests_of_other_weights_are_detected(
     os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
     assert revision(path, None) != expected
     own["source"]["inode"] = path.stat().st_ino
+    own["ctime_ns"] = path.stat().st_ctime_ns
     data = msgspec.json.encode(own)
     entry(tmp_path).write_bytes(xxhash.xxh3_128_digest(data) + data)
     assert revision(path, cache) == revision(path, None)
 
 
 def test_file_changed_just_now_is_not_remembered(path: Path, tmp_path: Path) -> None:
-    young = DigestCache(tmp_path / "cache", wall_clock_s=lambda: LONG_AGO_NS / 1e9 + 1)
+    """Whatever its mtime says."""
+    changed_ns = path.stat().st_ctime_ns
+    young = DigestCache(tmp_path / "cache", wall_clock_s=lambda: changed_ns / 1e9 + 1)
     revision(path, young)
     assert not (tmp_path / "cache").exists()
 
