@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
@@ -64,6 +63,8 @@ class SafetensorsFile:
         self._path = path
         self._reading = reading or Reading()
         self._digests: dict[str, str] = {}
+        self._found: dict[str, str] | None = None
+        self._lock = Lock()  # of `_found`
         try:
             self._ctime_ns = path.stat().st_ctime_ns
             self._source = Source.of(path)
@@ -107,9 +108,17 @@ class SafetensorsFile:
         if cache is not None and is_new:
             cache.remember(self._source, self._ctime_ns, digests)
 
-    @cached_property
+    @property
     def _remembered(self) -> dict[str, str]:
-        """Digests of all tensors, of which one was computed again; empty if there are none."""
+        """Digests of all tensors, of which one was computed again; empty if there are none. All
+        readers of the file get the same.
+        """
+        with self._lock:
+            if self._found is None:
+                self._found = self._checked()
+            return self._found
+
+    def _checked(self) -> dict[str, str]:
         if self._reading.digests is None:
             return {}
         found = self._reading.digests.of(self._source, self._ctime_ns)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Barrier
 
 import msgspec
 import pytest
@@ -79,6 +82,33 @@ def test_second_revision_reads_one_tensor(
     computed.clear()
     assert revision(path, cache) == expected
     assert len(computed) == 1
+
+
+def test_readers_check_each_file_once_and_files_at_once(
+    path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digest waits for the other file's."""
+    other = path.with_name("other.safetensors")
+    shutil.copy2(path, other)
+    for each in (path, other):
+        with ExitStack() as stack:
+            file = SafetensorsFile(each, stack, Reading(digests=cache))
+            expected = [file.content(name) for name in NAMES]
+            file.check_unchanged()
+    together, digest, names = Barrier(2), TensorBytes.digest, []
+
+    def waiting(self: TensorBytes, name: str) -> str:
+        names.append(name)
+        together.wait(timeout=5)
+        return digest(self, name)
+
+    monkeypatch.setattr(TensorBytes, "digest", waiting)
+    with ExitStack() as stack, ThreadPoolExecutor(8) as readers:
+        files = [SafetensorsFile(each, stack, Reading(digests=cache)) for each in (path, other)]
+        calls = [readers.submit(each.content, name) for name in NAMES for each in files]
+        assert [call.result() for call in calls[::2]] == expected
+        assert [call.result() for call in calls[1::2]] == expected
+    assert len(names) == 2
 
 
 def test_changed_file_is_read_again(path: Path, cache: DigestCache, computed: list[str]) -> None:
