@@ -30,15 +30,18 @@ _JSON = JSONDecoder()
 class Item:
     """`operator`: the repetition, or empty. `atom`: text, or the alternatives of a group. `size`:
     how many texts it has, which trees that share groups can have many more of than objects.
+    `depth`: how many groups are in each other.
     """
 
     atom: str | Alternatives
     operator: str = ""
     size: int = field(init=False, compare=False)
+    depth: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         inner = () if isinstance(self.atom, str) else self.atom
         object.__setattr__(self, "size", sum(map(size_of, inner)) if inner else 1)
+        object.__setattr__(self, "depth", 1 + depth_of(inner) if inner else 0)
 
 
 Items = tuple[Item, ...]
@@ -64,6 +67,10 @@ class Rule:
 
 def size_of(items: Items) -> int:
     return sum(each.size for each in items)
+
+
+def depth_of(alternatives: Alternatives) -> int:
+    return max((each.depth for items in alternatives for each in items), default=0)
 
 
 def rules_of(source: str) -> list[Rule]:

@@ -3,12 +3,13 @@ outputs.
 
 x: a x | b x | c                   ──▶   x: (a | b)* c
 x: a ("," x)?                      ──▶   x: (a ",")* a
+x: a ("," x)*                      ──▶   x: a ("," a)*
 x: x "+" x | "-" x | a             ──▶   x: "-"* a ("+" "-"* a)*
 x: a y | b,  y: c x                ──▶   x: (a c)* b,  y: c x
 
 The parser retains all open repetitions of a right-recursive rule: each token takes longer than the
 one before, and after 2,000 of them the output ends. Rules of one cycle are linear equations, which
-are solved one after another.
+are solved one after another. Those whose solution is unknown or large stay as they are.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from itertools import chain
 
-from shared.errors import GrammarTooComplex, InvalidRequest
-from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, rules_of, size_of
+from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, depth_of, rules_of, size_of
 
-MAX_GROWTH = 10_000  # of one equation, beyond the rules: it can double with each rule
-MAX_NAMES = 4  # in an error
+MAX_GROWTH = 10_000  # of one equation, beyond the rules: it can quadruple with each rule
+MAX_DEPTH = 28  # of groups: the parser refuses more
+REPETITION = "*"  # the name of the one at the end of rules of a cycle; "x*": x, and then that
 
 _Branch = tuple[Items, str | None]  # what stands before the rule of the cycle that ends it, if any
 
 
+class _NotWritable(Exception):
+    """No equal of the rules of a cycle is known, or it is large."""
+
+
 def without_right_recursion(source: str) -> str:
-    """A rule that has no end, or that cannot be read, stays as it is. Raises InvalidRequest,
-    GrammarTooComplex for other rules that end in themselves and cannot be written so.
-    """
+    """A rule that has no end, or that cannot be read or written so, stays as it is."""
     try:
         rules = rules_of(source)
         named = {each.name: each for each in rules if each.name is not None}
@@ -45,9 +48,12 @@ def _written(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
         name: set(_ends(each.alternatives or ())) & rules.keys() for name, each in rules.items()
     }
     for cycle in _cycles(ends):
-        equations = {name: list(_branches(rules[name], cycle)) for name in cycle}
-        for name, alternatives in _solved(equations).items():
-            yield name, rules[name].with_body(alternatives)
+        try:
+            solved = _solved(_equations({name: rules[name] for name in cycle}))
+        except _NotWritable:
+            continue
+        for name in solved.keys() & rules.keys():
+            yield name, rules[name].with_body(solved[name])
 
 
 def _ends(alternatives: Alternatives) -> Iterator[str]:
@@ -106,66 +112,131 @@ def _reached(name: str, users: Mapping[str, list[str]], done: set[str]) -> list[
 # ── equations ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _branches(rule: Rule, cycle: Collection[str]) -> Iterator[_Branch]:
-    """Raises InvalidRequest."""
-    if rule.has_attributes:
-        raise InvalidRequest(_refusal(cycle, "with attributes"))
-    yield from _of_alternatives(rule.alternatives or (), cycle)
+def _equations(cycle: Mapping[str, Rule]) -> dict[str, list[_Branch]]:
+    """Raises _NotWritable."""
+    if any(each.has_attributes for each in cycle.values()):
+        raise _NotWritable
+    bodies = {name: each.alternatives or () for name, each in cycle.items()}
+    equations = {name: list(_branches(each, cycle)) for name, each in bodies.items()}
+    repeated = {each for body in bodies.values() for each in _repeated_ends(body, cycle)}
+    return _with_repetition(equations, *repeated) if repeated else equations
 
 
-def _of_alternatives(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[_Branch]:
+def _with_repetition(
+    equations: dict[str, list[_Branch]], repeated: Alternatives, *others: Alternatives
+) -> dict[str, list[_Branch]]:
+    """`repeated`: what the rules end in any number of, of which any number may follow these: that
+    is any number again. Raises _NotWritable if `others` are repeated, too.
+    """
+    inner = list(_branches(repeated, equations))
+    if others or any(_begins(each, equations) for each in chain(inner, *equations.values())):
+        raise _NotWritable
+    followed = {f"{name}*": list(_followed(each)) for name, each in equations.items()}
+    return {REPETITION: [((), None), *_followed(inner)], **followed, **equations}
+
+
+def _followed(branches: Iterable[_Branch]) -> Iterator[_Branch]:
+    """The branches, and then the repetition."""
+    for items, target in branches:
+        yield items, f"{(target or '').removesuffix(REPETITION)}{REPETITION}"
+
+
+def _begins(branch: _Branch, cycle: Collection[str]) -> bool:
+    (items, _) = branch
+    return bool(items) and isinstance(items[0].atom, str) and items[0].atom in cycle
+
+
+def _repeated_ends(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[Alternatives]:
+    """What the alternatives end in repetitions of that end in the cycle."""
+    for *_, last in filter(None, alternatives):
+        if not set(_ends(((last,),))).isdisjoint(cycle):
+            if last.operator in ("*", "+"):
+                yield _group(last)
+            if not isinstance(last.atom, str):
+                yield from _repeated_ends(last.atom, cycle)
+
+
+def _group(item: Item) -> Alternatives:
+    return ((Item(item.atom),),) if isinstance(item.atom, str) else item.atom
+
+
+def _branches(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[_Branch]:
+    """Raises _NotWritable."""
     for items in alternatives:
         if set(_ends((items,))).isdisjoint(cycle):
             yield items, None
-            continue
-        before, last = items[:-1], items[-1]
-        if last.operator not in ("", "?"):
-            raise InvalidRequest(_refusal(cycle, "within a repetition"))
-        if last.operator:
-            yield before, None
-        if isinstance(last.atom, str):
-            yield before, last.atom
         else:
-            for inner, name in _of_alternatives(last.atom, cycle):
-                yield before + inner, name
+            yield from ((items[:-1] + inner, name) for inner, name in _last(items[-1], cycle))
 
 
-def _refusal(cycle: Collection[str], where: str) -> str:
-    some = [each[:64] for each in sorted(cycle)[:MAX_NAMES]]
-    names = ", ".join(some) + (" and others" if len(cycle) > MAX_NAMES else "")
-    subject = (
-        f"the rule {names} ends in itself" if len(cycle) == 1 else f"{names} end in each other"
-    )
-    return f"{subject} {where}: write a repetition instead, such as (…)*"
+def _last(item: Item, cycle: Collection[str]) -> Iterator[_Branch]:
+    """The branches of an item that ends in the cycle. Raises _NotWritable."""
+    if item.operator not in ("", "?", "*", "+"):
+        raise _NotWritable
+    if item.operator == "*":
+        yield (), REPETITION
+        return
+    if item.operator == "?":
+        yield (), None
+    inner = _branches(item.atom, cycle) if not isinstance(item.atom, str) else [((), item.atom)]
+    yield from _followed(inner) if item.operator == "+" else inner
 
 
 def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
-    """Each rule by the rules after it. Empty where a rule has no end."""
+    """Each rule by rules that are solved later, which are those with infix operators: what such a
+    rule ends in must be known. Empty where a rule has no end. Raises _NotWritable.
+    """
     solved: dict[str, Alternatives] = {}
-    names = list(equations)
+    names = sorted(
+        equations, key=lambda name: any(_begins(each, (name,)) for each in equations[name])
+    )
+    targets = {name: {each for _, each in branches} for name, branches in equations.items()}
     most = MAX_GROWTH + 4 * sum(map(_size, chain.from_iterable(equations.values())))
     for index, name in enumerate(names):
-        branches = list(_bounded(_without_own(name, equations[name], names), most, names))
+        branches = list(_united(_bounded(_without_own(name, equations[name]), most), equations))
         if not branches:
             return {}
         solved[name] = _factored(tuple(items + _call(target) for items, target in branches))
+        if depth_of(solved[name]) > MAX_DEPTH:
+            raise _NotWritable
         for other in names[index + 1 :]:
-            inserted = _inserted(equations[other], name, branches)
-            equations[other] = list(_bounded(inserted, most, names))
+            if name in targets[other]:
+                inserted = _bounded(_inserted(equations[other], name, branches), most)
+                equations[other] = list(_united(inserted, equations))
+                targets[other] = {each for _, each in equations[other]}
     return solved
+
+
+def _united(branches: Iterable[_Branch], cycle: Collection[str]) -> Iterator[_Branch]:
+    """One branch for each target, besides those that begin with a rule of the cycle."""
+    by_target: dict[str | None, list[Items]] = {}
+    for each in branches:
+        if _begins(each, cycle):
+            yield each
+        else:
+            by_target.setdefault(each[1], []).extend(_opened(each[0]))
+    for target, found in by_target.items():
+        yield found[0] if len(found) == 1 else (Item(tuple(found)),), target
+
+
+def _opened(items: Items) -> Alternatives:
+    """Those of a group that stands alone."""
+    if len(items) == 1 and not items[0].operator and not isinstance(items[0].atom, str):
+        return items[0].atom
+    return (items,)
 
 
 def _size(branch: _Branch) -> int:
     return size_of(branch[0]) + 1
 
 
-def _bounded(branches: Iterable[_Branch], most: int, cycle: Collection[str]) -> Iterator[_Branch]:
-    """Raises GrammarTooComplex."""
+def _bounded(branches: Iterable[_Branch], most: int) -> Iterator[_Branch]:
+    """Raises _NotWritable."""
     size = 0
     for each in branches:
         size += _size(each)
         if size > most:
-            raise GrammarTooComplex(_refusal(cycle, "in too many ways"))
+            raise _NotWritable
         yield each
 
 
@@ -189,15 +260,15 @@ def _inserted(branches: list[_Branch], name: str, ends: list[_Branch]) -> Iterat
             yield from ((items + after, last) for after, last in ends)
 
 
-def _without_own(name: str, branches: list[_Branch], cycle: Collection[str]) -> list[_Branch]:
-    """The branches, none of which ends in the rule itself. Raises InvalidRequest."""
+def _without_own(name: str, branches: list[_Branch]) -> list[_Branch]:
+    """The branches, none of which ends in the rule itself. Raises _NotWritable."""
     own = [items for items, target in branches if target == name and items]
     others = [each for each in branches if each[1] != name]
     if not any(items[0] == Item(name) for items in own):
         loop = _repeated(own)
         return [(loop + items, target) for items, target in others]
     if any(target is not None for _, target in others):
-        raise InvalidRequest(_refusal(cycle, "and begin so"))
+        raise _NotWritable
     operand = _operand(name, own, [items for items, _ in others])
     infixes = tuple(items[1:] for items in own if items[0] == Item(name))
     return [((*operand, Item(((Item(infixes), *operand),), "*")), None)] if operand else []

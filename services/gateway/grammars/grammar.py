@@ -60,7 +60,6 @@ def json_grammar(
 
 
 def lark_grammar(source: str) -> Grammar:
-    """Raises InvalidRequest, GrammarTooComplex for a recursion that cannot be a repetition."""
     return Grammar("lark", without_right_recursion(source))
 
 
