@@ -154,17 +154,23 @@ class _Http(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open, for the responses to complete requests: not once one
-        has begun, since clients that leave in the middle end it in the same way. TLS closes it.
+        has begun, since clients that leave in the middle end it in the same way. TLS closes it, and
+        of HTTP/1.0 nobody can be asked whether it has left.
         """
         if self._half_closed is not None:  # read again between pipelined requests
             return True
-        waits = self._unanswered and not any(each.response_started for each in self._unanswered)
-        if not waits or self._unanswered[-1].more_body or self.scheme == "https":
+        is_1_0 = any(each.scope["http_version"] == HTTP_1_0 for each in self._unanswered)
+        if is_1_0 or self.scheme == "https" or not self._waits_for_response():
+            return False
+        if self._unanswered[-1].more_body:
             return False
         self._unanswered[-1].keep_alive = False
-        is_1_0 = any(each.scope["http_version"] == HTTP_1_0 for each in self._unanswered)
-        self._half_closed = HalfClosed(self.transport, may_probe=not is_1_0)
+        self._half_closed = HalfClosed(self.transport, self._waits_for_response)
         return True
+
+    def _waits_for_response(self) -> bool:
+        """Whether bytes that are sent now stand before a response, not in one."""
+        return bool(self._unanswered) and not any(e.response_started for e in self._unanswered)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -4,33 +4,44 @@
          └──response sent──▶ closed by the server
 
 TCP does not tell one from the other before something is sent: `100 Continue`, which clients of
-HTTP/1.1 ignore. Later the kernel's keep-alive probes find out, or the parts of a stream.
+HTTP/1.1 ignore. A relay of bytes in between answers the first one by closing its client's side, the
+second by closing its own, and the third by a reset. Later the kernel's keep-alive probes find out,
+or the parts of a stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_CHECK_S = 0.01
 MAX_CHECK_S = 1.0
+PROBE_AFTER_S = 0.3  # the shortest time between probes, in which a relay gets an answer
+MAX_PROBES = 4  # Go's client takes five such answers
 _CLOSE_WAIT = 8  # of TCP's states in Linux
 
 
 class HalfClosed:
-    """Aborts the transport once its peer is gone. `may_probe`: the client knows HTTP/1.1."""
+    """Aborts the transport once its peer is gone. `may_probe`: no response has begun."""
 
-    def __init__(self, transport: asyncio.Transport, *, may_probe: bool) -> None:
+    def __init__(self, transport: asyncio.Transport, may_probe: Callable[[], bool]) -> None:
         self._transport = transport
+        self._may_probe = may_probe
         self._loop = asyncio.get_running_loop()
         self._delay_s = FIRST_CHECK_S
-        if may_probe:
-            transport.write(CONTINUE)
+        self._num_probes = 0
+        self._probe()
         self._timer = self._loop.call_later(self._delay_s, self._check)
 
     def stop(self) -> None:
         self._timer.cancel()
+
+    def _probe(self) -> None:
+        if self._num_probes < MAX_PROBES and self._may_probe():
+            self._num_probes += 1
+            self._transport.write(CONTINUE)
 
     def _check(self) -> None:
         peer = self._transport.get_extra_info("socket")
@@ -38,5 +49,7 @@ class HalfClosed:
         if state != _CLOSE_WAIT:
             self._transport.abort()
             return
+        if self._delay_s >= PROBE_AFTER_S:
+            self._probe()
         self._delay_s = min(MAX_CHECK_S, 2 * self._delay_s)
         self._timer = self._loop.call_later(self._delay_s, self._check)

@@ -134,41 +134,6 @@ async def test_number_of_queued_requests_is_bounded() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-async def test_client_that_ends_its_side_gets_its_responses(version: str) -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
-        head = GET.replace(b"1.1", version.encode())
-        writer.write(head.replace(b"/ ", b"/slow ", 1))
-        writer.write_eof()
-        answer = await rest_of(reader)
-        assert answer.count(b" 200 OK\r\n") == 1
-        assert (b"100 Continue" in answer) == (version == "1.1")
-
-
-async def test_pipelined_requests_before_the_end_are_answered() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
-        writer.write(GET.replace(b"/ ", b"/parts ", 1) + GET)
-        writer.write_eof()
-        assert (await rest_of(reader)).count(OK) == 2
-
-
-async def test_unfinished_request_ends_with_its_client_s_side() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
-        writer.write(POST + b"ab")
-        writer.write_eof()
-        assert await rest_of(reader) == b""
-
-
-async def test_client_that_leaves_after_the_end_of_its_side_is_noticed() -> None:
-    async with asyncio.timeout(20), started() as server:
-        LEFT.clear()
-        _, writer = await asyncio.open_connection(*server.address)
-        writer.write(GET.replace(b"/ ", b"/wait ", 1))
-        writer.write_eof()
-        writer.close()
-        await until(LEFT.is_set)
-
-
 def test_waiting_connections_are_accepted_in_few_turns() -> None:
     async def accepted() -> int:
         server = WebServer(app, "127.0.0.1", 0)
