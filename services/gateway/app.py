@@ -195,12 +195,16 @@ class Routes:
         """Encoded once, on a thread: it takes 120 ms, and needs no key."""
         if self._openapi is None:
             self._openapi = start_awaited(asyncio.to_thread(_encoded_document, request.app))
-        return Response(await asyncio.shield(self._openapi), media_type=MediaType.JSON)
+        try:
+            return Response(await asyncio.shield(self._openapi), media_type=MediaType.JSON)
+        except Exception:
+            self._openapi = None  # the next request tries again
+            raise
 
     async def docs(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
         """The same document, which the framework would compute on the event loop."""
-        is_page = request.scope["path"].rstrip("/") == DOCS_PATH
-        return await self.openapi(request) if is_page else None
+        is_document = request.scope["path"].rstrip("/") in (DOCS_PATH, f"{DOCS_PATH}/openapi.json")
+        return await self.openapi(request) if is_document else None
 
     def on_hearth_error(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
         if request.method == "POST":

@@ -10,7 +10,8 @@ from tests.services.gateway.conftest import Cluster
 MAX_CALL_S = 0.001
 NUM_CALLS, NUM_BATCHES = 10, 10
 PATHS = (
-    *("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/", "/page/app.js"),
+    *("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/openapi.json"),
+    *("/", "/page/app.js"),
     *("/none", "/page/none", "/v1/none", "/client/v4/accounts/a/ai/none"),  # 404
     *("/v1/models", "/v1/cluster", "/tokenizer_info", "/v1/requests/r/timeline"),  # 401
 )

@@ -129,11 +129,15 @@ async def test_openapi_document_is_encoded_once_and_not_on_the_event_loop(
         threads.add(threading.current_thread())
         return to_schema(document)
 
+    monkeypatch.setattr(OpenAPI, "to_schema", None)
+    assert (await cluster.http.get("/openapi.json")).status_code == 500
     monkeypatch.setattr(OpenAPI, "to_schema", recorded)
-    page = await cluster.http.get("/docs")
+    page = await cluster.http.get("/docs/openapi.json")
     assert threading.main_thread() not in threads
     assert len(threads) == 1
     monkeypatch.setattr(OpenAPI, "to_schema", None)
+    for path in ("/docs", "/docs/openapi.json"):
+        assert (await cluster.http.get(path)).content == page.content
     document = await cluster.http.get("/openapi.json")
     assert (document.status_code, document.content) == (200, page.content)
     assert document.headers["content-type"] == page.headers["content-type"] == "application/json"
