@@ -312,9 +312,12 @@ class Submission:
             reservation.opened(output)
 
     def _num_at_once(self, reservation: Reservation) -> int:
-        """Of the prompts of a response: its share beside others of the tenant."""
+        """Of the prompts of a response: its share beside others of the tenant, for which the
+        gateway has room.
+        """
         all_prompts = self._num_prompts[reservation.tenant.tenant_id]
-        return max(MIN_OPEN, MAX_OPEN * reservation.num_prompts // max(1, all_prompts))
+        share = max(MIN_OPEN, MAX_OPEN * reservation.num_prompts // max(1, all_prompts))
+        return max(1, min(share, self._num_free()))
 
     def cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:
         """Cancels the requests of a lost client. Does nothing for ended requests."""
@@ -429,8 +432,11 @@ class Submission:
 
     def _check_admission(self) -> None:
         self._check_draining()
-        if len(self._driver) + self._num_preparing >= self._max_requests:
+        if self._num_free() <= 0:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+
+    def _num_free(self) -> int:
+        return self._max_requests - len(self._driver) - self._num_preparing
 
 
 def _opening(prepared: PreparedRequest, output: RequestOutput) -> Opening:

@@ -71,11 +71,13 @@ async def test_input_forms(cluster: Cluster, inputs: Any, num_inputs: int) -> No
     assert cluster.scheduler.submits.qsize() == num_inputs
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(("leaves", "num_free"), [(False, 4096), (True, 4096), (True, 100)])
 async def test_inputs_are_submitted_some_at_once(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leaves: bool
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leaves: bool, num_free: int
 ) -> None:
     """In their order; those of a client that leaves are not submitted."""
+    monkeypatch.setattr(cluster.gateway.submission, "_max_requests", num_free)
+    at_once = min(num_free, MAX_OPEN)
     decode, inputs = cluster.decodes[0], [[5 + number] for number in range(MAX_OPEN + 30)]
     cluster.scheduler.workers = [decode]
 
@@ -85,12 +87,12 @@ async def test_inputs_are_submitted_some_at_once(
     monkeypatch.setattr(decode, "embedding_for", embedding)
     decode.hold_at = 0
     running = asyncio.create_task(embed(cluster, inputs, normalize=False))
-    await until(lambda: len(decode.runs) == MAX_OPEN)
-    assert cluster.scheduler.submits.qsize() == MAX_OPEN == len(cluster.gateway._driver)
+    await until(lambda: len(decode.runs) == at_once)
+    assert cluster.scheduler.submits.qsize() == at_once == len(cluster.gateway._driver)
     if leaves:
         running.cancel()
         await until(lambda: not len(cluster.gateway._driver))
-        assert cluster.scheduler.submits.qsize() == MAX_OPEN
+        assert cluster.scheduler.submits.qsize() == at_once
         assert cluster.gateway.submission._limits.num_open == 0
         return
     others = [asyncio.create_task(embed(cluster, [[5]] * 2 * MAX_OPEN)) for _ in range(2)]
