@@ -7,7 +7,9 @@ Encoding with steps that are not listed runs in a preparation process, which can
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from math import inf, prod
 
 import msgspec
@@ -29,6 +31,10 @@ MAX_AFFIX_CHARS = 16  # such as "##" and "</w>"
 MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 5 << 19
 _SUFFIX = "</w>"  # of BPEDecoder's words, by default
+_CHAR = (
+    r"(?:[^][\\(){}|?*+^$]|\\[sSdDwWtnrfvhH]|\\[^\w\s]|\\[pP]\{\^?\w+\}|\[\^?(?:[^][\\]|\\.)+\])"
+)
+_TAKES_CHARS = re.compile(rf"(?:{_CHAR}(?:\+|\{{[1-9]\d*,?\}})?)+")  # a pattern with no empty match
 _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 _SPLITS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece", "BPEDecoder"}
@@ -79,8 +85,8 @@ def check_steps(steps: TokenizerSteps) -> None:
     if num_added > MAX_ADDED_TOKENS:
         raise ConfigError(f"it has {num_added} added tokens, the limit is {MAX_ADDED_TOKENS}")
     _check_decoding(list(flattened(steps.decoder)))
-    growth = prod(map(_most_growth, flattened(steps.normalizer)))
-    _check_growth("normalizer", growth, MAX_ENCODED_GROWTH)
+    most = reduce(_most_chars, flattened(steps.normalizer), 1.0)
+    _check_growth("normalizer", most, MAX_ENCODED_GROWTH)
     for affix in (steps.model.continuing_subword_prefix, steps.model.end_of_word_suffix):
         if affix is not None and len(affix) > MAX_AFFIX_CHARS:
             raise ConfigError(f"its model writes {len(affix)} characters at each one of a word")
@@ -134,14 +140,18 @@ def _growth_of(step: Step) -> float:
     return max(1.0, len(content) / len(replaced))
 
 
-def _most_growth(step: Step) -> float:
-    """As `_growth_of`, of a text of one character, and finite for all steps."""
+def _most_chars(num_chars: float, step: Step) -> float:
+    """What a step makes of a text at most: a pattern may match nothing, around each character."""
     if step["type"] == "Prepend":
-        return 1.0 + len(step["prepend"])
+        return num_chars + len(step["prepend"])
     if step["type"] == "Precompiled":
-        return _longest_mapped(step["precompiled_charsmap"])
-    growth = _growth_of(step)
-    return 2.0 + len(step["content"]) if growth == inf else growth
+        return num_chars * _longest_mapped(step["precompiled_charsmap"])
+    if step["type"] != "Replace":
+        return num_chars
+    replaced, content = step["pattern"].get("String"), len(step["content"])
+    if replaced or (replaced is None and _TAKES_CHARS.fullmatch(step["pattern"].get("Regex", ""))):
+        return num_chars * max(1.0, content / len(replaced or "x"))
+    return num_chars + (num_chars + 1) * content
 
 
 def _longest_mapped(charsmap: str | None) -> int:
