@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-# Buffers that old exporters saved, although the config determines them, the copy of a tied model's
-# embedding, and scales of KV, which a cache in another dtype than FP8 does not need.
-HARMLESS_SUFFIXES = (
-    *("rotary_emb.inv_freq", "lm_head.weight"),
-    *(".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale"),
+# Buffers that old exporters saved, although the config determines them, and the copy of a tied
+# model's embedding.
+_HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# A layer's scale of KV, by the model's name: the layer, then what it scales.
+KV_SCALE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)"
 )
 # What quantisation puts beside or in place of a layer's weight.
 _QUANTISED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
@@ -86,6 +88,11 @@ def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, s
         name = _BASE_MODEL.sub("model.", name)
         found.append((given, name))
     return found
+
+
+def is_harmless(name: str) -> bool:
+    """Whether no model needs the tensor; scales of KV only with a cache in FP8."""
+    return name.endswith(_HARMLESS_SUFFIXES) or KV_SCALE.fullmatch(name) is not None
 
 
 def is_quantised_part(name: str, expected: Container[str]) -> bool:

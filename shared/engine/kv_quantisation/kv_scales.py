@@ -13,13 +13,13 @@ A scale is one number, or one for each KV head.
 
 from __future__ import annotations
 
-import re
-
 import structlog
 import torch
 from torch import Tensor
 
+from shared.engine.checkpoint_form import KV_SCALE
 from shared.engine.layers.attention import Attention
+from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import DecoderLayer, LayerStack
 from shared.engine.parallel.cuts import WHOLE
 from shared.engine.weights.weight_source import WeightSource
@@ -28,22 +28,19 @@ from shared.kv_layout import FP8, KvLayout
 
 log = structlog.get_logger(__name__)
 
-_NAME = re.compile(
-    r"model\.layers\.(\d+)\.self_attn\."
-    r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)"
-)
 _PLANES = {"k": (0,), "v": (1,), "kv": (0, 1)}
 _DTYPES = ("F32", "BF16", "F16")
 
 
-def read_kv_scales(tensors: WeightSource, num_layers: int, num_kv_heads: int) -> Tensor:
-    """FP32 [num_layers, 2, num_kv_heads], by the model's names; 1.0 for what is not there. Raises
-    CheckpointError.
+def read_kv_scales(tensors: WeightSource, config: ModelConfig) -> Tensor:
+    """FP32 [num_layers, 2, num_kv_heads], by the model's names; 1.0 for what is not there, with a
+    warning if the checkpoint has others or declares an FP8 cache. Raises CheckpointError.
     """
+    num_layers, num_kv_heads = config.num_layers, config.num_kv_heads
     scales = torch.ones(num_layers, 2, num_kv_heads)
     sources: dict[tuple[int, int], str] = {}
     for name in tensors.names():
-        found = _NAME.fullmatch(name)
+        found = KV_SCALE.fullmatch(name)
         if found is None or int(found[1]) >= num_layers:
             continue
         layer, values = int(found[1]), _read(tensors, name, num_kv_heads)
@@ -54,7 +51,7 @@ def read_kv_scales(tensors: WeightSource, num_layers: int, num_kv_heads: int) ->
                     f"{tensors.path(name)}: tensors {other} and {name} are both a scale of KV"
                 )
             scales[layer, plane] = values
-    _log(sources, scales)
+    _log(sources, scales, is_declared=config.declares_fp8_kv)
     return scales
 
 
@@ -76,11 +73,11 @@ def _read(tensors: WeightSource, name: str, num_kv_heads: int) -> Tensor:
     return values.view(-1)
 
 
-def _log(sources: dict[tuple[int, int], str], scales: Tensor) -> None:
+def _log(sources: dict[tuple[int, int], str], scales: Tensor, *, is_declared: bool) -> None:
     num_layers = len(scales)
     missing = [key for layer in range(num_layers) for key in ((layer, 0), (layer, 1))]
     missing = [key for key in missing if key not in sources]
-    if sources and missing:
+    if missing and (sources or is_declared):
         layer, plane = missing[0]
         log.warning(
             "kv_scales_missing", count=len(missing), layer=layer, of=("keys", "values")[plane]
@@ -93,13 +90,14 @@ def _log(sources: dict[tuple[int, int], str], scales: Tensor) -> None:
     )
 
 
-def load_kv_scales(model: LayerStack, tensors: WeightSource, kv_layout: KvLayout) -> None:
+def load_kv_scales(
+    model: LayerStack, tensors: WeightSource, config: ModelConfig, kv_layout: KvLayout
+) -> None:
     """Gives the attention of a whole model its scales, if the cache is in FP8. Call it before
     `fuse`. Raises CheckpointError.
     """
     if kv_layout.dtype == FP8:
-        shape = kv_layout.num_layers, kv_layout.state.row[1]
-        set_kv_scales(model, read_kv_scales(tensors, *shape))
+        set_kv_scales(model, read_kv_scales(tensors, config))
 
 
 def set_kv_scales(model: LayerStack, scales: Tensor) -> None:

@@ -187,7 +187,7 @@ def _fill(
     whole = model_on_meta(config, setup.dtype)
     with open_weights(model_dir, config, whole, setup.load_format) as source:
         if setup.kv_dtype == FP8:
-            scales = read_kv_scales(source.tensors, config.num_layers, config.num_kv_heads)
+            scales = read_kv_scales(source.tensors, config)
             set_kv_scales(model, scales[part.layers][:, :, part.kv_heads])
         own = RankTensors(source.tensors, WeightCuts(config, part), destinations.keys())
 

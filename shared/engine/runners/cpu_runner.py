@@ -105,7 +105,7 @@ class CpuRunner(ModelRunner):
         num_positions = options.context_tokens(config, max_blocks)
         model = empty_model(model_dir, config, dtype, _CPU, num_positions=num_positions)
         with open_weights(model_dir, config, model, options.load_format) as source:
-            load_kv_scales(model, source.tensors, kv_layout)
+            load_kv_scales(model, source.tensors, config, kv_layout)
             revision = _fill(model, source, is_compressed=is_compressed)
         finish_model(
             model, options.mode, is_compressed=is_compressed, activations=options.activations

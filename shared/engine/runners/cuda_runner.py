@@ -109,7 +109,7 @@ class CudaRunner(ModelRunner):
             ThreadPoolExecutor(1, "compile", initializer=device.bind) as thread,
         ):
             set_mode(model, options.mode)
-            load_kv_scales(model, source.tensors, kv_layout)
+            load_kv_scales(model, source.tensors, config, kv_layout)
             # The memory of quantised weights is no operand before `finish_model`.
             compiled = None
             if not config.is_quantised:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.checkpoint_form import HARMLESS_SUFFIXES, is_quantised_part
+from shared.engine.checkpoint_form import is_harmless, is_quantised_part
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.checkpoint_files import Reading, TensorFile, checkpoint_folder
 from shared.engine.weights.checkpoint_index import (
@@ -153,7 +153,7 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
 
 def report_unused(names: Iterable[str]) -> None:
     """As transformers, loads without them and says so."""
-    unused = sorted(name for name in names if not name.endswith(HARMLESS_SUFFIXES))
+    unused = sorted(name for name in names if not is_harmless(name))
     if unused:
         log.warning("tensors_not_used", count=len(unused), first=unused[:3])
 

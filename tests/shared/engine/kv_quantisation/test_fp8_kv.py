@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
@@ -23,7 +24,7 @@ from shared.engine.runners.kv_sizing import MemoryReport, num_blocks_in
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.runners.model_runner import ModelRunner
-from shared.engine.weights.load import open_checkpoint
+from shared.engine.weights.load import open_checkpoint, report_unused
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import FP8
 from tests.shared.engine.parallel.rank_threads import run_ranks
@@ -118,7 +119,7 @@ def test_scales_are_read_by_every_name(
     tensors = dict(zip((ATTENTION.format(1, name) for name in names), values, strict=True))
     path = edited(lambda given: given.update(tensors))
     with open_checkpoint(path) as source:
-        found = read_kv_scales(source, NUM_LAYERS, NUM_KV_HEADS)
+        found = read_kv_scales(source, read_config(path))
     assert found[0].eq(1).all()
     assert found[1].equal(values.float().expand(2, NUM_KV_HEADS))
 
@@ -126,10 +127,33 @@ def test_scales_are_read_by_every_name(
 def test_one_scale_may_serve_keys_and_values(edited: Callable[[Edit], Path]) -> None:
     path = edited(lambda given: given.update(scaled(0, kv_scale=0.5)))
     with open_checkpoint(path) as source:
-        assert read_kv_scales(source, NUM_LAYERS, NUM_KV_HEADS)[:, :, 0].tolist() == [
+        assert read_kv_scales(source, read_config(path))[:, :, 0].tolist() == [
             [0.5, 0.5],
             [1.0, 1.0],
         ]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_declared", "warnings"),
+    [
+        ((), False, []),
+        ((), True, ["kv_scales_missing"]),
+        (("k_scale",), False, ["kv_scales_missing"]),
+        (("attn.impl.k_scale",), True, ["kv_scales_missing", "tensors_not_used"]),
+        (("attn.impl.k_scale",), False, ["tensors_not_used"]),
+    ],
+)
+def test_scales_that_are_not_found_are_logged(
+    edited: Callable[[Edit], Path], names: Sequence[str], is_declared: bool, warnings: list[str]
+) -> None:
+    """Others than those of the names above, where an FP8 cache needs them."""
+    tensors = {ATTENTION.format(0, name): torch.tensor(2.0) for name in names}
+    path = edited(lambda given: given.update(tensors))
+    config = msgspec.structs.replace(read_config(path), declares_fp8_kv=is_declared)
+    with capture_logs() as logs, open_checkpoint(path) as source:
+        read_kv_scales(source, config)
+        report_unused(tensors)
+    assert [each["event"] for each in logs if each["log_level"] == "warning"] == warnings
 
 
 @pytest.mark.parametrize(
