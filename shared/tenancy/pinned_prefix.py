@@ -35,6 +35,7 @@ VERSION_KEY = "hearth:pinned_prefixes:version"
 TENANTS_KEY = "hearth:pinned_prefixes:tenants"
 MAX_PER_TENANT = 64
 MAX_BYTES_PER_TENANT = 64 << 20  # of all its PinnedPrefix records
+MIN_TENANTS = 4  # for which all tenants' bytes suffice: none may take more than such a share
 CHANGES_KEY = "hearth:pinned_prefixes:changes"
 SIZES_KEY = "hearth:pinned_prefixes:sizes"
 ENDS_KEY = "hearth:pinned_prefixes:ends"
@@ -261,9 +262,12 @@ async def save(
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
     keys = [*_keys(prefix.tenant_id, prefix.name), TENANTS]
+    max_own = MAX_BYTES_PER_TENANT
+    if max_all_bytes is not None:
+        max_own = min(max_own, max_all_bytes // MIN_TENANTS)
     arguments: list[str | bytes | int | float] = [
         *(prefix.name, _encode(entry), _encode(prefix), prefix.expires_at or 0, prefix.created_at),
-        *(prefix.tenant_id, max_prefixes, MAX_BYTES_PER_TENANT, _body_key(prefix.tenant_id, "")),
+        *(prefix.tenant_id, max_prefixes, max_own, _body_key(prefix.tenant_id, "")),
         *(now, -1 if max_all_bytes is None else max_all_bytes),
         *(() if region is None else (region,)),
     ]
@@ -274,14 +278,11 @@ async def save(
             raise TooManyPrefixes(f"there can be at most {max_prefixes} prefixes: delete one first")
         case b"too_large":
             raise PrefixStorageFull(
-                f"with this prefix, all prefixes together take more than {MAX_BYTES_PER_TENANT} "
-                "bytes: delete one first"
+                f"with this prefix, all prefixes together take more than {max_own} bytes: delete "
+                "one first"
             )
         case b"full":
-            raise AllPrefixesFull(
-                "with this prefix, the prefixes of all tenants take more of Redis than the "
-                f"{max_all_bytes} bytes that its operator allows"
-            )
+            raise AllPrefixesFull("the prefixes of all tenants take all the room there is for them")
     return True
 
 

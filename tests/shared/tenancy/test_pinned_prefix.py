@@ -151,24 +151,30 @@ async def test_limits_in_redis(redis_server: RedisServer) -> None:
 
 
 async def check_bound_of_all(store: Store) -> None:
-    """Prefixes of all tenants have one bound; those that are deleted, replaced or over leave it."""
-    text = "x" * 10_000
-    for each, expires_at in (("a", None), ("b", 2_000), ("c", 2_000)):
+    """Prefixes of all tenants have one bound, and each tenant a share; those that are deleted,
+    replaced or over leave it.
+    """
+    text = "x" * 8_000
+    for each, expires_at in (("a", None), ("b", 2_000), ("c", 2_000), ("e", None)):
         prefix = make_prefix("p", each, messages=[{"content": text}], expires_at=expires_at)
-        await pinned_prefix.save(store, prefix, NOW, max_all_bytes=35_000)
+        await pinned_prefix.save(store, prefix, NOW, max_all_bytes=40_000)
     more = make_prefix("more", "d", messages=[{"content": text}])
-    with pytest.raises(AllPrefixesFull, match="35000 bytes") as full:
-        await pinned_prefix.save(store, more, NOW, max_all_bytes=35_000)
+    with pytest.raises(PrefixStorageFull, match="10000 bytes"):
+        await pinned_prefix.save(
+            store, make_prefix("p2", "e", messages=[{"content": text}]), NOW, max_all_bytes=40_000
+        )
+    with pytest.raises(AllPrefixesFull) as full:
+        await pinned_prefix.save(store, more, NOW, max_all_bytes=40_000)
     assert full.value.http_status == 507 and not await pinned_prefix.entries(store, "d")
     again = make_prefix("p", "a", messages=[{"content": text}])
-    await pinned_prefix.save(store, again, NOW, max_all_bytes=35_000)
+    await pinned_prefix.save(store, again, NOW, max_all_bytes=40_000)
     await pinned_prefix.delete(store, "a", "p")
-    await pinned_prefix.save(store, more, NOW, max_all_bytes=35_000)
+    await pinned_prefix.save(store, more, NOW, max_all_bytes=40_000)
     await pinned_prefix.save(store, make_prefix("operators", ""), NOW)  # operators have no bound
     with pytest.raises(AllPrefixesFull):
-        await pinned_prefix.save(store, again, NOW, max_all_bytes=35_000)
-    await pinned_prefix.save(store, again, NOW + 2_000, max_all_bytes=35_000)
-    for tenant_id in ("", "a", "b", "c", "d"):
+        await pinned_prefix.save(store, again, NOW, max_all_bytes=40_000)
+    await pinned_prefix.save(store, again, NOW + 2_000, max_all_bytes=40_000)
+    for tenant_id in ("", "a", "b", "c", "d", "e"):
         await pinned_prefix.delete_all(store, tenant_id)
     assert dict(await store.hash_get(pinned_prefix.SIZES_KEY)) == {b"total": b"0"}
     assert not await store.sorted_set_size(pinned_prefix.ENDS_KEY)
