@@ -42,6 +42,7 @@ class PublicPrefixWatcher:
         self._version = -1  # of the prefixes that are read
         self._names: frozenset[str] = frozenset()  # of the models then
         self._is_complete = False
+        self._failed: set[str] = set()  # digests of prefixes whose errors are in the log
 
     async def run(self) -> None:
         """Runs forever. Retains the current prefixes while Redis is unavailable."""
@@ -82,9 +83,15 @@ class PublicPrefixWatcher:
             raise
         except HearthError as error:  # as where nothing can serve the model yet
             log.debug("public_prefix_failed", name=prefix.name, reason=error.message)
-        except Exception:
-            log.exception("public_prefix_failed", name=prefix.name)
+        except Exception as error:
+            self._log_once(prefix, error)
         return None
+
+    def _log_once(self, prefix: PinnedPrefix, error: Exception) -> None:
+        """It may be read each second for as long as this process lives."""
+        if prefix.digest not in self._failed:
+            self._failed.add(prefix.digest)
+            log.error("public_prefix_failed", name=prefix.name, exc_info=error)
 
     async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
         """The operator provides the text; the first gateway of the model adds the tokens."""

@@ -62,7 +62,8 @@ MAX_SETTLED = 256  # settled requests per command; the rest follow
 # Tenants per round trip: with 1,000 tenants and a Redis at 200 ms, leases are renewed within 4 s.
 MAX_TENANTS = 64
 # Of a tenant at once: each takes a connection, of which Redis has 10,000 for all gateways. With a
-# Redis at 200 ms, 320 requests of the tenant are admitted in a second.
+# Redis at 200 ms, 320 requests of the tenant are admitted in a second, or 160 with a limit of
+# tokens, which are charged in a call of their own.
 MAX_CALLS = 64
 
 _encode = msgspec.json.Encoder().encode

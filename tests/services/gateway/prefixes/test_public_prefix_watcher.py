@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from services.gateway.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.request.public_prefixes import PublicPrefixes
@@ -46,6 +47,20 @@ def prefix_of(name: str, token_ids: bytes = b"") -> PinnedPrefix:
     return PinnedPrefix(messages=[], token_ids=token_ids, **given)  # type: ignore[arg-type]
 
 
+def watcher_of(
+    public: PublicPrefixes, store: MemoryStore, failures: list[Exception]
+) -> PublicPrefixWatcher:
+    models = cast(Any, Models(iter(failures)))
+    return PublicPrefixWatcher(
+        public,
+        store,
+        MonotonicClock(),
+        models=models,
+        reader_of=lambda _: models,
+        wall_clock=lambda: 1.0,
+    )
+
+
 @pytest.mark.parametrize(
     "error",
     [NoCapacity("none"), DeadlineExceeded("late"), RuntimeError("bug"), StoreUnavailable("away")],
@@ -53,15 +68,7 @@ def prefix_of(name: str, token_ids: bytes = b"") -> PinnedPrefix:
 def test_failed_prefix_is_read_again_without_a_change(error: Exception) -> None:
     async def play() -> None:
         store, public = MemoryStore(), PublicPrefixes()
-        models = cast(Any, Models(iter([error])))
-        watcher = PublicPrefixWatcher(
-            public,
-            store,
-            MonotonicClock(),
-            models=models,
-            reader_of=lambda _: models,
-            wall_clock=lambda: 1.0,
-        )
+        watcher = watcher_of(public, store, [error])
         for each in (prefix_of("new"), prefix_of("read", b"\2\0\0\0")):
             await pinned_prefix.save(store, each, 1.0)
         if isinstance(error, StoreUnavailable):
@@ -72,5 +79,20 @@ def test_failed_prefix_is_read_again_without_a_change(error: Exception) -> None:
             assert [each.name for each in public._prefixes] == ["read"]
         await watcher._poll()
         assert [each.name for each in public._prefixes] == ["new", "read"]
+
+    run(play())
+
+
+def test_unexpected_error_is_logged_once_for_each_version() -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        watcher = watcher_of(PublicPrefixes(), store, [RuntimeError("bug")] * 9)
+        with capture_logs() as logs:
+            for created_at in (1, 1, 2):
+                changed = msgspec.structs.replace(prefix_of("new"), created_at=created_at)
+                await pinned_prefix.save(store, changed, 1.0)
+                await watcher._poll()
+                await watcher._poll()
+        assert [each["log_level"] for each in logs] == ["error"] * 2
 
     run(play())
