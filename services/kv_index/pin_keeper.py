@@ -102,13 +102,15 @@ class PinKeeper:
         if changes.version == self._version and not changed:
             return
         if changes.tenants is not None:
-            changed.update(changes.tenants, self._waiting)
+            changed.update(changes.tenants)
+            for tenant_id in changed:
+                self._reasons.forget(tenant_id)
         else:
             changed = {each async for each in pinned_prefix.tenants(self._store)}
             self._reasons.clear()
             for tenant_id in self._tenants.keys() - changed:
                 self._forget(tenant_id)
-        for tenant_id in sorted(changed):
+        for tenant_id in sorted(changed | self._waiting):
             await self._read(tenant_id, now)
         self.pins.retain_only({d for each in self._tenants.values() for d in each.digests})
         self._version = changes.version
@@ -116,7 +118,6 @@ class PinKeeper:
     async def _read(self, tenant_id: str, now: float) -> None:
         """Checks the record of the tenant as it is now."""
         entries = await pinned_prefix.entries(self._store, tenant_id)
-        self._reasons.forget(tenant_id)
         is_public = tenant_id == PUBLIC_TENANT_ID
         try:
             record = None if is_public else await tenant_of(self._store, tenant_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -279,6 +280,13 @@ def test_reasons_follow_their_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
             await rig.save(new_prefix("b", start=start))
             await asyncio.sleep(2.5)
             assert await reasons() == full
+        with monkeypatch.context() as patched:
+            recorded = AsyncMock(side_effect=pinned_prefix.explain)
+            patched.setattr(pinned_prefix, "explain", recorded)
+            await rig.save(new_prefix("c", tenant_id="other"))
+            await asyncio.sleep(2.5)
+            assert {each.args[1] for each in recorded.await_args_list} == {"other"}
+        await pinned_prefix.delete(rig.store, "other", "c")
         rig.service._keeper._reasons._renew_at = 0.0
         await rig.store.write([("DEL", pinned_prefix._reasons_key("t"))])  # as when it expires
         await asyncio.sleep(2.5)
