@@ -13,6 +13,8 @@ A scale is one number, or one for each KV head.
 
 from __future__ import annotations
 
+from math import prod
+
 import structlog
 import torch
 from torch import Tensor
@@ -61,12 +63,12 @@ def _read(tensors: WeightSource, name: str, num_kv_heads: int) -> Tensor:
     where = f"{tensors.path(name)}: tensor {name}"
     if dtype not in _DTYPES:
         raise CheckpointError(f"{where} is {dtype}; scales are {', '.join(_DTYPES)}")
-    values = torch.empty(shape)
-    if values.numel() not in (1, num_kv_heads):
+    if prod(shape) not in (1, num_kv_heads):
         raise CheckpointError(
             f"{where} has shape {list(shape)}: it is neither one scale nor one for each of "
             f"{num_kv_heads} KV heads"
         )
+    values = torch.empty(shape)
     tensors.read_into(name, WHOLE, values)
     if not bool((values.isfinite() & (values > 0)).all()):
         raise CheckpointError(f"{where} is {values.flatten().tolist()}: scales are above 0, finite")

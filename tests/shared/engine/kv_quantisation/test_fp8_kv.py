@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -176,6 +177,16 @@ def test_bad_scales_are_named(
     with pytest.raises(CheckpointError, match=message):
         load(path)
     load(path, kv_dtype="bf16")
+
+
+def test_scale_with_the_shape_of_another_tensor_takes_no_memory(folder: Path) -> None:
+    """Of more bytes than any address space has."""
+    name = ATTENTION.format(0, "k_scale")
+    source: Any = SimpleNamespace(
+        names=lambda: [name], info=lambda _: ("F32", (1 << 40, 1 << 20)), path=lambda _: "file"
+    )
+    with pytest.raises(CheckpointError, match="it is neither one scale nor one for each of 2 KV"):
+        read_kv_scales(source, read_config(folder))
 
 
 def test_scales_are_part_of_the_revision_and_of_the_bits(edited: Callable[[Edit], Path]) -> None:
