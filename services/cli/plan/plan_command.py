@@ -10,7 +10,7 @@ import typer
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.local.hub_download import local_copy
-from shared.config import expert_split
+from shared.config import default_block_size, expert_split
 from shared.errors import ConfigError
 from shared.numerics import exchange_of
 
@@ -75,6 +75,9 @@ def plan(
     kv_dtype: Annotated[
         str, typer.Option(help="Of stored KV: auto (fp8 if the checkpoint declares it), bf16, fp8.")
     ] = "auto",
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens in a KV block: 64 on CUDA, 16 on the CPU.")
+    ] = default_block_size("cuda"),
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the largest step.")] = 512,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 256,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
@@ -107,6 +110,7 @@ def plan(
         pp=1 if pp is None else pp,
         item_bytes=ITEM_BYTES[dtype],
         kv_item_bytes=kv_item_bytes(config, kv_dtype, dtype),
+        block_size=block_size,
         limit=MemoryLimit(memory_bytes=_bytes(memory), kv_bytes=_bytes(kv_memory)),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
         experts=expert_split(experts),

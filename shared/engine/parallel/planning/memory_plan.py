@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shared.config import ExpertSplit
+from shared.config import ExpertSplit, default_block_size
 from shared.engine.model_config import ModelConfig
 from shared.engine.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
@@ -68,6 +68,7 @@ def plan_memory(
     pp: int,
     item_bytes: int,
     kv_item_bytes: int | None = None,
+    block_size: int = default_block_size("cuda"),
     limit: MemoryLimit = MemoryLimit(),
     step: StepSize = StepSize(),
     experts: ExpertSplit = "auto",
@@ -86,6 +87,7 @@ def plan_memory(
             config,
             (*shape.place(rank), part),
             (item_bytes, item_bytes if kv_item_bytes is None else kv_item_bytes),
+            block_size,
             limit,
             step,
             _weight_bytes(config, part, item_bytes),
@@ -119,6 +121,7 @@ def _rank_memory(
     config: ModelConfig,
     place: tuple[int, int, RankPart],
     item_bytes: tuple[int, int],
+    block_size: int,
     limit: MemoryLimit,
     step: StepSize,
     weight_bytes: int,
@@ -127,7 +130,8 @@ def _rank_memory(
     (stage, tp_rank, part), (value_bytes, kv_item_bytes) = place, item_bytes
     workspace_bytes = _workspace_bytes(config, part, value_bytes, step)
     per_token = kv_values_per_token(config, part) * kv_item_bytes
-    kv, kv_bytes = kv_plan(config, part, kv_item_bytes) if part.layers else None, limit.kv_bytes
+    kv = kv_plan(config, part, kv_item_bytes, block_size) if part.layers else None
+    kv_bytes = limit.kv_bytes
     if limit.memory_bytes is not None:
         left = limit.memory_bytes - weight_bytes - workspace_bytes
         if left < (per_token if kv_bytes is None else kv_bytes):

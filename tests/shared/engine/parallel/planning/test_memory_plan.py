@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shared.engine.model_config import LayerConfig, ModelConfig, RopeConfig
 from shared.engine.parallel.planning.memory_plan import (
     MemoryLimit,
     num_kv_tokens,
+    num_sequences,
     plan_memory,
     size_text,
 )
 from shared.errors import ConfigError
+from shared.kv_layout import Window
 
 # Llama 3.1 8B
 CONFIG = ModelConfig(
@@ -40,6 +43,21 @@ def test_published_sizes_of_llama_8b() -> None:
     assert rank.num_kv_tokens is not None
     used = rank.weight_bytes + rank.workspace_bytes + rank.num_kv_tokens * (128 << 10) / 0.9
     assert used == pytest.approx(80 * GIB, rel=1e-4)
+
+
+@pytest.mark.parametrize(("block_size", "count"), [(16, 8), (64, 2)])
+def test_sequences_hold_whole_blocks(block_size: int, count: int) -> None:
+    """A sequence of one token holds a block; its window may begin within another."""
+    kv_bytes = 128 * (128 << 10)  # tokens
+    limit = MemoryLimit(memory_bytes=80 * GIB, kv_bytes=kv_bytes)
+    ranks = plan_memory(CONFIG, tp=1, pp=1, item_bytes=2, block_size=block_size, limit=limit)
+    assert num_sequences(ranks, 1) == (count, count)
+    windows = (LayerConfig(reach=Window(32)), LayerConfig()) * 16
+    config = msgspec.structs.replace(CONFIG, layers=windows)
+    (rank,) = plan_memory(config, tp=1, pp=1, item_bytes=2, block_size=block_size, limit=limit)
+    assert rank.kv is not None
+    held = 512 + (2 * block_size if block_size > 32 else 32 + block_size)
+    assert rank.kv.sequence_bytes(512) == held * (64 << 10)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 2), (8, 4)])
