@@ -15,7 +15,9 @@ from services.local.hub_download import is_hub_id
 from services.local.hub_process import downloaded
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.config import default_block_size
+from shared.engine.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
+from shared.engine.parallel.planning.kv_plan import kv_item_bytes
 from shared.engine.parallel.planning.memory_plan import plan_memory
 from shared.errors import CheckpointError, ConfigError
 
@@ -84,7 +86,8 @@ def _source_in(
     try:
         config = read_config(found)
         item_bytes = weight_item_bytes(device)
-        (planned,) = plan_memory(config, tp=1, pp=1, item_bytes=item_bytes)
+        stored = _kv_item_bytes(config, device, item_bytes)
+        (planned,) = plan_memory(config, tp=1, pp=1, item_bytes=item_bytes, kv_item_bytes=stored)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"source {revision.source!r}: {error.message}") from None
     limit = model.max_context_tokens or DEFAULT_CONTEXT_TOKENS
@@ -96,3 +99,9 @@ def _source_in(
         weights_bytes=planned.weight_bytes,
         process_bytes=PROCESS_BYTES[device.partition(":")[0]] + planned.workspace_bytes,
     )
+
+
+def _kv_item_bytes(config: ModelConfig, device: str, item_bytes: int) -> int:
+    """As its worker stores it; on CUDA without FP8, which older devices lack."""
+    dtype = "bfloat16" if item_bytes == 2 else "float32"
+    return kv_item_bytes(config, "auto" if device == "cpu" else "bf16", dtype)

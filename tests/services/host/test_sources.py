@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.host.budget import ModelKey
+from services.host.devices import weight_item_bytes
 from services.host.hosted_catalogue import HostedRevision
-from services.host.sources import ModelSource, find_source
+from services.host.sources import find_source
 from services.host.workers.worker_config import worker_config
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.config import HostConfig, default_block_size
@@ -16,14 +20,10 @@ REVISION = CatalogueRevision(name="r1", source=str(DEMO_MODEL_DIR))
 MODEL = CatalogueModel(name="m", revisions=(REVISION,), max_context_tokens=100)
 
 
-async def found(device: str) -> ModelSource:
-    return await find_source(MODEL, REVISION, device)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     """As those that are started without a host, whose requests they share."""
-    source, key = await found(device), ModelKey("m", "r1")
+    source, key = await find_source(MODEL, REVISION, device), ModelKey("m", "r1")
     host = HostConfig(
         nats_url="nats://x",
         worker_nats_url="nats://w@x",
@@ -39,3 +39,19 @@ async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     assert (num_blocks, rest) == (-(-100 // size) + 2, 0)
     assert config.kv_ceiling_bytes is not None
     assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
+
+
+async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(tmp_path: Path) -> None:
+    """Twice the models fit where a checkpoint declares FP8. Of CUDA devices, some have none."""
+    for each in DEMO_MODEL_DIR.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    config = json.loads((tmp_path / "config.json").read_text())
+    declared = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+    for device in ("cpu", "cuda:0"):
+        plain = await find_source(MODEL, REVISION, device)
+        own = await find_source(MODEL, CatalogueRevision(name="r1", source=str(tmp_path)), device)
+        factor = weight_item_bytes(device) if device == "cpu" else 1
+        assert own.kv_bytes_per_token * factor == plain.kv_bytes_per_token
+        assert own.weights_bytes == plain.weights_bytes
