@@ -68,9 +68,12 @@ class CudaDevice:
         return MemoryReport(free=free, total=total)
 
     def release_cached(self) -> None:
-        """Returns memory that torch caches for reuse to the device."""
+        """Returns what torch caches for reuse: memory of the device, pinned memory of the host."""
         self.driver.synchronize()
         self.driver.empty_cache()
+        empty_pinned = getattr(torch._C, "_host_emptyCache", None)  # builds without CUDA lack it
+        if self.tensors_on.type == "cuda" and empty_pinned is not None:
+            empty_pinned()
 
 
 def cuda_device(device: torch.device) -> CudaDevice:

@@ -122,7 +122,7 @@ class CudaRunner(ModelRunner):
             else:
                 load_weights(source.tensors, model.weight_destinations(), readers)
             revision = source.revision()
-            ring.drain()
+            ring.close()
             if compiled is not None:
                 compiled.result()
         finish_model(

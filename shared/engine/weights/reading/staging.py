@@ -82,11 +82,10 @@ class StagingRing:
         finally:
             self._free.put(slot)
 
-    def drain(self) -> None:
-        """Waits for all copies. No reader may hold a slot."""
+    def close(self) -> None:
+        """Waits for all copies, and drops the slots. No reader may hold or take one."""
         for _ in range(self._num_slots):
-            with self.slot():
-                pass
+            self._free.get().wait()
 
 
 class _RingSlot:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,15 @@ def test_kv_cache_takes_nine_tenths_of_free_memory(
     assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
     # unused memory is released first; free memory is measured after all launched work has ended
     assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
+
+
+def test_pinned_memory_is_released_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all copies have ended, in whose time torch would retain it."""
+    driver = FakeDriver()
+    empty = partial(driver.calls.append, "empty_pinned")
+    monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
+    CudaDevice(INDEX, torch.device("cuda", INDEX), driver).release_cached()
+    assert driver.calls == ["synchronize", "empty_cache", "empty_pinned"]
 
 
 def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ def test_readers_fill_all_tensors(
     with ExitStack() as stack, ThreadPoolExecutor(num_threads) as readers:
         file = SafetensorsFile(write(tmp_path), stack, Reading(ring))
         fill(file, found, readers)
-    ring.drain()
+    ring.close()
     assert copies.begun == copies.ended > len(TENSORS)
     for name, each in TENSORS.items():
         assert torch.equal(found[name], each.float())
@@ -92,7 +93,20 @@ def test_failed_reader_gives_its_slot_back(ring: StagingRing) -> None:
     for _ in range(NUM_SLOTS + 1):
         with pytest.raises(ValueError, match="bad"), ring.slot():
             raise ValueError("bad")
-    ring.drain()
+    ring.close()
+
+
+def test_closed_ring_holds_no_memory(copies: Copies) -> None:
+    """Whoever still refers to the ring."""
+    memory = torch.empty(SLOT_BYTES, dtype=torch.uint8)
+    slots, out = [weakref.ref(memory)], torch.empty(8, dtype=torch.uint8)
+    ring = StagingRing([memory], copies.record, SLOT_BYTES)
+    with ring.slot() as slot:
+        slot.send(slot.memory[:8], out)
+    del memory, slot
+    assert slots[0]() is not None
+    ring.close()
+    assert (copies.begun, copies.ended, slots[0]()) == (1, 1, None)
 
 
 def test_torn_file_ends_all_readers_with_one_error(tmp_path: Path, ring: StagingRing) -> None:
@@ -104,7 +118,7 @@ def test_torn_file_ends_all_readers_with_one_error(tmp_path: Path, ring: Staging
             torn.truncate(path.stat().st_size // 2)
         with pytest.raises(CheckpointError, match="the file ends before the tensor does"):
             fill(file, found, readers)
-        ring.drain()
+        ring.close()
 
 
 def test_number_of_readers() -> None:
