@@ -14,12 +14,13 @@ are solved one after another. Those whose solution is unknown or large stay as t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 
 from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, depth_of, rules_of, size_of
 
 MAX_GROWTH = 10_000  # of one equation, beyond the rules: it can quadruple with each rule
+MAX_STEPS = 200_000  # of a cycle, in each of which a part of an equation is copied: 0.5 s
 MAX_DEPTH = 28  # of groups: the parser refuses more
 REPETITION = "*"  # the name of the one at the end of rules of a cycle; "x*": x, and then that
 
@@ -190,21 +191,44 @@ def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
     names = sorted(
         equations, key=lambda name: any(_begins(each, (name,)) for each in equations[name])
     )
-    targets = {name: {each for _, each in branches} for name, branches in equations.items()}
-    most = MAX_GROWTH + 4 * sum(map(_size, chain.from_iterable(equations.values())))
-    for index, name in enumerate(names):
+    users = _Users(equations)
+    num_steps, most = 0, MAX_GROWTH + 4 * sum(map(_size, chain.from_iterable(equations.values())))
+    for name in names:
         branches = list(_united(_bounded(_without_own(name, equations[name]), most), equations))
         if not branches:
             return {}
         solved[name] = _factored(tuple(items + _call(target) for items, target in branches))
-        if depth_of(solved[name]) > MAX_DEPTH:
-            raise _NotWritable
-        for other in names[index + 1 :]:
-            if name in targets[other]:
-                inserted = _bounded(_inserted(equations[other], name, branches), most)
-                equations[other] = list(_united(inserted, equations))
-                targets[other] = {each for _, each in equations[other]}
+        for other in [each for each in users.of(name) if each not in solved]:
+            num_steps += _num_parts(equations[other]) + _num_parts(branches)
+            if num_steps > MAX_STEPS:
+                raise _NotWritable
+            inserted = _bounded(_inserted(equations[other], name, branches), most)
+            equations[other] = list(_united(inserted, equations))
+            users.add(other, equations[other])
+    if any(depth_of(each) > MAX_DEPTH for each in solved.values()):
+        raise _NotWritable
     return solved
+
+
+class _Users:
+    """The rules whose equations have, or had, branches that end in a rule."""
+
+    def __init__(self, equations: Mapping[str, Sequence[_Branch]]) -> None:
+        self._users: dict[str, set[str]] = {name: set() for name in equations}
+        for name, branches in equations.items():
+            self.add(name, branches)
+
+    def add(self, name: str, branches: Sequence[_Branch]) -> None:
+        for _, target in branches:
+            if target is not None:
+                self._users[target].add(name)
+
+    def of(self, name: str) -> set[str]:
+        return self._users[name]
+
+
+def _num_parts(branches: Sequence[_Branch]) -> int:
+    return sum(1 + len(each) for items, _ in branches for each in _opened(items))
 
 
 def _united(branches: Iterable[_Branch], cycle: Collection[str]) -> Iterator[_Branch]:
