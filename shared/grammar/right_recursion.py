@@ -66,6 +66,10 @@ def _ends(alternatives: Alternatives) -> Iterator[str]:
             yield from _ends(last.atom)
 
 
+def _ends_in(items: Items, cycle: Collection[str]) -> bool:
+    return any(each in cycle for each in _ends((items,)))
+
+
 # ── cycles ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -150,7 +154,7 @@ def _begins(branch: _Branch, cycle: Collection[str]) -> bool:
 def _repeated_ends(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[Alternatives]:
     """What the alternatives end in repetitions of that end in the cycle."""
     for *_, last in filter(None, alternatives):
-        if not set(_ends(((last,),))).isdisjoint(cycle):
+        if _ends_in((last,), cycle):
             if last.operator in ("*", "+"):
                 yield _group(last)
             if not isinstance(last.atom, str):
@@ -164,10 +168,10 @@ def _group(item: Item) -> Alternatives:
 def _branches(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[_Branch]:
     """Raises _NotWritable."""
     for items in alternatives:
-        if set(_ends((items,))).isdisjoint(cycle):
-            yield items, None
-        else:
+        if _ends_in(items, cycle):
             yield from ((items[:-1] + inner, name) for inner, name in _last(items[-1], cycle))
+        else:
+            yield items, None
 
 
 def _last(item: Item, cycle: Collection[str]) -> Iterator[_Branch]:
