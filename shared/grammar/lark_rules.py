@@ -29,7 +29,7 @@ _JSON = JSONDecoder()
 @dataclass(frozen=True, slots=True)
 class Item:
     """`operator`: the repetition, or empty. `atom`: text, or the alternatives of a group. `size`:
-    how many texts it has, which trees that share groups can have many more of than objects.
+    the most characters that it is written with, many of few objects where groups are shared.
     `depth`: how many groups are in each other.
     """
 
@@ -40,7 +40,7 @@ class Item:
 
     def __post_init__(self) -> None:
         inner = () if isinstance(self.atom, str) else self.atom
-        object.__setattr__(self, "size", sum(map(size_of, inner)) if inner else 1)
+        object.__setattr__(self, "size", _size(self.atom, self.operator))
         object.__setattr__(self, "depth", 1 + depth_of(inner) if inner else 0)
 
 
@@ -67,6 +67,11 @@ class Rule:
 
 def size_of(items: Items) -> int:
     return sum(each.size for each in items)
+
+
+def _size(atom: str | Alternatives, operator: str) -> int:
+    inner = len(atom) if isinstance(atom, str) else 3 + sum(size_of(each) + 3 for each in atom)
+    return inner + len(operator) + 1
 
 
 def depth_of(alternatives: Alternatives) -> int:

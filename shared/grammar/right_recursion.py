@@ -18,8 +18,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from itertools import chain
 
 from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, depth_of, rules_of, size_of
+from shared.grammar.spec import MAX_SOURCE_BYTES
 
-MAX_GROWTH = 10_000  # of one equation, beyond the rules: it can quadruple with each rule
+MAX_GROWTH = 32 * 1024  # characters of one equation, beyond the rules: four times with each rule
+MAX_WRITTEN = MAX_SOURCE_BYTES // 2  # of all rules: a request may have several grammars
 MAX_STEPS = 200_000  # of a cycle, in each of which a part of an equation is copied: 0.5 s
 MAX_DEPTH = 28  # of groups: the parser refuses more
 REPETITION = "*"  # the name of the one at the end of rules of a cycle; "x*": x, and then that
@@ -41,7 +43,8 @@ def without_right_recursion(source: str) -> str:
         written = dict(_written(named))
     except RecursionError:  # as deep as this the grammar is refused anyway
         return source
-    return "".join(written.get(each.name or "", each).text for each in rules)
+    result = "".join(written.get(each.name or "", each).text for each in rules)
+    return result if len(result.encode()) <= max(MAX_WRITTEN, len(source)) else source
 
 
 def _written(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
@@ -209,7 +212,8 @@ def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
             inserted = _bounded(_inserted(equations[other], name, branches), most)
             equations[other] = list(_united(inserted, equations))
             users.add(other, equations[other])
-    if any(depth_of(each) > MAX_DEPTH for each in solved.values()):
+    size = sum(size_of(items) for each in solved.values() for items in each)
+    if size > most or any(depth_of(each) > MAX_DEPTH for each in solved.values()):
         raise _NotWritable
     return solved
 

@@ -77,6 +77,7 @@ KEPT = (
     'start: "a start" | "b"',
     'start: "a" other\nother: "b" start "!"? | "b"',
     'start: %lark {\nstart: "a" start | "b"\n}',
+    f"start: x0\n{AUTOMATON}".replace('"1"', f'"{"1" * 2000}"'),
     "start: " + "(" * 2000 + "start" + ")" * 2000,
 )
 
