@@ -38,8 +38,8 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 
 class _Entry(msgspec.Struct, frozen=True):
     source: Source
-    ctime_ns: int  # not of `Source`: a new link to a file does not change what it holds
     digests: dict[str, Digest]
+    ctime_ns: int = 0  # not of `Source`: a new link to a file does not change what it holds
 
 
 class DigestCache:
@@ -67,7 +67,7 @@ class DigestCache:
         if self._now() - changed_s < LEAST_AGE_S or not source.is_current:
             return
         try:
-            self._write(source, msgspec.json.encode(_Entry(source, ctime_ns, digests)))
+            self._write(source, msgspec.json.encode(_Entry(source, digests, ctime_ns)))
         except OSError as error:
             log.warning("digests_not_remembered", path=source.path, reason=one_line(error))
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import xxhash
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from shared.engine.weights.checkpoint_files import Reading, SafetensorsFile
 from shared.engine.weights.load import open_checkpoint, weights_digest
@@ -189,6 +190,17 @@ def test_entry_that_is_wrong_changes_nothing(
     spoil(entry(tmp_path))
     assert revision(path, cache) == expected
     assert revision(path, cache) == expected
+
+
+def test_entry_without_a_ctime_is_as_none(
+    path: Path, cache: DigestCache, computed: list[str], tmp_path: Path
+) -> None:
+    expected = revision(path, cache)
+    replace_fields(entry(tmp_path), lambda fields: fields.pop("ctime_ns"))
+    computed.clear()
+    with capture_logs() as logs:
+        assert revision(path, cache) == expected
+    assert (sorted(computed), logs) == (NAMES, [])
 
 
 def test_digests_of_other_weights_are_detected(
