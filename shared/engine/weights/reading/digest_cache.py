@@ -53,7 +53,7 @@ class DigestCache:
         """Digests by tensor; empty if there are none to trust. `ctime_ns`: of the file."""
         try:
             entry = _decoded(self._read(source))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # writing one is what fails
             return {}
         except (OSError, ValueError, *UNREADABLE) as error:
             log.warning("digests_not_used", path=source.path, reason=one_line(error))
