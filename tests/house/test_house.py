@@ -1,0 +1,74 @@
+"""Rules of the source that it does not keep everywhere yet: `exceptions.json` names where, and may
+only become shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("services", "shared", "kernels")
+MAX_OWN_IMPORTS = 40
+EXCEPTIONS = json.loads((Path(__file__).parent / "exceptions.json").read_text())
+
+
+@cache
+def modules(folder: str) -> dict[str, ast.Module]:
+    """The syntax trees of a folder, by path."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+def own_imports(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(each.name for each in node.names)
+    return {each for each in found if each.partition(".")[0] in (*PRODUCT, "benchmarks", "tests")}
+
+
+def class_names_used_again() -> Iterator[str]:
+    """Public classes of one name in several modules."""
+    places = defaultdict(set)
+    for folder in PRODUCT:
+        for path, tree in modules(folder).items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].add(path)
+    return (name for name, paths in places.items() if len(paths) > 1)
+
+
+def modules_with_many_imports() -> Iterator[str]:
+    for folder in PRODUCT:
+        for path, tree in modules(folder).items():
+            if len(own_imports(tree)) > MAX_OWN_IMPORTS:
+                yield path
+
+
+def benchmarks_that_import_tests() -> Iterator[str]:
+    for path, tree in modules("benchmarks").items():
+        if any(each.partition(".")[0] == "tests" for each in own_imports(tree)):
+            yield path
+
+
+RULES = {
+    "a class name is used once": class_names_used_again,
+    f"a module imports at most {MAX_OWN_IMPORTS} others": modules_with_many_imports,
+    "benchmarks import no tests": benchmarks_that_import_tests,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_is_kept_but_for_the_exceptions(rule: str) -> None:
+    found, allowed = sorted(RULES[rule]()), EXCEPTIONS[rule]
+    assert sorted(set(found) - set(allowed)) == [], "new exceptions"
+    assert sorted(set(allowed) - set(found)) == [], "no exceptions any more: delete their lines"
