@@ -23,8 +23,7 @@ import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-# A gateway sends something every 2 s, if only a check that this client is still there.
-MAX_SILENCE_S = 8.0
+MAX_SILENCE_S = 8.0  # a gateway sends something every 2 s, if only a check of this client
 MAX_BODY_BYTES = 4 << 20  # the server closes the connection of a client that sends far more
 
 
@@ -133,8 +132,8 @@ class HearthClient:
         data = json.dumps(body).encode()
         if len(data) > min(self._connection.max_payload, MAX_BODY_BYTES):
             raise ApiError(413, f"the request has {len(data)} bytes, more than NATS accepts")
-        subject = f"hearth.v1.api.{endpoint}.{self._client_id}" + (gateway and f".{gateway}")
-        await self._connection.publish(subject, data, reply=inbox, headers=headers or None)
+        name = f"hearth.v1.api.{endpoint}.{self._client_id}" + (gateway and f".{gateway}")
+        await self._connection.publish(name, data, reply=inbox, headers=headers or None)
 
 
 def _headers(deadline_s: float | None = None, affinity: str = "") -> dict[str, str]:

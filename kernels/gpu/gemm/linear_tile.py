@@ -28,9 +28,6 @@ MAX_REGISTERS = 255  # without this limit the assembler spills to make more prog
 GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
 ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
-BUSY_TILES = NUM_MULTIPROCESSORS * 3 // 4
-# Numbers of tiles from which the multiprocessors are busy, or have two programs, split or not.
-LEAST_TILES = (BUSY_TILES, NUM_MULTIPROCESSORS + 1, NUM_MULTIPROCESSORS // NUM_SEGMENTS + 1)
 LEAST_STEP = 64  # of K, for lanes that end within a longer one
 LANE_BLOCK_N = 64
 
@@ -69,7 +66,7 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
         # a step of 16 rows is short: more of K per step means fewer barriers
         block_k = 256 if block_m <= 16 else 128
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-    is_idle = num_tiles < BUSY_TILES
+    is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
     is_split = is_idle and width > 2 * block_k  # for less, one program is faster
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
     stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
@@ -135,10 +132,16 @@ def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
     """Numbers of rows at which a tiling of a weight with one of these numbers of columns can
     change: where its tile of rows does, and where its tiles reach a number that it depends on.
     """
+    # from which the multiprocessors are busy, or have two programs, split or not
+    least_tiles = (
+        NUM_MULTIPROCESSORS * 3 // 4,
+        NUM_MULTIPROCESSORS + 1,
+        NUM_MULTIPROCESSORS // NUM_SEGMENTS + 1,
+    )
     counts = {1, *(size + 1 for size in ROW_TILES)}
     for num_columns, block_m, block_n in product(columns, ROW_TILES, COLUMN_TILES):
         tiles = triton.cdiv(num_columns, block_n)
-        counts |= {(triton.cdiv(least, tiles) - 1) * block_m + 1 for least in LEAST_TILES}
+        counts |= {(triton.cdiv(least, tiles) - 1) * block_m + 1 for least in least_tiles}
     return sorted(count for count in counts if count <= max_rows)
 
 

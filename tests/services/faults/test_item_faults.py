@@ -244,7 +244,7 @@ OWN = {
     "services/gateway/cluster/feed.py": ("_run",),
     "services/gateway/http/server.py": ("_serve",),
     "services/gateway/nats_api/api.py": ("run", "_join"),
-    "services/gateway/service.py": ("run", "run", "watch"),
+    "services/gateway/service.py": ("run", "run", "run", "watch"),
     "services/gateway/streams/stream_driver.py": ("_tick",),
     "services/gateway/telemetry/span_exporter.py": ("_run",),
     "services/gateway/tenancy/limits.py": ("_flush_endings", "_renew_leases"),

@@ -113,6 +113,13 @@ class LiveHost:
         return [pid for each in children(self.process.pid) for pid in children(each)]
 
 
+def templates(host: LiveHost) -> list[int]:
+    """The children that workers are forked from: not downloads."""
+    command = b"services.local.hub_process"
+    found = children(host.process.pid)
+    return [pid for pid in found if command not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def children(pid: int) -> list[int]:
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()

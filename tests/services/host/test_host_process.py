@@ -18,6 +18,7 @@ from tests.services.host.live_host import (
     link_model,
     live_host,
     operator,
+    templates,
 )
 from tests.services.host.probes import Probes
 from tests.services.local.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
@@ -102,7 +103,7 @@ async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: Liv
 
 
 def test_workers_inherit_no_secret(host: LiveHost) -> None:
-    found = [*children(host.process.pid), *host.worker_pids()]
+    found = [*templates(host), *host.worker_pids()]
     assert len(found) >= 2
     for pid in found:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -139,7 +140,7 @@ async def test_killed_worker_becomes_hot_again(op: Operator, host: LiveHost) -> 
 
 async def test_killed_template_is_replaced(op: Operator, host: LiveHost) -> None:
     before = await op.state("demo-b", "standby")
-    (template,) = children(host.process.pid)
+    (template,) = templates(host)
     os.kill(template, signal.SIGKILL)
     await op.until(
         lambda: (
@@ -194,7 +195,7 @@ async def test_workers_of_a_frozen_host_go_on(op: Operator, host: LiveHost) -> N
 async def test_template_that_hangs_stops_nothing(op: Operator, host: LiveHost) -> None:
     other = await op.state("demo-a", "standby", "hot")
     before = await op.state("demo-b", "standby")
-    (template,) = children(host.process.pid)
+    (template,) = templates(host)
     os.kill(template, signal.SIGSTOP)
     try:
         os.kill(worker_pid(template, "demo-b"), signal.SIGKILL)
