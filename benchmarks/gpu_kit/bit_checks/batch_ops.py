@@ -181,6 +181,42 @@ def grouped_linear(product: str) -> Build:
     return build
 
 
+def per_head_linear(session: Session) -> RowOp:
+    from kernels.gpu.gemm.per_head_linear import per_head_linear as launch
+
+    x = _rows(session, gemm.HEADS, gemm.HEAD_WIDTH)
+    weight = session.random(gemm.HEADS, LATENT, gemm.HEAD_WIDTH, seed=1)
+    return RowOp(("per_head_linear",), lambda rows: launch(x[rows].clone(), weight))
+
+
+def route(session: Session) -> RowOp:
+    """The weights of the experts that each row chooses."""
+    from kernels.gpu.moe.route import route as launch
+    from shared.engine.moe_config import Routing
+
+    mixture = experts.mixture_of(session, "Qwen3-30B-A3B")
+    routing = Routing(score="softmax", is_renormalised=True)
+    logits = _rows(session, mixture.num_experts, dtype=FP32)
+    return RowOp(
+        ("route",),
+        lambda rows: launch(logits[rows].clone(), None, mixture.num_chosen, routing).weights,
+    )
+
+
+def add_experts(session: Session) -> RowOp:
+    from kernels.gpu.moe.expert_rows import add_experts as launch
+
+    mixture = experts.mixture_of(session, "Qwen3-30B-A3B")
+    num_tokens = sizes_of(session).many_rows
+    y = session.random(num_tokens * mixture.num_chosen, mixture.hidden)
+    places = integers(session, range(len(y))).view(num_tokens, mixture.num_chosen)
+    weights = _rows(session, mixture.num_chosen, dtype=FP32, seed=1)
+    return RowOp(
+        ("expert_rows",),
+        lambda rows: launch(y, places[rows].clone(), weights[rows].clone(), None, mixture.hidden),
+    )
+
+
 def sample(session: Session) -> RowOp:
     from kernels.gpu.sampling.sample import sample as launch
 
@@ -220,6 +256,9 @@ OTHERS: dict[str, Build] = {
     "top_k": top_k,
     "gelu_and_mul": gelu_and_mul,
     **{f"grouped_linear {product}": grouped_linear(product) for product in ("gate_up", "down")},
+    "per_head_linear": per_head_linear,
+    "route": route,
+    "add_experts": add_experts,
     "latent decode": latent_decode,
     "rotate_and_store_latent": rotate_and_store_latent,
 }

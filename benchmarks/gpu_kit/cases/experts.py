@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kit.cases.case import Build, Case, integers
+from benchmarks.gpu_kit.cases.case import FP32, Build, Case, integers
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import EIGHT_B
 
@@ -133,8 +133,60 @@ def grouped_linear(name: str, product: str, num_tokens: int, session: Session) -
     return Case(("grouped_linear",), lambda: own.launch(rows), lambda: own.wanted(rows))
 
 
+def route(name: str, num_tokens: int, session: Session) -> Case:
+    """The weights of the chosen experts, renormalised as in both mixtures."""
+    from kernels.gpu.moe.route import route as launch
+    from kernels.torch_ops.route import route as torch_route
+    from shared.engine.moe_config import Routing
+
+    mixture, routing = mixture_of(session, name), Routing(score="softmax", is_renormalised=True)
+    logits = session.random(num_tokens, mixture.num_experts, dtype=FP32)
+    given = logits, None, mixture.num_chosen, routing
+    return Case(("route",), lambda: launch(*given).weights, lambda: torch_route(*given).weights)
+
+
+def sort_by_expert(name: str, num_tokens: int, session: Session) -> Case:
+    """The place of each choice."""
+    from kernels.gpu.moe.expert_rows import sort_by_expert as launch
+    from kernels.torch_ops.expert_rows import sort_by_expert as torch_sort
+
+    mixture = mixture_of(session, name)
+    ids = choices_of(session, mixture, num_tokens)
+    return Case(
+        ("expert_rows",),
+        lambda: launch(ids, mixture.num_experts).places.float(),
+        lambda: torch_sort(ids, mixture.num_experts).places.float(),
+        tolerance=0.0,
+    )
+
+
+def add_experts(name: str, num_tokens: int, session: Session) -> Case:
+    from kernels.gpu.moe.expert_rows import add_experts as launch
+    from kernels.torch_ops.expert_rows import add_experts as torch_add
+
+    mixture = mixture_of(session, name)
+    y = session.random(num_tokens * mixture.num_chosen, mixture.hidden)
+    places = integers(session, range(len(y))).view(num_tokens, mixture.num_chosen)
+    weights = session.random(*places.shape, dtype=FP32, seed=1)
+    given = y, places, weights, None, mixture.hidden
+    return Case(("expert_rows",), lambda: launch(*given), lambda: torch_add(y.float(), *given[1:]))
+
+
+def choices_of(session: Session, mixture: Mixture, num_tokens: int) -> Tensor:
+    """[T, k]: choice j of token t is expert (t · k + j) modulo E, as in `routed`."""
+    numbers = [number % mixture.num_experts for number in range(num_tokens * mixture.num_chosen)]
+    return integers(session, numbers).view(num_tokens, mixture.num_chosen)
+
+
 CASES: dict[str, Build] = {
-    f"grouped_linear {name} {product}, 64 tokens": partial(grouped_linear, name, product, 64)
-    for name in MIXTURES
-    for product in PRODUCTS
+    **{
+        f"{build.__name__} {name}, 64 tokens": partial(build, name, 64)
+        for build in (route, sort_by_expert, add_experts)
+        for name in MIXTURES
+    },
+    **{
+        f"grouped_linear {name} {product}, 64 tokens": partial(grouped_linear, name, product, 64)
+        for name in MIXTURES
+        for product in PRODUCTS
+    },
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NUM_ROWS = (1, 64, 512)
 WEIGHT_SCALE = 0.02
+HEADS, HEAD_WIDTH, LATENT_WIDTH = 16, 128, 512  # latent attention of DeepSeek-V2-Lite
 
 
 def weight_shape(session: Session, product: str) -> tuple[int, int]:
@@ -119,6 +120,20 @@ def decompress(session: Session) -> Case:
     return Case(("decompress",), lambda: launch(split), lambda: weight, tolerance=0.0)
 
 
+def per_head_linear(num_rows: int, session: Session) -> Case:
+    """16 heads of latent attention: keys into the latent space."""
+    from kernels.gpu.gemm.per_head_linear import per_head_linear as launch
+    from kernels.reference.linear import per_head_linear as reference
+
+    x = session.random(num_rows, HEADS, HEAD_WIDTH)
+    weight = session.random(HEADS, LATENT_WIDTH, HEAD_WIDTH, scale=WEIGHT_SCALE, seed=1)
+    return Case(
+        ("per_head_linear",),
+        lambda: launch(x, weight),
+        lambda: reference(x.float(), weight.float()),
+    )
+
+
 def _named(op: str, product: str, num_rows: int, is_exact: bool | None = None) -> str:
     mode = {None: "", True: ", exact", False: ", free"}[is_exact]
     return f"{op} {product}, {num_rows} rows{mode}"
@@ -137,6 +152,7 @@ CASES: dict[str, Build] = {
         for product in ("o", "down")
     },
     "head, 64 rows": partial(linear, "head", 64, True),
+    "per_head_linear, 64 rows": partial(per_head_linear, 64),
     **{
         _named("compressed_linear", "qkv", num_rows, is_exact): partial(
             compressed_linear, "qkv", num_rows, is_exact
