@@ -12,18 +12,8 @@ def test_only_the_first_start_on_a_cpu_compiles_kernels(tmp_path: Path) -> None:
     spec = plan_warming(UpOptions(model_dir=tmp_path, dtype="float32"), environ)
     assert spec is not None
     assert spec.argv[3:] == (
-        *(
-            "warm",
-            "--model",
-            str(tmp_path),
-            "--dtype",
-            "float32",
-            "--kv-dtype",
-            "auto",
-            "--weights",
-            "auto",
-            "--no-rows",
-        ),
+        *("warm", "--model", str(tmp_path), "--dtype", "float32", "--kv-dtype", "auto"),
+        *("--weights", "auto", "--no-rows"),
     )
     assert plan_warming(UpOptions(model_dir=tmp_path, device="cuda"), environ) is None
     marker = tmp_path / "kernels" / "0f" / "compiled-start-1"
