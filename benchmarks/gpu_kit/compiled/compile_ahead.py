@@ -6,10 +6,12 @@ cache. Used where kernels are packed, and on a device whose keys differ from the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from os import cpu_count
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +45,7 @@ def compiling_ahead(fake: FakeDriver, num_threads: int | None = None) -> Iterato
         listening(finish),
         AsyncCompileMode(pool, ignore_errors=True) as mode,
         patch.object(JITFunction, "run", _compile_only(fake, mode)),
+        patch.object(ast, "parse", _one_at_a_time(ast.parse)),
     ):
         utilities = pool.submit(build_utilities)
         yield
@@ -70,6 +73,17 @@ def _compile_only(fake: FakeDriver, mode: AsyncCompileMode) -> Any:
         return kernel
 
     return compile_only
+
+
+def _one_at_a_time(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Before Python 3.12 all threads share one count of its depth: another's raises SystemError."""
+    lock = Lock()
+
+    def parse_alone(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return parse(*args, **kwargs)
+
+    return parse_alone
 
 
 def _is_compiled(kernel: Any) -> bool:
