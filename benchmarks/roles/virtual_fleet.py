@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.streams.turn import Opening
 from services.scheduler.service import SchedulerService
 from shared.block_hash import extend_chain, root_hash
 from shared.config import SchedulerConfig

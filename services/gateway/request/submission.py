@@ -44,8 +44,8 @@ from services.gateway.request.prompt import ChatPrompt, naming_field_of
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
+from services.gateway.streams.queued_openings import MAX_OPEN, MIN_OPEN, Opening
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.streams.turn import MAX_OPEN, MIN_OPEN, Opening
 from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.telemetry.span_attributes import span_attributes
 from services.gateway.telemetry.telemetry import RequestTelemetry

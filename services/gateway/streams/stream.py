@@ -19,9 +19,9 @@ from enum import Enum
 import msgspec
 
 from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.queued_openings import Opening, QueuedOpenings
 from services.gateway.streams.receiver import GuardedReceiver
 from services.gateway.streams.try_record import TryRecord
-from services.gateway.streams.turn import Opening, Turn
 from shared.errors import HearthError
 from shared.messages import Choice, Request
 from shared.numerics import Numerics
@@ -60,13 +60,15 @@ class CurrentPlacement:
 class Stream:
     """The state of one request. Times are seconds of the gateway's monotonic clock."""
 
-    def __init__(self, opening: Opening, now: float, *, turn: Turn, is_later: bool = False) -> None:
-        """`turn`: of its response. `is_later`: others of it have been served already."""
+    def __init__(
+        self, opening: Opening, now: float, *, queue: QueuedOpenings, is_later: bool = False
+    ) -> None:
+        """`queue`: of its response. `is_later`: others of it have been served already."""
         self.request = request = opening.request
         self.affinity_key = opening.affinity_key
         self.is_queueable = opening.is_queueable or is_later
         self.receiver = GuardedReceiver(opening.receiver, request.request_id)
-        self.turn = turn
+        self.queue = queue
         self._is_later = is_later
         self.deadline_at = now + request.deadline_s
         self.choices = {

@@ -23,8 +23,8 @@ from services.gateway.streams.actions import (
     Submit,
     submit_subject,
 )
+from services.gateway.streams.queued_openings import MAX_OPEN, Opening
 from services.gateway.streams.streams import Streams
-from services.gateway.streams.turn import MAX_OPEN, Opening
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import HearthError, NoResponders

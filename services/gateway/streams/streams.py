@@ -36,6 +36,7 @@ from services.gateway.streams.actions import (
 )
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
+from services.gateway.streams.queued_openings import MAX_OPEN, Opening, QueuedOpenings
 from services.gateway.streams.receiver import GuardedReceiver, StreamEnd
 from services.gateway.streams.stream import (
     CurrentPlacement,
@@ -43,7 +44,6 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.try_record import TryRecord
-from services.gateway.streams.turn import MAX_OPEN, Opening, Turn
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,
@@ -102,7 +102,7 @@ class Streams:
     def __init__(self, gateway_id: str) -> None:
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
-        self._waiting: dict[str, Turn] = {}  # by request: not open yet
+        self._waiting: dict[str, QueuedOpenings] = {}  # by request: not open yet
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
         self._actions = Actions(gateway_id)
@@ -129,17 +129,17 @@ class Streams:
 
     def open(self, openings: Sequence[Opening], now: float, most: int = MAX_OPEN) -> None:
         """Opens the requests of one response, at most `most` at once."""
-        turn = Turn(openings, now)
-        self._waiting |= dict.fromkeys((each.request_id for each in openings), turn)
+        queue = QueuedOpenings(openings, now)
+        self._waiting |= dict.fromkeys((each.request_id for each in openings), queue)
         for _ in openings[:most]:
-            self._open_next(turn, now)
+            self._open_next(queue, now)
 
-    def _open_next(self, turn: Turn, now: float, *, is_later: bool = False) -> None:
-        opening = turn.take_next(now)
+    def _open_next(self, queue: QueuedOpenings, now: float, *, is_later: bool = False) -> None:
+        opening = queue.take_next(now)
         if opening is None:
             return
         del self._waiting[opening.request_id]
-        stream = Stream(opening, now, turn=turn, is_later=is_later)
+        stream = Stream(opening, now, queue=queue, is_later=is_later)
         self._open_window(stream, now)
         self._by_request[stream.request_id] = stream
         self._submit(stream, now)
@@ -150,11 +150,11 @@ class Streams:
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
         """Ends a stream early. Does nothing if the stream has ended."""
-        stream, turn = self._by_request.get(request_id), self._waiting.get(request_id)
+        stream, queue = self._by_request.get(request_id), self._waiting.get(request_id)
         if stream is not None:
             self._end(stream, error, reason, now)
-        elif turn is not None:
-            self._end_waiting([turn.take(request_id)], error)
+        elif queue is not None:
+            self._end_waiting([queue.take(request_id)], error)
 
     # ── schedulers ───────────────────────────────────────────────────────────────────────────────
 
@@ -552,9 +552,9 @@ class Streams:
             StreamEnd(error, stream.last_worker_id, stream.num_resubmissions, tuple(stream.tries))
         )
         if error is None:
-            self._open_next(stream.turn, now, is_later=True)
+            self._open_next(stream.queue, now, is_later=True)
         else:
-            self._end_waiting(stream.turn.take_all(), error)
+            self._end_waiting(stream.queue.take_all(), error)
 
     def _end_waiting(self, openings: Sequence[Opening], error: HearthError) -> None:
         for each in openings:

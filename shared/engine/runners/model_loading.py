@@ -26,7 +26,7 @@ from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.quantised_tensors import QuantisedTensors
 from shared.engine.weights.reading.digest_cache import digest_cache
-from shared.engine.weights.reading.staging import LocalStaging, Staging
+from shared.engine.weights.reading.staging import LocalStaging, WeightStaging
 from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
@@ -171,7 +171,7 @@ def open_weights(
     model: Decoder,
     load_format: str,
     *,
-    staging: Staging | None = None,
+    staging: WeightStaging | None = None,
     readers: Executor | None = None,
 ) -> Iterator[OpenedWeights]:
     """`readers` compute digests. Raises CheckpointError, and ConfigError for an unknown format."""

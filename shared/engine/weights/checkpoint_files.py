@@ -26,7 +26,7 @@ from shared.engine.codec.shard import BundleShard
 from shared.engine.codec.threads import coding_threads
 from shared.engine.parallel.cuts import Cut
 from shared.engine.weights.reading.digest_cache import DigestCache
-from shared.engine.weights.reading.staging import LocalStaging, Staging
+from shared.engine.weights.reading.staging import LocalStaging, WeightStaging
 from shared.engine.weights.shared_file import Source
 from shared.engine.weights.tensor_bytes import TensorBytes
 from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
@@ -50,7 +50,7 @@ class TensorFile(Protocol):
 class Reading:
     """How files are read. `digests` None: each is computed."""
 
-    staging: Staging = field(default_factory=LocalStaging)
+    staging: WeightStaging = field(default_factory=LocalStaging)
     digests: DigestCache | None = None
 
 

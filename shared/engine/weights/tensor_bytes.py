@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.engine.parallel.cuts import Cut
-from shared.engine.weights.reading.staging import LOCAL_BYTES, Slot, Staging
+from shared.engine.weights.reading.staging import LOCAL_BYTES, Slot, WeightStaging
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class TensorBytes:
     Format: https://github.com/huggingface/safetensors#format.
     """
 
-    def __init__(self, file: FileIO, staging: Staging) -> None:
+    def __init__(self, file: FileIO, staging: WeightStaging) -> None:
         self._file = file
         self._staging = staging
         length = int.from_bytes(self._read(0, 8), "little")

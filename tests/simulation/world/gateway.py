@@ -8,8 +8,8 @@ from functools import partial
 from services.gateway.catalog import Catalog
 from services.gateway.streams.actions import Report
 from services.gateway.streams.early_entries import RetiredPlacements
+from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.streams.turn import Opening
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost

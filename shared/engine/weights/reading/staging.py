@@ -34,7 +34,7 @@ class Slot(Protocol):
         ...
 
 
-class Staging(Protocol):
+class WeightStaging(Protocol):
     num_bytes: int  # of a slot
 
     @contextmanager

@@ -13,7 +13,7 @@ from services.gateway.openai.embeddings import EmbeddingRequest, to_generation_r
 from services.gateway.output.embedding_vector import normalized
 from services.gateway.request import submission
 from services.gateway.request.generation_request import check_dimensions
-from services.gateway.streams.turn import MAX_OPEN
+from services.gateway.streams.queued_openings import MAX_OPEN
 from shared.errors import InvalidRequest
 from shared.messages import Finish, Request, Served
 from shared.packing import unpack_token_ids

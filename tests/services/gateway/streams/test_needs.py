@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.streams import MAX_RESUBMISSIONS
-from services.gateway.streams.turn import Opening
 from shared.errors import NoCapableWorker, NoCapacity
 from shared.messages import Placed
 from shared.subjects import control

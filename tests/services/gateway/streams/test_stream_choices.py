@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from services.gateway.streams import streams as core
 from services.gateway.streams.actions import Publish, Resend, Submit
+from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.streams import Streams
-from services.gateway.streams.turn import Opening
 from shared.errors import (
     GrammarFailed,
     GrammarReplayFailed,

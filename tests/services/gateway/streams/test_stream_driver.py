@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.streams.turn import Opening
 from shared.lifecycle.health import TICK_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (

@@ -24,6 +24,7 @@ from services.gateway.streams.early_entries import (
     EarlyEntries,
     RetiredPlacements,
 )
+from services.gateway.streams.queued_openings import Opening, QueuedOpenings
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream import (
     TRANSITIONS,
@@ -32,7 +33,6 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.streams import Streams
-from services.gateway.streams.turn import Opening, Turn
 from services.scheduler.unserved import NO_WORKER_GRACE_S
 from shared.errors import (
     ContextFull,
@@ -814,7 +814,7 @@ def test_unrequested_logprobs_fail_request() -> None:
 def test_illegal_transitions_raise() -> None:
     for state, allowed in TRANSITIONS.items():
         for target in StreamState:
-            stream = Stream(Opening(request(), Recorder()), 0.0, turn=Turn((), 0.0))
+            stream = Stream(Opening(request(), Recorder()), 0.0, queue=QueuedOpenings((), 0.0))
             stream.state = state
             if target in allowed:
                 stream.transition_to(target)

@@ -32,8 +32,8 @@ class Opening:
         return self.request.request_id
 
 
-class Turn:
-    """Those that are not open yet. Their deadlines count from `now`."""
+class QueuedOpenings:
+    """Requests of one response that are not open yet. Their deadlines count from `now`."""
 
     def __init__(self, openings: Iterable[Opening], now: float) -> None:
         self._began_at = now

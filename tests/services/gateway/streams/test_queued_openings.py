@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.streams.actions import Submit
+from services.gateway.streams.queued_openings import MAX_OPEN, Opening
 from services.gateway.streams.streams import Streams
-from services.gateway.streams.turn import MAX_OPEN, Opening
 from shared.errors import HearthError, Overloaded
 from shared.messages import Placed, Request, TokenBatch, TokenEntry
 from tests.services.gateway.streams.test_streams import STOP, Recorder, request
