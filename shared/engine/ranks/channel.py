@@ -65,9 +65,3 @@ class Channel:
                 raise ChannelClosed("the other process has ended")
             start += received
         return data
-
-
-def channel_pair() -> tuple[Channel, int]:
-    """The leader's end, and the descriptor that a rank inherits."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(ours), theirs.detach()
