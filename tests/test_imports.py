@@ -147,7 +147,7 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api preparation_process |"
         " handlers error_response endpoints | page cluster |"
-        " admission model_list timeline_routes server_info | dialects |"
+        " admission model_list timeline_routes server_info | dialects paths route_options |"
         " tokenization reranking | prefixes |"
         " anthropic workers_ai | responses | openai | scoring |"
         " http | request | telemetry | models | grammars | tools | streams tenancy output |"

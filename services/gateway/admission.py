@@ -26,16 +26,12 @@ from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
+from services.gateway.route_options import BODY_KIND, IS_FREE, MODEL_OF, RAW
 from services.gateway.tenancy.api_keys import ApiKeys
 from shared.errors import HearthError, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 
 Headers = Iterable[tuple[bytes, bytes]]  # of a request
-
-BODY_KIND = "body_kind"  # of a handler's `opt`: how its large bodies are prepared
-MODEL_OF = "model_of"  # reads the model from the scope, where bodies name none
-RAW = "raw"  # a body kind: the handler prepares large bodies itself
-IS_FREE = "is_free"  # of a handler's `opt`: it renders, tokenizes and writes nothing
 
 
 class Admission:

@@ -31,7 +31,7 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.admission import BODY_KIND, IS_FREE, RAW, Admission
+from services.gateway.admission import Admission
 from services.gateway.anthropic.routes import AnthropicRoutes
 from services.gateway.anthropic.token_count import TokenCounter
 from services.gateway.catalog import PublicReadiness, Readiness
@@ -62,6 +62,7 @@ from services.gateway.openai.routes import (
     EmbeddingBody,
     OpenAIRoutes,
 )
+from services.gateway.paths import OPENAI_ROOTS, check_account
 from services.gateway.prefixes.bodies import (
     DeletedPrefix,
     DryRunBody,
@@ -79,6 +80,7 @@ from services.gateway.reranking.bodies import RerankResponse, ScoreResponse
 from services.gateway.reranking.routes import RerankRoutes
 from services.gateway.responses.routes import ResponsesRoutes
 from services.gateway.responses.storage.store import ResponseStore
+from services.gateway.route_options import BODY_KIND, IS_FREE, RAW
 from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
@@ -93,8 +95,7 @@ from services.gateway.tokenization.routes import (
     TokenizeBody,
 )
 from services.gateway.tokenization.tokenization import Tokenization
-from services.gateway.workers_ai.paths import OPENAI_ROOTS
-from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account
+from services.gateway.workers_ai.routes import WorkersAIRoutes
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError

@@ -9,12 +9,12 @@ from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi import ResponseSpec
 
-from services.gateway.admission import BODY_KIND, RAW
 from services.gateway.anthropic.endpoint import MESSAGES
 from services.gateway.anthropic.errors import ErrorEnvelope
 from services.gateway.anthropic.response_types import MessageResponse, TokenCount
 from services.gateway.anthropic.routes import AnthropicRoutes, CountBody, MessagesBody
 from services.gateway.dialects import MESSAGES_PATH
+from services.gateway.route_options import BODY_KIND, RAW
 
 ERRORS = (400, 401, 403, 404, 413, 429, 503, 504, 529)
 

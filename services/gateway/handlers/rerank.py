@@ -9,9 +9,9 @@ from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi import ResponseSpec
 
-from services.gateway.admission import BODY_KIND
 from services.gateway.reranking.endpoints import RERANK, SCORE
 from services.gateway.reranking.routes import RerankBody, RerankRoutes, ScoreBody
+from services.gateway.route_options import BODY_KIND
 
 Responses = dict[int, ResponseSpec]
 

@@ -8,7 +8,7 @@ from typing import Any
 from litestar import delete, get, post
 from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.admission import BODY_KIND
+from services.gateway.paths import OPENAI_ROOTS, check_account
 from services.gateway.responses.endpoint import NAME
 from services.gateway.responses.object import ResponseObject
 from services.gateway.responses.routes import (
@@ -18,8 +18,7 @@ from services.gateway.responses.routes import (
     ResponsesBody,
     ResponsesRoutes,
 )
-from services.gateway.workers_ai.paths import OPENAI_ROOTS
-from services.gateway.workers_ai.routes import check_account
+from services.gateway.route_options import BODY_KIND
 
 
 def responses_handlers(

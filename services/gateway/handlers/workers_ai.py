@@ -9,10 +9,10 @@ from typing import Any
 from litestar import HttpMethod, post, route
 from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.admission import BODY_KIND, IS_FREE, MODEL_OF
+from services.gateway.paths import ACCOUNT_ROOTS, check_account
+from services.gateway.route_options import BODY_KIND, IS_FREE, MODEL_OF
 from services.gateway.workers_ai.endpoint import NAME
-from services.gateway.workers_ai.paths import ROOTS
-from services.gateway.workers_ai.routes import WorkersAIRoutes, check_account, run_model
+from services.gateway.workers_ai.routes import WorkersAIRoutes, run_model
 
 Handler = Callable[..., Any]
 
@@ -41,4 +41,4 @@ def workers_ai_handlers(routes: WorkersAIRoutes, known: dict[str, Any]) -> list[
 
 
 def _paths(*ends: str) -> list[str]:
-    return [f"{root}{end}" for root in ROOTS for end in ends]
+    return [f"{root}{end}" for root in ACCOUNT_ROOTS for end in ends]

@@ -5,7 +5,8 @@ PermissionDenied          403  a retry does not help
 ├── LimitIsZero
 ├── ModelNotAllowed
 ├── ZeroRetentionRejected
-└── NoRegionAllowed
+├── NoRegionAllowed
+└── ForeignAccount             the path names another account than that of the key
 ExceedsLimit              400  this request alone exceeds the limit
 RateLimited               429  retry later
 ├── RequestsExhausted, InputTokensExhausted, OutputTokensExhausted
@@ -43,6 +44,10 @@ class ZeroRetentionRejected(PermissionDenied):
 
 class NoRegionAllowed(PermissionDenied):
     code = "no_region_allowed"
+
+
+class ForeignAccount(PermissionDenied):
+    code = "foreign_account"
 
 
 class ExceedsLimit(InvalidRequest):

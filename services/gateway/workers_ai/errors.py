@@ -46,10 +46,6 @@ class LoraNotSupported(InvalidRequest):
     http_status = 405
 
 
-class ForeignAccount(PermissionDenied):
-    code = "foreign_account"
-
-
 class Number(msgspec.Struct, frozen=True):
     """The number of an error in the envelope, and the HTTP status of its response."""
 

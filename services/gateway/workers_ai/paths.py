@@ -8,9 +8,6 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote
 
-# Cloudflare's, and the same without its prefix
-ROOTS = ("/client/v4/accounts/{account:str}/ai", "/accounts/{account:str}/ai")
-OPENAI_ROOTS = ("/v1", *(f"{root}/v1" for root in ROOTS))
 _OWN = re.compile(r"/client/v4(/.*)?|/accounts/.*", re.DOTALL)
 _OPENAI = re.compile(r"(/client/v4)?/accounts/[^/]+/ai/v1(/.*)?", re.DOTALL)
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from litestar import Request, Response
-from litestar.connection import ASGIConnection
-from litestar.handlers import BaseRouteHandler
 
 from services.gateway.http.affinity import AFFINITY_HEADER, session_key_of
 from services.gateway.http.response import GenerationResponse
@@ -25,7 +23,7 @@ from services.gateway.workers_ai.catalog_search import (
 )
 from services.gateway.workers_ai.endpoint import run_endpoint
 from services.gateway.workers_ai.envelope import Success
-from services.gateway.workers_ai.errors import ForeignAccount, MissingBody
+from services.gateway.workers_ai.errors import MissingBody
 from services.gateway.workers_ai.model_id import parse_model_id
 from services.gateway.workers_ai.model_schema import model_schema
 from services.gateway.workers_ai.paths import model_part
@@ -39,15 +37,6 @@ Search = Callable[[list[ModelRow], SearchQuery], Success]
 def run_model(scope: Mapping[str, Any]) -> str:
     """The model that the path of a run names. Raises MalformedModelId."""
     return parse_model_id(model_part(scope["raw_path"]))
-
-
-async def check_account(
-    connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
-) -> None:
-    """A guard of paths with an account. Raises ForeignAccount for another one than the key's."""
-    account = connection.path_params.get("account")
-    if account is not None and account != connection.state.tenant.tenant_id:
-        raise ForeignAccount("the API key is not of this account")
 
 
 class WorkersAIRoutes:

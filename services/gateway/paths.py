@@ -1,0 +1,23 @@
+"""The roots of the dialects' paths, and the guard of those that name an account."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+
+from services.gateway.tenancy.errors import ForeignAccount
+
+# Cloudflare's, and the same without its prefix
+ACCOUNT_ROOTS = ("/client/v4/accounts/{account:str}/ai", "/accounts/{account:str}/ai")
+OPENAI_ROOTS = ("/v1", *(f"{root}/v1" for root in ACCOUNT_ROOTS))
+
+
+async def check_account(
+    connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
+) -> None:
+    """Rejects a request whose path names another account than its key's, with ForeignAccount."""
+    account = connection.path_params.get("account")
+    if account is not None and account != connection.state.tenant.tenant_id:
+        raise ForeignAccount("the API key is not of this account")

@@ -1,0 +1,6 @@
+"""What the routes of dialects say in a handler's `opt` to the admission of their requests."""
+
+BODY_KIND = "body_kind"  # how its large bodies are prepared
+MODEL_OF = "model_of"  # reads the model from the scope, where bodies name none
+RAW = "raw"  # a body kind: the handler prepares large bodies itself
+IS_FREE = "is_free"  # it renders, tokenizes and writes nothing
