@@ -58,8 +58,8 @@ def killed_of_up() -> list[Bar]:
         before = start_using(state)
         (pid,) = redis_pids(Path(name))
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: redis_pids(Path(name)) - {pid}, "a new redis-server")
-        eventually(lambda: status_of(state, state.api_key) == 200, "an answer")
+        eventually(lambda: redis_pids(Path(name)) - {pid}, "new redis-server")
+        eventually(lambda: status_of(state, state.api_key) == 200, "answer")
         after = asyncio.run(records_of(state.redis_url, list(TENANTS)))
         num_answered = sum(status_of(state, key) == 200 for key in KEYS.values())
     num_records = sum(a == b for a, b in zip(before[0], after[0], strict=True))
@@ -83,7 +83,7 @@ def emptied() -> list[Bar]:
                 empty = Counter(status_of(state, key) for key in KNOWN)
                 unknown = status_of(state, UNKNOWN)
                 asyncio.run(add_tenants(redis.url, TENANTS, KEYS))
-                eventually(lambda: status_of(state, UNKNOWN) == 200, "the unknown key's answer")
+                eventually(lambda: status_of(state, UNKNOWN) == 200, "answer for the unknown key")
                 restored = Counter(status_of(state, key) for key in KEYS.values())
         finally:
             redis.stop()
@@ -126,7 +126,7 @@ def start_using(state: ClusterState) -> tuple[list[object], list[object]]:
         counted = {each.tenant_id for each in usage if each.requests}
         return (records, usage) if len(counted) == len(KNOWN) else None
 
-    found = eventually(are_counted, "the usage of the requests")
+    found = eventually(are_counted, "usage of the requests")
     assert isinstance(found, tuple)
     return found
 

@@ -162,7 +162,7 @@ class Chaos:
         return exchange.output == expected.output[index] and exchange.usage == expected.usage[index]
 
     async def wait_until_empty(self, timeout_s: float = 20.0) -> float:
-        """Returns the seconds until every worker is idle with all blocks. Raises TimeoutError."""
+        """Returns the seconds until every worker is idle with all blocks. Raises NotReached."""
         started = time.monotonic()
         self.monitor.newest.clear()
         names = {*self.cluster.named("prefill"), *self.cluster.named("decode")}

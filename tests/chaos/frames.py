@@ -13,6 +13,7 @@ from tests.chaos.checks.monitor import Monitor
 from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.relay import HOST, Relay, Transport
 from tests.chaos.world.spoiling import SPOILINGS, Spoiling
+from tests.support.waiting import NotReached
 
 SHARE = 0.4  # of the frames: enough others arrive to show that they are unaffected
 # The relay reads and alters records, which it could not if they were sealed.
@@ -92,7 +93,7 @@ async def run_frames(
         relay.spoiler.stop()
     try:
         whole_after_s: float | None = round(await chaos.wait_until_empty(), 3)
-    except TimeoutError:
+    except NotReached:
         whole_after_s = None
     after = await _counted(chaos)
     corrupt, unknown, refused, bad_peers = (a - b for a, b in zip(after, before, strict=True))

@@ -24,6 +24,7 @@ from tests.chaos.checks.metrics import MetricWatch, runbook_metrics
 from tests.chaos.checks.phases import Phase, reach
 from tests.chaos.world.clients import Exchange
 from tests.chaos.world.cluster import SERVERS, ChaosCluster
+from tests.support.waiting import NotReached
 
 Fault = Literal["kill", "freeze", "device"]  # device: each step of a worker raises
 
@@ -163,7 +164,7 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     await cluster.wait_until_ready()
     try:
         whole_after_s: float | None = await chaos.wait_until_empty()
-    except TimeoutError:
+    except NotReached:
         whole_after_s = None
     unmoved = await watch.unmoved()
     row = _row(chaos, strike, outage_s, whole_after_s)

@@ -23,6 +23,7 @@ from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
+from tests.support.waiting import wait_until
 
 START_TIMEOUT_S = 300  # the first start compiles kernels
 
@@ -125,15 +126,18 @@ class Cluster:
         )
 
     def wait_until_ready(self, *process_ids: str) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            operator = {"authorization": f"Bearer {self.state.operator_token}"}
-            body = self.client.get("/ready", headers=operator).json()
-            known = {each for ids in body["workers"].values() for each in ids}
-            if body["ready"] and known.issuperset(process_ids):
-                return
-            assert time.monotonic() < deadline, body
-            time.sleep(0.05)
+        """Waits until the gateway is ready and knows these workers."""
+        operator = {"authorization": f"Bearer {self.state.operator_token}"}
+
+        def body() -> dict:
+            return self.client.get("/ready", headers=operator).json()
+
+        def is_ready() -> bool:
+            found = body()
+            known = {each for ids in found["workers"].values() for each in ids}
+            return found["ready"] and known.issuperset(process_ids)
+
+        wait_until(is_ready, timeout_s=START_TIMEOUT_S, poll_s=0.05, seen=body)
 
 
 def _is_empty(heartbeat: Heartbeat) -> bool:

@@ -122,7 +122,7 @@ def served_until(
         served.append(complete(cluster, f"Site {len(served)}. {TEXT}"))
         return condition(served)
 
-    eventually(is_met, "the condition", DEADLINE_S)
+    eventually(is_met, "such answers", DEADLINE_S)
     return served
 
 

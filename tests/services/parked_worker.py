@@ -39,6 +39,7 @@ from shared.randomness import SystemRandomness
 from shared.subjects import HEARTBEATS, KV_EVENTS, control, lifecycle, start_decode, tokens
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
+from tests.support.waiting import until_changed
 
 M = TypeVar("M", bound=Message)
 
@@ -147,11 +148,7 @@ class WorkerClient:
         await self._scheduler.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Raises TimeoutError."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
+        await until_changed(condition, self._changed, timeout_s=TIMEOUT_S, seen=lambda: self.states)
 
     async def until_state(self, *states: str) -> Heartbeat:
         await self.until(lambda: bool(self.states) and self.states[-1] in states)

@@ -29,6 +29,7 @@ from shared.messages import (
 from shared.subjects import HEARTBEATS, KV_EVENTS, command
 from shared.transport.bus import NatsBus
 from tests.chaos.world.cluster import MONITOR, ChaosCluster
+from tests.support.waiting import until_changed
 
 _PLACEMENT = Placed | PlacementFailed | QueueKeepalive
 _CONTROL = AbortRequest | AckFinished | RenewLease | PrefillFailed | PrefillPhases
@@ -84,12 +85,12 @@ class Monitor:
         ]
 
     async def wait(self, condition: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
-        """Waits until `condition` returns a true result and returns it. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not (found := condition()):
-                self._changed.clear()
-                await self._changed.wait()
-        return found
+        """Waits until `condition` returns a true result and returns it. Raises NotReached."""
+
+        def loads() -> dict[str, object]:
+            return {name: (each.state, each.load) for name, each in self.newest.items()}
+
+        return await until_changed(condition, self._changed, timeout_s=timeout_s, seen=loads)
 
     def _recorder(self, name: str) -> Callable[[Any], None]:
         return lambda message: self._record(name, message)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
 from shared.messages import KvEvents, Placed
 from tests.chaos.chaos import Call
 from tests.chaos.checks.monitor import Monitor
+from tests.support.waiting import until
 
 Phase = Literal["queued", "placed", "prefilling", "transferring", "decoding", "finishing"]
 
@@ -22,15 +23,16 @@ PHASES: tuple[Phase, ...] = (
     "finishing",
 )
 POLL_S = 0.005
-PHASE_TIMEOUT_S = 20.0
 
 
 async def reach(phase: Phase, monitor: Monitor, sent: list[Call], victim: str) -> None:
-    """Waits until a fault of `victim` would hit the streams in this phase. Raises TimeoutError."""
+    """Waits until a fault of `victim` would hit the streams in this phase. Raises NotReached."""
     is_reached = _in_phase(phase, monitor, sent, victim)
-    async with asyncio.timeout(PHASE_TIMEOUT_S):
-        while not is_reached():
-            await asyncio.sleep(POLL_S)
+    await until(
+        is_reached,
+        poll_s=POLL_S,
+        seen=lambda: f"{phase}: {Counter(type(each.message) for each in monitor.recorded)}",
+    )
 
 
 def _in_phase(phase: Phase, monitor: Monitor, sent: list[Call], victim: str) -> Callable[[], bool]:

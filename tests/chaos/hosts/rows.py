@@ -28,6 +28,7 @@ from tests.chaos.hosts.site import (
     is_log_of,
 )
 from tests.chaos.hosts.streams import HOT, Stream, Streams
+from tests.support.waiting import NotReached
 
 HostFault = Literal["kill", "freeze", "long freeze"]
 HostPhase = Literal["hot", "waking", "parking", "starting"]
@@ -218,7 +219,7 @@ async def _settled(site: HostSite) -> bool:
 
     try:
         await site.until(is_settled, timeout_s=SETTLED_TIMEOUT_S)
-    except TimeoutError:
+    except NotReached:
         return False
     return True
 

@@ -36,6 +36,7 @@ from shared.messages import (
 )
 from shared.subjects import HEARTBEATS, host_models
 from shared.transport.bus import NatsBus
+from tests.support.waiting import NotReached, until_changed
 
 HOST = "host-1"
 MODELS = ("a", "b", "c")
@@ -80,11 +81,9 @@ class HostSite:
         return "unknown" if found is None else found.state
 
     async def until(self, predicate: Callable[[], bool], *, timeout_s: float = DEADLINE_S) -> None:
-        """Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not predicate():
-                self._changed.clear()
-                await self._changed.wait()
+        await until_changed(
+            predicate, self._changed, timeout_s=timeout_s, seen=lambda: self.load.models
+        )
 
     def forget(self) -> None:
         """Until the next heartbeat of each process."""
@@ -96,7 +95,7 @@ class HostSite:
         while self.state(name) != "hot":
             with contextlib.suppress(HearthError):
                 await self.command(name, WakeModel, ModelWaking)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(NotReached):
                 await self.until(lambda: self.state(name) == "hot", timeout_s=2.0)
 
     async def park(self, name: str) -> None:

@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from services.client.chat_request import gateway_client
-from tests.chaos.hosts.site import DEADLINE_S, MODELS, HostSite
+from tests.chaos.hosts.site import MODELS, HostSite
 from tests.chaos.world.clients import ChoiceOutput, Exchange, run_exchange
 from tests.chaos.world.workload import Body, requests
+from tests.support.waiting import until
 
 HOT = ("a", "b")
 KINDS = (1, 3, 4, 6)  # of requests: seeded, two choices, penalties, logprobs
@@ -70,9 +71,11 @@ class Streams:
         """The gateway reads what hosts record in the catalogue once a second."""
         cluster = self.site.cluster
         async with gateway_client(cluster.url, cluster.api_key) as client:
-            async with asyncio.timeout(DEADLINE_S):
-                while len((await client.get("/v1/models")).json()["data"]) < len(MODELS):
-                    await asyncio.sleep(0.05)
+
+            async def is_listed() -> bool:
+                return len((await client.get("/v1/models")).json()["data"]) >= len(MODELS)
+
+            await until(is_listed, poll_s=0.05)
 
     def is_same(self, stream: Stream) -> bool:
         return stream.exchange.output == self.expected[stream.model, stream.number]

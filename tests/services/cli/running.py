@@ -20,6 +20,7 @@ from shared.errors import ConfigError
 from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 300.0  # the first start compiles kernels
@@ -75,11 +76,7 @@ def processes_of(state_home: Path) -> dict[int, str]:
 
 def eventually(predicate: Callable[[], Any], event: str, timeout_s: float = WAIT_S) -> Any:
     """Polls until the predicate returns a true value, and returns this value."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := predicate()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {event}"
-        time.sleep(0.02)
-    return found
+    return wait_until(predicate, timeout_s=timeout_s, poll_s=0.02, seen=lambda: f"no {event}")
 
 
 def cluster_of(state_home: Path) -> tuple[Path, ClusterState] | None:

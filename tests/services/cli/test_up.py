@@ -219,10 +219,10 @@ def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: 
         return "far" in map(credential_of, workers)
 
     try:
-        eventually(is_known, "the worker's joining")
+        eventually(is_known, "worker that joined")
         worker.terminate()
         assert worker.wait(timeout=30) == 0
-        eventually(lambda: not is_known(), "the worker's leaving")
+        eventually(lambda: not is_known(), "worker that left")
     finally:
         worker.kill()
         worker.communicate()
@@ -245,7 +245,7 @@ def test_killed_redis_is_restarted_with_all_tenants_and_their_usage(running: Up)
     def is_counted() -> bool:
         return "requests=1, input" in str(records())
 
-    eventually(is_counted, "the usage of a request")
+    eventually(is_counted, "usage of a request")
     before = records()
     kill_and_wait(running, "redis-server")
     assert records() == before
@@ -255,8 +255,8 @@ def test_killed_redis_is_restarted_with_all_tenants_and_their_usage(running: Up)
 def kill_and_wait(running: Up, command: str) -> None:
     pid = running.pid_of(command)
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: set(running.pids_of(command)) - {pid}, f"a new {command}")
-    eventually(lambda: answers(running.state), "an answer")
+    eventually(lambda: set(running.pids_of(command)) - {pid}, f"new {command}")
+    eventually(lambda: answers(running.state), "answer")
 
 
 def answers(state: ClusterState) -> bool:
@@ -309,7 +309,7 @@ def test_children_of_a_killed_up_end(tmp_path: Path, chat_model: Path) -> None:
     directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
     scratch = (directory / "tmp").resolve()
     cluster.stop(signal.SIGKILL)
-    eventually(lambda: not processes_of(tmp_path), "the children's end", 10.0)
+    eventually(lambda: not processes_of(tmp_path), "end of the children")
     assert list(scratch.rglob("kv.sock"))
     StateDir.create(directory.parent).close(retain_logs=False)  # as the next `hearth up` does
     assert not scratch.exists()

@@ -25,6 +25,7 @@ from shared.kv_wire.kv_server import KvServer
 from shared.lifecycle import heartbeat
 from tests.services.live_cluster import MODEL, LiveCluster
 from tests.services.scheduler.literals import submit_of
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 ERRORS = (
@@ -115,11 +116,6 @@ async def lane_is_retried(cluster: LiveCluster) -> None:
     scheduler._blocked.block(ticket.lane, size_of(ticket))
     await asyncio.sleep(1.5 * TICK_S)
     assert scheduler._blocked.unblock(ticket.lane) and scheduler._admission.remove("blocked")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 # What is broken, its method, and what happens to the item.

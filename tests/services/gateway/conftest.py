@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
+from tests.support.waiting import until
 
 API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京 the quick brown fox"
@@ -98,14 +98,6 @@ class Cluster:
         return AsyncOpenAI(
             api_key=API_KEY, base_url=f"{self.gateway.http_address}/v1", max_retries=0
         )
-
-
-async def until(condition: object, timeout_s: float = 5.0) -> None:
-    """Polls until the predicate returns true; for states that no event reports."""
-    assert callable(condition)
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ import pytest
 from services.gateway import admission
 from services.gateway.request import opener
 from services.gateway.request.supported_fields import SupportedFields
-from tests.services.gateway.conftest import until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.tenancy.test_limits_http import (
@@ -26,6 +25,7 @@ from tests.services.gateway.tenancy.test_limits_http import (
     Acme,
     acme,
 )
+from tests.support.waiting import until
 
 __all__ = ["acme"]
 pytestmark = pytest.mark.own_cluster
@@ -183,7 +183,7 @@ async def test_encodings_of_a_body(acme: Acme) -> None:
         given = {"content-type": "application/json", **headers}
         response = await acme.http.post("/tokenize", content=chunked(content), headers=given)
         assert response.status_code == status, (headers, response.text)
-    assert not acme.cluster.gateway._body_budget.num_bytes
+    await until(lambda: not acme.cluster.gateway._body_budget.num_bytes)
 
 
 BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [

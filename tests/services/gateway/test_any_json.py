@@ -19,8 +19,9 @@ from tests.services.gateway.any_json import (
     nats_status,
     statuses_of,
 )
-from tests.services.gateway.conftest import Cluster, until
+from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.nats_api.conftest import connected, has_joined
+from tests.support.waiting import until
 
 COUNT, SEED = 16, 1
 ENDLESS = "/v1/cluster/events"

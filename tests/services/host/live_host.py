@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -32,6 +31,7 @@ from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, CredentialRole, host_models
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer, free_port
+from tests.support.waiting import until, wait_until
 
 USERS: tuple[tuple[CredentialRole, str], ...] = (
     ("host", "host-1"),
@@ -40,6 +40,8 @@ USERS: tuple[tuple[CredentialRole, str], ...] = (
     ("gateway", "gateway-1"),
 )
 DEADLINE_S = 60.0
+START_S = 300.0  # the first start of a model on a machine also compiles its kernels
+LOG_CHARACTERS = 3000
 DRAIN_S = 5.0
 
 
@@ -78,12 +80,7 @@ class LiveHost:
         command += ["--nats-url", self.nats.url("gateway-1"), "--redis-url", self.redis.url]
         command += ["--process-id", "gateway-1", "--http-port", str(port)]
         self.others.append(self._launched(command, "gateway"))
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            time.sleep(0.05)
+        wait_until(lambda: self._listens(port), seen=lambda: self._log_of("gateway"))
         return f"http://127.0.0.1:{port}/health"
 
     @property
@@ -106,7 +103,18 @@ class LiveHost:
 
     @property
     def log(self) -> str:
-        return (self.folder / "host.log").read_text()
+        return self._log_of("host")
+
+    def _log_of(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.is_file() else ""
+
+    @staticmethod
+    def _listens(port: int) -> bool:
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return True
+        return False
 
     def worker_pids(self) -> list[int]:
         """Of the template's children."""
@@ -149,8 +157,9 @@ class Operator:
 
     bus: NatsBus
     catalogue: CatalogueAdmin
+    host: LiveHost
+    states: dict[str, list[str]] = field(default_factory=dict)  # of each model, in their order
     newest: dict[str, Heartbeat] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.background = Background()
@@ -158,7 +167,10 @@ class Operator:
 
     def receive(self, message: Heartbeat) -> None:
         self.newest[message.process_id] = self._models.complete(message)
-        self.changed.set()
+        for each in self.load.models:
+            states = self.states.setdefault(each.name, [])
+            if states[-1:] != [each.state]:
+                states.append(each.state)
 
     @property
     def load(self) -> HostLoad:
@@ -171,20 +183,30 @@ class Operator:
         return next((each for each in self.load.models if each.name == name), None)
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not predicate():
-                self.changed.clear()
-                await self.changed.wait()
+        """Fails at once if the host ends: no later heartbeat can change anything."""
+        await until(lambda: predicate() or self._has_ended(), timeout_s=START_S, seen=self.seen)
+        assert not self._has_ended() or predicate(), f"the host ended\n{self.seen()}"
+
+    def _has_ended(self) -> bool:
+        return self.host.process.poll() is not None
 
     async def state(self, name: str, *states: str) -> HostedModel:
-        def is_there() -> bool:
-            found = self.model(name)
-            return found is not None and found.state in states
+        """Waits for one of these states of a model. It fails at once if the model does."""
 
-        await self.until(is_there)
+        def has_settled() -> bool:
+            found = self.model(name)
+            return found is not None and found.state in (*states, "failed")
+
+        await self.until(has_settled)
         found = self.model(name)
         assert found is not None
+        assert found.state in states, f"{name} failed: {found.failure}\n{self.seen()}"
         return found
+
+    def seen(self) -> str:
+        """The states of each model in their order, and the end of the host's log."""
+        lines = [f"{name}: {' → '.join(states)}" for name, states in self.states.items()]
+        return "\n".join([*lines, self.host.log[-LOG_CHARACTERS:]])
 
     async def wake(self, name: str, revision: str = "r1") -> ModelWaking:
         message = WakeModel(model=name, revision=revision)
@@ -209,7 +231,7 @@ async def operator(host: LiveHost) -> AsyncIterator[Operator]:
     url = host.nats.url("scheduler-1")
     bus = await NatsBus.connect(url, process_id="scheduler-1")
     store = RedisStore(host.redis.url, MonotonicClock(), timeout_s=5.0)
-    found = Operator(bus, CatalogueAdmin(store, time.time))
+    found = Operator(bus, CatalogueAdmin(store, time.time), host)
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, found.receive)
         yield found

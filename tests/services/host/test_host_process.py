@@ -76,6 +76,8 @@ async def test_unknown_model_and_missing_source_are_clear_lines(
     failed = await op.state("missing", "failed")
     assert failed.failure.startswith(f"source '{host.folder}/missing' is not a directory")
     assert failed.public_failure.startswith("its source is missing")
+    with pytest.raises(AssertionError, match=r"missing failed: source '.*(?s:.)*missing: .*failed"):
+        await op.state("missing", "standby")
     await op.catalogue.remove("missing")
     await op.until(lambda: op.model("missing") is None)
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -16,6 +16,7 @@ from services.local.supervisor import Event, ProcessEnded, Supervisor
 from services.processes.child_processes import ProcessSpec, ending
 from services.processes.log_files import last_line
 from shared.clock import MonotonicClock
+from tests.support.waiting import until
 
 WAIT_S = 10.0
 
@@ -33,12 +34,6 @@ LOGS_ITS_END = (
 )
 
 
-async def eventually(predicate: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not predicate():  # another process cannot set an asyncio.Event here
-            await asyncio.sleep(0.005)
-
-
 class EventRecorder:
     """Records the events that the supervisor reports."""
 
@@ -50,7 +45,10 @@ class EventRecorder:
 
     async def until(self, process_id: str, event: Event, count: int = 1) -> None:
         wanted = (process_id, event)
-        await eventually(lambda: [each[:2] for each in self.events].count(wanted) >= count)
+        await until(
+            lambda: [each[:2] for each in self.events].count(wanted) >= count,
+            seen=lambda: self.events,
+        )
 
 
 @pytest.fixture
@@ -80,7 +78,7 @@ def spec(name: str, code: str, *arguments: str, order: int = 0, port: int = 0) -
 async def wait_until_up(tmp_path: Path, name: str) -> None:
     """Waits until the program has written `up` to its log."""
     log = tmp_path / "logs" / f"{name}.log"
-    await eventually(lambda: "up" in log.read_text())
+    await until(lambda: "up" in log.read_text())
 
 
 def is_alive(pid: int) -> bool:
@@ -175,7 +173,7 @@ async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
     pid = int(await parent.stdout.readline())
     parent.kill()
     await parent.wait()
-    await eventually(lambda: not is_running(pid))
+    await until(lambda: not is_running(pid))
 
 
 def is_running(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from shared.telemetry.timeline import Phase, Timeline, Try
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -41,12 +42,6 @@ async def cluster(
     folder = tmp_path_factory.mktemp("cluster")
     async with live_cluster(folder, model_dir, has_tls=False, security="none") as running:
         yield running
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def spans_of(

@@ -17,7 +17,7 @@ import uvloop
 from services.gateway.http.connections import Connections
 from services.gateway.http.server import MAX_PIPELINED, HeadWithBody, WebServer
 from shared.background import TASK_FAILED
-from tests.services.gateway.conftest import until
+from tests.support.waiting import until
 
 HEAD_S, BODY_S = 0.2, 0.8  # the difference covers delays of the client on a busy machine
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"

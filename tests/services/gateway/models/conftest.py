@@ -25,9 +25,9 @@ from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
-from tests.services.gateway.conftest import until
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD, PeerDecode, PeerScheduler
+from tests.support.waiting import until
 
 ENGLISH, GERMAN = "hello world, the quick brown fox", "hallo Welt, der schnelle braune Fuchs"
 BRACKETS = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"

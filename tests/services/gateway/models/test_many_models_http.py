@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections import Counter
 from functools import partial
 
 import msgspec
 import pytest
 
 from services.client.hearth_nats import ApiError, HearthClient
+from services.gateway.tenancy.usage_counter import day_of
 from services.gateway.text.model_files import ModelFiles
 from shared import subjects
 from shared.block_hash import PUBLIC_TENANT_ID
@@ -18,8 +21,8 @@ from shared.packing import unpack_token_ids
 from shared.tenancy import pinned_prefix
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
-from tests.services.gateway.conftest import until
 from tests.services.gateway.models.conftest import (
     BRACKETS,
     ENGLISH,
@@ -29,6 +32,7 @@ from tests.services.gateway.models.conftest import (
 )
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.samples import sample_sum
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NO_HOST_S = 5.0
@@ -216,14 +220,26 @@ async def test_prefixes_are_of_a_model_and_hidden_with_it(fleet: Fleet) -> None:
 
 
 async def test_usage_is_counted_by_model(fleet: Fleet) -> None:
-    def requests() -> dict[str, int]:
-        pending = fleet.gateway._usage._pending.items()
-        return {model: count for (_, _, model, kind), count in pending if kind == "requests"}
+    tenants = TenantAdmin(fleet.store, time.time)
+    today = time.time()
+    days = [day_of(today), day_of(today + 86_400)]  # of a test at midnight
 
-    await fleet.gateway._usage.flush()
+    async def requests() -> Counter[str]:
+        """By model, as an operator reads them."""
+        assert await fleet.gateway._usage.flush()
+        counts: Counter[str] = Counter()
+        for each in await tenants.usage(["acme"], days):
+            counts[each.model] += each.requests
+        return counts
+
+    before = await requests()
     for model in ("en", "de", "de"):
         assert (await fleet.chat(model, max_tokens=2)).status_code == 200
-    await until(lambda: requests() == {"en": 1, "de": 2})
+
+    async def is_counted() -> bool:
+        return await requests() - before == {"en": 1, "de": 2}
+
+    await until(is_counted)
 
 
 async def test_stream_ends_on_its_revision_while_the_name_moves_and_leaves(fleet: Fleet) -> None:
@@ -248,7 +264,7 @@ async def test_stream_ends_on_its_revision_while_the_name_moves_and_leaves(fleet
         ended = partial(sample_sum, fleet.gateway, "hearth_requests_total", model="m")
         assert ended(outcome="stop") == 3
         await fleet.admin.remove("m")
-        await until(lambda: "m" not in fleet.gateway.models.names, timeout_s=2.0)  # by its poll
+        await until(lambda: "m" not in fleet.gateway.models.names)  # by its poll
         check_envelope(await fleet.chat("m"), 404, "model_not_found", "model")
         assert ended() == 0
         old.released.set()

@@ -16,7 +16,8 @@ from services.client.hearth_nats import HearthClient
 from services.gateway.service import GatewayService
 from shared.subjects import api_request
 from tests.servers import NatsServer
-from tests.services.gateway.conftest import Cluster, SharedCluster, until
+from tests.services.gateway.conftest import Cluster, SharedCluster
+from tests.support.waiting import until
 
 
 def has_joined(gateway: GatewayService) -> bool:

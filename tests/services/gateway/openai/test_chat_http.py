@@ -10,8 +10,9 @@ import pytest
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from shared.packing import unpack_hashes, unpack_token_ids
-from tests.services.gateway.conftest import ANSWER, Cluster, until
+from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.peer import CARD
+from tests.support.waiting import until
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}

@@ -12,8 +12,9 @@ from services.gateway.text.model_files import ModelFiles
 from shared.errors import Overloaded
 from shared.messages import TokenEntry
 from shared.packing import unpack_token_ids
-from tests.services.gateway.conftest import ANSWER, Cluster, until
+from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.openai.test_refusals import check_envelope
+from tests.support.waiting import until
 
 ROUTE = "/v1/completions"
 PROMPT = "the lazy 東"

@@ -17,11 +17,12 @@ from services.gateway.streams.queued_openings import MAX_OPEN
 from shared.errors import InvalidRequest
 from shared.messages import Finish, Request, Served
 from shared.packing import unpack_token_ids
-from tests.services.gateway.conftest import Cluster, until
+from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import EMBEDDING
 from tests.services.gateway.samples import sample_sum
 from tests.services.gateway.streams.test_recovery_http import WAIT_S
+from tests.support.waiting import until
 
 ROUTE = "/v1/embeddings"
 UNIT = pytest.approx([0.6, 0.0, -0.8, 0.0])
@@ -93,7 +94,7 @@ async def test_inputs_are_submitted_some_at_once(
         running.cancel()
         await until(lambda: not len(cluster.gateway._driver))
         assert cluster.scheduler.submits.qsize() == at_once
-        assert cluster.gateway.submission._limits.num_open == 0
+        await until(lambda: not cluster.gateway.submission._limits.num_open)
         return
     others = [asyncio.create_task(embed(cluster, [[5]] * 2 * MAX_OPEN)) for _ in range(2)]
     await until(lambda: len(decode.runs) > MAX_OPEN + 100)

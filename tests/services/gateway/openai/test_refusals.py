@@ -20,8 +20,9 @@ from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity, Overloaded
 from shared.messages import Failure, Finish, Served
-from tests.services.gateway.conftest import API_KEY, Cluster, until
+from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
+from tests.support.waiting import until
 
 USER = {"role": "user", "content": "x"}
 CHUNKED_POST = b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"

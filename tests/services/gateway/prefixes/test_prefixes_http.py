@@ -15,7 +15,6 @@ import pytest_asyncio
 
 from services.gateway.prefixes.errors import PrefixTooLarge, PrefixTooShort
 from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
-from services.gateway.prefixes.public_prefix_watcher import POLL_INTERVAL_S
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
@@ -31,9 +30,10 @@ from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
-from tests.services.gateway.conftest import API_KEY, Cluster, until
+from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import CARD
+from tests.support.waiting import until
 
 SYSTEM = "You answer the questions of the quick brown fox, who is lazy today. " * 3
 PREFIXES = "/v1/prefixes"
@@ -367,7 +367,7 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
     await pinned_prefix.save(store, prefix, 1_000)
     public = cluster.gateway.submission._preparation._public
     assert public is not None
-    await until(lambda: public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
+    await until(lambda: public._prefixes)
     return unpack_token_ids(public._prefixes[0].token_ids)
 
 
@@ -429,7 +429,7 @@ async def test_deleted_public_prefix_is_not_shared(cluster: Cluster, store: Redi
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
     public = cluster.gateway.submission._preparation._public
     assert public is not None
-    await until(lambda: not public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
+    await until(lambda: not public._prefixes)
     assert (await received(cluster)).num_public_blocks == 0
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.services.gateway.conftest import Cluster, until
+from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of
 from tests.services.gateway.telemetry.test_resumed_timeline import killed_after
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.support.waiting import until
 
 WAIT_S = 10.0
 
@@ -29,7 +30,7 @@ def attributes_of(span: Any) -> dict[str, str]:
 
 async def taken(receiver: OtlpReceiver) -> list[Any]:
     """The spans of one request: they are sent together."""
-    await until(lambda: receiver.spans, WAIT_S)
+    await until(lambda: receiver.spans)
     found = [span for _, span in receiver.spans]
     receiver.spans.clear()
     ids = {span.span_id for span in found}
@@ -45,7 +46,7 @@ async def cancel(cluster: Cluster) -> None:
     async with cluster.http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
         async for _ in response.aiter_lines():
             break
-    await until(lambda: not len(cluster.gateway._driver), WAIT_S)
+    await until(lambda: not len(cluster.gateway._driver))
     await cluster.reset()
 
 

@@ -16,8 +16,8 @@ from services.gateway.telemetry.span_exporter import CLOSE_S, SpanTracing
 from services.gateway.telemetry.traced_request import num_spans
 from shared.clock import MonotonicClock
 from shared.telemetry.timeline import Phase, Timeline, Try
-from tests.services.gateway.conftest import until
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.support.waiting import until
 
 WAIT_S = 10.0
 PHASE = Phase(name="decode", process_id="decode-1", start_s=0.0, duration_s=1.0)
@@ -74,7 +74,7 @@ async def test_no_span_is_lost_in_a_collector_that_works(
     assert num_spans(TIMELINE) == NUM_SPANS
     tracing = await open_tracing()
     send(tracing, 1)
-    await until(lambda: not tracing.num_in_flight, WAIT_S)
+    await until(lambda: not tracing.num_in_flight)
     send(tracing)
     await tracing.close()  # sends what waits
     assert len(receiver.spans) == (1 + NUM_REQUESTS) * NUM_SPANS
@@ -86,11 +86,11 @@ async def test_spans_that_a_collector_rejects_are_counted(
 ) -> None:
     tracing, receiver.status = await open_tracing(), 500
     send(tracing)
-    await until(lambda: not tracing.num_in_flight, WAIT_S)
+    await until(lambda: not tracing.num_in_flight)
     assert tracing.num_dropped == NUM_REQUESTS * NUM_SPANS
     receiver.status = 200
     send(tracing, 1)
-    await until(lambda: not tracing.num_in_flight, WAIT_S)
+    await until(lambda: not tracing.num_in_flight)
     assert len(receiver.spans) == NUM_SPANS
 
 
@@ -113,15 +113,15 @@ async def test_span_process_that_dies_is_replaced(
     receiver.released.clear()
     tracing = await open_tracing()
     send(tracing)
-    await until(lambda: tracing.pid is not None and not tracing._unsent, WAIT_S)
+    await until(lambda: tracing.pid is not None and not tracing._unsent)
     assert tracing.pid is not None
     os.kill(tracing.pid, signal.SIGKILL)
-    await until(lambda: tracing.num_dropped, WAIT_S)
+    await until(lambda: tracing.num_dropped)
     assert tracing.num_dropped == NUM_REQUESTS * NUM_SPANS
     receiver.released.set()
     receiver.spans.clear()
     send(tracing, 1)
-    await until(lambda: not tracing.num_in_flight, WAIT_S)
+    await until(lambda: not tracing.num_in_flight)
     assert len(receiver.spans) >= NUM_SPANS
 
 
@@ -151,8 +151,8 @@ async def test_span_process_ends_with_a_gateway_that_is_killed(receiver: OtlpRec
     )
     assert gateway.stdout is not None
     statistics = Path(f"/proc/{int(await gateway.stdout.readline())}/stat")
-    await until(lambda: receiver.num_waiting, WAIT_S)  # the span process is in a request
+    await until(lambda: receiver.num_waiting)  # the span process is in a request
     gateway.kill()
     await gateway.wait()
     # a container without an init does not reap it
-    await until(lambda: not statistics.exists() or ") Z " in statistics.read_text(), WAIT_S)
+    await until(lambda: not statistics.exists() or ") Z " in statistics.read_text())

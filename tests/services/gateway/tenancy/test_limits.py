@@ -28,9 +28,9 @@ from shared.tenancy.rate_limit import LEASE_S, LimitState
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer
-from tests.services.gateway.conftest import until
 from tests.simulation.world.clock import VirtualClock, run
 from tests.simulation.world.store import MemoryStore
+from tests.support.waiting import until
 
 
 class PacedClock:

@@ -14,8 +14,9 @@ from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.messages import Request
 from shared.packing import unpack_token_ids
-from tests.services.gateway.conftest import ANSWER, API_KEY, Cluster, until
+from tests.services.gateway.conftest import ANSWER, API_KEY, Cluster
 from tests.services.gateway.peer import EMBEDDING
+from tests.support.waiting import until
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
 BODY: dict[str, Any] = {"messages": MESSAGES}

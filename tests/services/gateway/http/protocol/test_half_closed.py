@@ -8,7 +8,6 @@ from asyncio import StreamReader, StreamWriter
 import pytest
 
 from services.gateway.http.protocol import half_closed
-from tests.services.gateway.conftest import until
 from tests.services.gateway.http.test_server import (
     GET,
     LEFT,
@@ -18,6 +17,7 @@ from tests.services.gateway.http.test_server import (
     rest_of,
     started,
 )
+from tests.support.waiting import until
 
 WAIT = GET.replace(b"/ ", b"/wait ", 1)
 
