@@ -137,8 +137,11 @@ def _all(
 
 def _is_another(hosted: HostedRevision, model: CatalogueModel, revision: CatalogueRevision) -> bool:
     """Whether a worker of it would have other options."""
-    before = hosted.revision.source, hosted.model.max_context_tokens, hosted.model.weights
-    return before != (revision.source, model.max_context_tokens, model.weights)
+
+    def options(model: CatalogueModel, revision: CatalogueRevision) -> tuple[object, ...]:
+        return revision.source, model.max_context_tokens, model.weights, model.kv_dtype
+
+    return options(hosted.model, hosted.revision) != options(model, revision)
 
 
 def _without_digests(model: CatalogueModel) -> CatalogueModel:

@@ -86,7 +86,7 @@ def _source_in(
     try:
         config = read_config(found)
         item_bytes = weight_item_bytes(device)
-        stored = _kv_item_bytes(config, device, item_bytes)
+        stored = _kv_item_bytes(config, model.kv_dtype, device, item_bytes)
         (planned,) = plan_memory(config, tp=1, pp=1, item_bytes=item_bytes, kv_item_bytes=stored)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"source {revision.source!r}: {error.message}") from None
@@ -101,7 +101,8 @@ def _source_in(
     )
 
 
-def _kv_item_bytes(config: ModelConfig, device: str, item_bytes: int) -> int:
-    """As its worker stores it; on CUDA without FP8, which older devices lack."""
+def _kv_item_bytes(config: ModelConfig, given: str, device: str, item_bytes: int) -> int:
+    """As its worker stores it; with auto on CUDA without FP8, which older devices lack."""
     dtype = "bfloat16" if item_bytes == 2 else "float32"
-    return kv_item_bytes(config, "auto" if device == "cpu" else "bf16", dtype)
+    is_unsure = given == "auto" and device != "cpu"
+    return kv_item_bytes(config, "bf16" if is_unsure else given, dtype)

@@ -194,6 +194,7 @@ class LocalCluster:
                 self._clock,
                 self._options.models,
                 weights=self._options.weights,
+                kv_dtype=self._options.kv_dtype,
             )
         for spec in plan_services(
             self._options,

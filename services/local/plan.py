@@ -158,7 +158,7 @@ def check_options(options: UpOptions) -> None:
 def _several_models_problems(options: UpOptions) -> list[str]:
     """A host chooses what these would fix."""
     fixed = (
-        *("dtype", "kv_dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
+        *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
         *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
     )
     fields = {each.name: each.default for each in msgspec.structs.fields(UpOptions)}

@@ -21,12 +21,13 @@ STORE_TIMEOUT_S = 5.0
 
 
 async def store_models(
-    redis_url: str, clock: Clock, models: Sequence[NamedModel], *, weights: str
+    redis_url: str, clock: Clock, models: Sequence[NamedModel], *, weights: str, kv_dtype: str
 ) -> None:
     """Adds them to the catalogue, or to a name of another source a further revision."""
     store = RedisStore(redis_url, clock, timeout_s=STORE_TIMEOUT_S)
     admin = CatalogueAdmin(store, time.time)
-    settings = {} if weights == "auto" else {"weights": weights}
+    given = {"weights": weights, "kv_dtype": kv_dtype}
+    settings = {name: value for name, value in given.items() if value != "auto"}
     try:
         known = await admin.all()
         for each in models:

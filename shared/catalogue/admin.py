@@ -37,7 +37,10 @@ from shared.tenancy.tenant import TENANTS, check_tenant_id
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 MAX_SWAPS = 16
-SETTINGS = ("tenants", "max_context_tokens", "weights", "num_standby", "priority", "is_pinned")
+SETTINGS = (
+    *("tenants", "max_context_tokens", "weights", "kv_dtype"),
+    *("num_standby", "priority", "is_pinned"),
+)
 _REVISION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # KEYS: the catalogue, its version. ARGV: a name, its record as read (empty: none), its new record

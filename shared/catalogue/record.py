@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.numerics import KvDtype
+
 CATALOGUE = "hearth:model:catalogue"
 CATALOGUE_VERSION = "hearth:model:catalogue:version"
 MAX_MODELS = 1024
@@ -56,6 +58,7 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tenants: Annotated[tuple[str, ...], Meta(max_length=1024)] | None = None
     max_context_tokens: Annotated[int, Meta(ge=1)] | None = None
     weights: WeightForm = "auto"
+    kv_dtype: KvDtype = "auto"  # of stored KV
     num_standby: Annotated[int, Meta(ge=0, le=64)] = 0  # hosts that keep it in standby or hot
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     is_pinned: bool = False

@@ -23,7 +23,7 @@ from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
 
 COLUMNS = (
     *("model", "revision", "digest", "share", "source", "aliases", "tenants"),
-    *("context", "weights", "standby", "priority", "pinned"),
+    *("context", "weights", "KV", "standby", "priority", "pinned"),
 )
 
 
@@ -63,6 +63,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[str, ...] | None = None
     max_context_tokens: int | None = None
     weights: str = "auto"
+    kv_dtype: str = "auto"
     num_standby: int = 0
     priority: int = 0
     is_pinned: bool = False
@@ -113,6 +114,7 @@ def _row(catalogue: Catalogue, name: str) -> ModelRow:
         tenants=model.tenants,
         max_context_tokens=model.max_context_tokens,
         weights=model.weights,
+        kv_dtype=model.kv_dtype,
         num_standby=model.num_standby,
         priority=model.priority,
         is_pinned=model.is_pinned,
@@ -180,6 +182,7 @@ def _settings(row: ModelRow) -> list[str]:
         ALL if row.tenants is None else ", ".join(row.tenants) or "none",
         UNLIMITED if context is None else f"{context:,}",
         row.weights,
+        row.kv_dtype,
         str(row.num_standby),
         str(row.priority),
         "yes" if row.is_pinned else "no",

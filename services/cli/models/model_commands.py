@@ -40,6 +40,12 @@ Weights = Annotated[
     str | None,
     typer.Option(help="Weight format in memory: auto, dense or compressed (default: auto)."),
 ]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of stored KV: auto, bf16 or fp8, as --kv-dtype of a worker (default: auto)."
+    ),
+]
 Standby = Annotated[
     int | None,
     typer.Option(metavar="N", help="Hosts that keep it in standby or hot (default: 0)."),
@@ -94,6 +100,7 @@ def add(
     tenant: Tenants = None,
     max_context: MaxContext = None,
     weights: Weights = None,
+    kv_dtype: KvDtype = None,
     standby: Standby = None,
     priority: Priority = None,
     pin: Annotated[bool, typer.Option("--pin", help="Never park it while it is hot.")] = False,
@@ -107,7 +114,14 @@ def add(
     from services.cli.models.catalogue_changes import add_model
     from services.cli.models.model_options import settings_of
 
-    settings = settings_of(tenant, max_context, weights, standby, priority)
+    settings = settings_of(
+        tenant,
+        max_context,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        standby=standby,
+        priority=priority,
+    )
     if pin:
         settings["is_pinned"] = True
     add_model(redis_url, name, source, revision, canary, settings=settings, aliases=alias or ())
@@ -120,6 +134,7 @@ def set_settings(
     tenant: Tenants = None,
     max_context: MaxContext = None,
     weights: Weights = None,
+    kv_dtype: KvDtype = None,
     standby: Standby = None,
     priority: Priority = None,
     redis_url: RedisUrl = None,
@@ -128,7 +143,14 @@ def set_settings(
     from services.cli.models.catalogue_changes import change_settings
     from services.cli.models.model_options import settings_of
 
-    settings = settings_of(tenant, max_context, weights, standby, priority)
+    settings = settings_of(
+        tenant,
+        max_context,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        standby=standby,
+        priority=priority,
+    )
     change_settings(redis_url, name, settings)
 
 

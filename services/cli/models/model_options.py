@@ -16,7 +16,9 @@ _PATH_STARTS = (".", "/", "~")
 def settings_of(
     tenants: Sequence[str] | None,
     max_context: str | None,
+    *,
     weights: str | None,
+    kv_dtype: str | None,
     standby: int | None,
     priority: int | None,
 ) -> dict[str, Any]:
@@ -26,7 +28,12 @@ def settings_of(
         given["tenants"] = _tenants(tenants)
     if max_context is not None:
         given["max_context_tokens"] = _tokens(max_context)
-    others = {"weights": weights, "num_standby": standby, "priority": priority}
+    others = {
+        "weights": weights,
+        "kv_dtype": kv_dtype,
+        "num_standby": standby,
+        "priority": priority,
+    }
     return given | {name: value for name, value in others.items() if value is not None}
 
 

@@ -49,6 +49,7 @@ def worker_config(
         model_dir=Path(hosted.source.model_dir),
         model_name=hosted.key.name,
         weights=hosted.model.weights,
+        kv_dtype=hosted.model.kv_dtype,
         device=device,
         num_threads=host.num_threads,
         block_size=hosted.source.block_size,

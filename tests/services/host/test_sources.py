@@ -5,37 +5,44 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.host.budget import ModelKey
 from services.host.devices import weight_item_bytes
 from services.host.hosted_catalogue import HostedRevision
-from services.host.sources import find_source
+from services.host.sources import ModelSource, find_source
 from services.host.workers.worker_config import worker_config
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
-from shared.config import HostConfig, default_block_size
+from shared.config import HostConfig, WorkerConfig, default_block_size
 
 REVISION = CatalogueRevision(name="r1", source=str(DEMO_MODEL_DIR))
 MODEL = CatalogueModel(name="m", revisions=(REVISION,), max_context_tokens=100)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
-    """As those that are started without a host, whose requests they share."""
-    source, key = await find_source(MODEL, REVISION, device), ModelKey("m", "r1")
+def config_of(source: ModelSource, model: CatalogueModel, device: str) -> WorkerConfig:
+    key = ModelKey("m", "r1")
     host = HostConfig(
         nats_url="nats://x",
         worker_nats_url="nats://w@x",
         redis_url="redis://x",
         process_id="host-1",
     )
-    memory = source.memory(key, MODEL, 1 << 30, None)
-    hosted = HostedRevision(key, MODEL, REVISION, source=source)
-    config = worker_config(host, hosted, memory, "w.m-1", device, None)
+    memory = source.memory(key, model, 1 << 30, None)
+    hosted = HostedRevision(key, model, REVISION, source=source)
+    return worker_config(host, hosted, memory, "w.m-1", device, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
+    """As those that are started without a host, whose requests they share."""
+    source = await find_source(MODEL, REVISION, device)
+    config = config_of(source, MODEL, device)
     size = default_block_size(device)
     assert config.block_size == size
-    num_blocks, rest = divmod(memory.kv_floor_bytes, size * source.kv_bytes_per_token)
+    assert config.kv_floor_bytes is not None
+    num_blocks, rest = divmod(config.kv_floor_bytes, size * source.kv_bytes_per_token)
     assert (num_blocks, rest) == (-(-100 // size) + 2, 0)
     assert config.kv_ceiling_bytes is not None
     assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
@@ -55,3 +62,12 @@ async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(tmp_path: Path)
         factor = weight_item_bytes(device) if device == "cpu" else 1
         assert own.kv_bytes_per_token * factor == plain.kv_bytes_per_token
         assert own.weights_bytes == plain.weights_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+async def test_kv_is_planned_and_stored_in_the_dtype_that_the_catalogue_names(device: str) -> None:
+    in_fp8 = msgspec.structs.replace(MODEL, kv_dtype="fp8")
+    plain, own = [await find_source(each, REVISION, device) for each in (MODEL, in_fp8)]
+    assert own.kv_bytes_per_token * weight_item_bytes(device) == plain.kv_bytes_per_token
+    assert config_of(own, in_fp8, device).kv_dtype == "fp8"
+    assert config_of(plain, MODEL, device).kv_dtype == "auto"

@@ -32,7 +32,9 @@ def test_missing_directories_and_equal_names_are_refused(tmp_path: Path) -> None
 
 def test_several_models_have_a_host_with_the_workers_credential(tmp_path: Path) -> None:
     models = (NamedModel("a", str(tmp_path)), NamedModel("b", str(tmp_path)))
-    options = UpOptions(model_dir=tmp_path, models=models, num_prefill=0, num_decode=0)
+    options = UpOptions(
+        model_dir=tmp_path, models=models, num_prefill=0, num_decode=0, kv_dtype="fp8"
+    )
     check_options(options)
     credentials = plan_credentials(options)
     specs = plan_services(options, credentials, ENDPOINTS, num_cores=2, environ={})

@@ -56,12 +56,22 @@ async def record_digest(url: str, name: str, revision: str, digest: str) -> None
 
 def test_life_of_a_name(hearth: Hearth, redis_server: RedisServer, checkpoint: str) -> None:
     assert text(hearth("model", "list")) == "no model in the catalogue"
-    settings = ("--standby", "2", "--max-context", "4096", "--weights", "dense", "--pin")
+    settings = (
+        "--standby",
+        "2",
+        "--max-context",
+        "4096",
+        "--weights",
+        "dense",
+        "--kv-dtype",
+        "fp8",
+    )
+    settings = (*settings, "--pin")
     assert text(hearth("model", "add", "qwen", checkpoint, "--alias", "fast", *settings)) == "r1"
     asyncio.run(record_digest(redis_server.url, "qwen", "r1", "0123456789abcdef"))
     assert rows(hearth)[0] == [
         *("qwen", "r1", "0123456789ab", "100", "%", checkpoint),
-        *("fast", "all", "4,096", "dense", "2", "0", "yes"),
+        *("fast", "all", "4,096", "dense", "fp8", "2", "0", "yes"),
     ]
     staged = hearth("model", "add", "qwen", "org/new")
     assert text(staged) == "r2" and "r2 serves nothing yet" in staged.stderr
@@ -142,6 +152,7 @@ def test_unreadable_record_affects_its_model_only(
         (["add", "n", "org/x", "--tenant", "all", "--tenant", "b"], "--tenant all allows every"),
         (["add", "n", "org/x", "--max-context", "many"], "--max-context 'many' is neither"),
         (["add", "n", "org/x", "--weights", "half"], "invalid weights 'half' of 'n'"),
+        (["add", "n", "org/x", "--kv-dtype", "int8"], "invalid kv_dtype 'int8' of 'n'"),
         (["add", "n", "org/x", "--priority", "101"], "invalid priority 101 of 'n'"),
         (["add", "n", "org/x", "--canary", "5"], "the model 'n' does not exist yet"),
         (["add", "m", "org/x", "--canary", "100"], "a canary of 100 % is not between 0 and 100"),
