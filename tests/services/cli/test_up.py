@@ -37,6 +37,7 @@ from tests.services.cli.running import (
     run_hearth,
     start_hearth,
 )
+from tests.services.local.hub_home import MODEL, offline, write_hub_home
 
 
 class Up:
@@ -44,6 +45,7 @@ class Up:
 
     def __init__(self, state_home: Path, *arguments: str, **environ: str) -> None:
         self.state_home = state_home
+        self.environ = environ
         arguments = ("up", "--http", "127.0.0.1:0", *arguments)
         self.process = start_hearth(state_home, *arguments, **environ)
         self.directory, self.state = self._wait()
@@ -102,9 +104,12 @@ class SharedUp:
 def shared_up(
     tmp_path_factory: pytest.TempPathFactory, chat_model: Path, temporary_dir: Path
 ) -> Iterator[SharedUp]:
+    """Serves a model by its id on the Hub, from the cache on disk."""
+    home = write_hub_home(tmp_path_factory.mktemp("hf"), chat_model)
+
     def start() -> Up:
         state_home = tmp_path_factory.mktemp("state")
-        return Up(state_home, "--model", str(chat_model), TMPDIR=str(temporary_dir))
+        return Up(state_home, "--model", MODEL, TMPDIR=str(temporary_dir), **offline(home))
 
     shared = SharedUp(start)
     yield shared
@@ -149,7 +154,7 @@ def test_chat_finds_the_cluster_and_answers_twice(running: Up) -> None:
 
 
 def test_status_shows_all_processes_and_worker_counters(running: Up) -> None:
-    complete(running.state.url, running.state.api_key)
+    assert complete(running.state.url, running.state.api_key)["model"] == MODEL
     table = run_hearth(running.state_home, "status", "--once")
     assert table.returncode == 0, table.stderr
     shown = re.findall(r"^(\S+-1) .* (\S+) *$", table.stdout, re.MULTILINE)
@@ -162,6 +167,7 @@ def test_status_shows_all_processes_and_worker_counters(running: Up) -> None:
     assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
     assert decode["generated_per_s"] == 0
     assert 0 <= decode["hit_ratio"] <= 1
+    assert decode["model"] == prefill["model"] == MODEL
 
 
 def test_models_are_added_and_an_operator_sees_the_cluster(running: Up) -> None:
@@ -205,13 +211,13 @@ def test_bench_prints_a_table_and_one_json_line(running: Up) -> None:
         assert abs(row["prompt_tokens"] - 60) < 15
 
 
-def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: Path) -> None:
+def test_worker_joins_with_a_new_credential_and_leaves(running: Up) -> None:
     added = run_hearth(running.state_home, "credential", "worker", "--process-id", "far")
     assert "listens on 127.0.0.1 only" in added.stderr
     worker = start_hearth(
         running.state_home,
-        *("worker", "--model-dir", str(chat_model), "--num-threads", "1"),
-        HEARTH_NATS_URL=added.stdout.strip(),
+        *("worker", "--model-dir", MODEL, "--num-threads", "1"),
+        **{**running.environ, "HEARTH_NATS_URL": added.stdout.strip()},
     )
 
     def is_known() -> bool:

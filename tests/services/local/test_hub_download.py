@@ -6,7 +6,6 @@ import contextlib
 import http.server
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,35 +15,16 @@ from pathlib import Path
 import pytest
 
 from services.local.hub_download import is_hub_id, local_copy
-from tests.services.cli.running import (
-    cluster_of,
-    complete,
-    environ_for,
-    eventually,
-    run_hearth,
-    start_hearth,
-)
+from tests.services.cli.running import environ_for
 from tests.services.local.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
+from tests.services.local.hub_home import COMMIT, MODEL, write_hub_home
 
-MODEL = "org/tiny-1.5"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def hub_home(tmp_path: Path, chat_model: Path) -> Path:
-    """HF_HOME with one cached model in huggingface_hub's layout: names are links to blobs."""
-    home = tmp_path / "hf"
-    repository = home / "hub" / f"models--{MODEL.replace('/', '--')}"
-    snapshot = repository / "snapshots" / COMMIT
-    for directory in (repository / "blobs", repository / "refs", snapshot):
-        directory.mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT)
-    for number, source in enumerate(sorted(chat_model.iterdir())):
-        blob = repository / "blobs" / f"{number:064x}"
-        shutil.copy(source, blob)
-        (snapshot / source.name).symlink_to(os.path.relpath(blob, snapshot))
-    return home
+    return write_hub_home(tmp_path / "hf", chat_model)
 
 
 def resolve(model: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -256,23 +236,3 @@ def test_command_reports_an_uncached_model_in_one_line(tmp_path: Path) -> None:
         assert result.returncode == 2
         assert result.stderr.startswith(f"hearth: model {MODEL!r} is not a directory here")
         assert len(result.stderr.splitlines()) == 1
-
-
-def test_cluster_serves_a_hub_model_by_its_id(tmp_path: Path, hub_home: Path) -> None:
-    offline = {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"}
-    options = ("--model", MODEL, "--http", "127.0.0.1:0")
-    process = start_hearth(tmp_path, "up", *options, **offline)
-    try:
-        found = eventually(lambda: cluster_of(tmp_path) or process.poll() is not None, "up")
-        assert isinstance(found, tuple), process.communicate()[0]
-        _, state = found
-        answer = complete(state.url, state.api_key)
-        assert answer["model"] == MODEL
-        assert answer["usage"]["completion_tokens"] > 0
-        status = run_hearth(tmp_path, "status", "--once", "--json")
-        assert status.returncode == 0, status.stderr
-        assert {worker["model"] for worker in json.loads(status.stdout)["workers"]} == {MODEL}
-    finally:
-        process.terminate()
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
