@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -23,7 +22,7 @@ MAX_TIMEOUTS = 8  # a busy machine may break some off, too
 REGAIN_S = 60.0
 log = structlog.get_logger(__name__)
 
-_SPACES = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
+_SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # all: the last is U+3000
 _ASCII = "".join(map(chr, range(128)))
 _OTHER = "é一٣😀"  # a pattern that starts with one of them may start with any
 _NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import regex
 
 from services.gateway.tools.parsing.delimiter import (
+    _SPACES,
     MAX_TIMEOUTS,
     REGAIN_S,
     Delimiter,
@@ -36,3 +39,8 @@ def test_pattern_that_was_too_slow_is_tried_again_later() -> None:
     time_s = (MAX_TIMEOUTS + 1) * REGAIN_S
     lose(MAX_TIMEOUTS - 1)
     assert matches()
+
+
+def test_leads_are_sought_among_all_spaces() -> None:
+    spaces = {each for each in map(chr, range(sys.maxunicode + 1)) if each.isspace()}
+    assert set(_SPACES) == spaces
