@@ -17,6 +17,7 @@ from services.cli import commands, tenant_commands, warm_command
 from services.cli.checkpoints import bundle_commands, quantize_command
 from services.cli.models.model_commands import model_app
 from services.cli.operators import redis_commands
+from services.cli.options import OPERATE
 from services.cli.plan import plan_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.quality import quality_command
@@ -200,10 +201,10 @@ def _add_services() -> None:
 
 
 app.registered_commands += commands.app.registered_commands
-app.add_typer(model_app, name="model", rich_help_panel=commands.OPERATE)
-app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
+app.add_typer(model_app, name="model", rich_help_panel=OPERATE)
+app.add_typer(prefix_app, name="prefix", rich_help_panel=OPERATE)
 app.registered_commands += tenant_commands.app.registered_commands
-app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
+app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=OPERATE)
 app.registered_commands += bundle_commands.app.registered_commands
 app.registered_commands += quantize_command.app.registered_commands
 app.registered_commands += quality_command.app.registered_commands

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from services.cli.chat import find_gateway
-from services.cli.tables import table_console
+from services.cli.output import table_console
 from services.cli.up import StartupDisplay
 from services.client.http_client import Sample
 from services.client.load_test import LoadOptions, Row, measure

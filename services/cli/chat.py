@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from services.cli.given_file import read_given_file
+from services.cli.options import read_given_file
 from services.client.chat_request import (
     Reply,
     RequestedCall,

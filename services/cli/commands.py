@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli.operators.audited import audited
+from services.cli.options import OPERATE
 from services.cli.service_options import model_name_for
 from services.cli.start import up_options as given
 from services.local.gpus import count_gpus
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from shared.tenancy.tenant_admin import TenantAdmin
 
 START = "Start and use"
-OPERATE = "Operate"
 
 app = typer.Typer()
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from services.cli.given_file import read_given_file
 from services.cli.operators.audited import audited
+from services.cli.options import read_given_file
 from shared.errors import ConfigError
 
 prefix_app = typer.Typer(

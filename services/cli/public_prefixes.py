@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from rich.table import Table
 
-from services.cli.tables import table_console
+from services.cli.output import table_console
 from services.local.state import clusters_dir, running_cluster
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from services.cli.demand_table import table_of_demands
 from services.cli.hosts.host_tables import STYLES, table_of_hosts, table_of_models
-from services.cli.tables import table_console
+from services.cli.output import table_console
 from services.local.credentials import process_id_for
 from services.local.state import clusters_dir, running_cluster
 from shared.background import Background

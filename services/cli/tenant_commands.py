@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.commands import OPERATE
 from services.cli.operators.audited import audited
+from services.cli.options import OPERATE
 from services.cli.tenant_options import with_limits
 from shared.errors import ConfigError
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
@@ -48,7 +48,8 @@ def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> 
 @tenant_app.command("list", epilog="Example:  hearth tenant list --json | jq")
 def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
     """List the tenants and their limits."""
-    from services.cli.tenant_tables import print_json, show, table_of_tenants, with_tenant_admin
+    from services.cli.output import print_json, show
+    from services.cli.tenant_tables import table_of_tenants, with_tenant_admin
 
     records = with_tenant_admin(redis_url, lambda admin: admin.all())
     print_json(records) if json else show(table_of_tenants(records))
@@ -57,7 +58,7 @@ def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
 @tenant_app.command(epilog="Example:  hearth tenant show team-a")
 def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None:
     """Show a tenant: limits, current use, and keys by id."""
-    from services.cli import tenant_tables
+    from services.cli import output, tenant_tables
 
     async def look(admin: TenantAdmin) -> tuple[Any, Any, Any]:
         record = await admin.one(tenant)
@@ -66,10 +67,10 @@ def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None
     record, state, keys = tenant_tables.with_tenant_admin(redis_url, look)
     if json:
         now = {"used": state.used, "open_requests": state.num_open}
-        tenant_tables.print_json({"tenant": record, "now": now, "keys": keys})
+        output.print_json({"tenant": record, "now": now, "keys": keys})
     else:
         limits = tenant_tables.table_of_limits(record, state)
-        tenant_tables.show(limits, "", tenant_tables.table_of_keys(keys, time.time()))
+        output.show(limits, "", tenant_tables.table_of_keys(keys, time.time()))
 
 
 @tenant_app.command(epilog="Example:  hearth tenant rotate team-a --keep-s 3600")
@@ -136,7 +137,7 @@ def client(
 @audited("tenant limits")
 def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
     """Change only the given limits; gateways apply them within a second."""
-    from services.cli import tenant_tables
+    from services.cli import output, tenant_tables
 
     if not changes:
         raise ConfigError("no limit is given: see `hearth tenant limits --help`")
@@ -146,7 +147,7 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
         return record, await admin.state(record)
 
     record, state = tenant_tables.with_tenant_admin(redis_url, change)
-    tenant_tables.show(tenant_tables.table_of_limits(record, state))
+    output.show(tenant_tables.table_of_limits(record, state))
 
 
 @app.command(
@@ -175,13 +176,8 @@ def usage(
     json: Json = False,
 ) -> None:
     """Show delivered requests and tokens by tenant, model and day."""
-    from services.cli.tenant_tables import (
-        last_days,
-        print_json,
-        show,
-        table_of_usage,
-        with_tenant_admin,
-    )
+    from services.cli.output import print_json, show
+    from services.cli.tenant_tables import last_days, table_of_usage, with_tenant_admin
 
     requested = last_days(days, time.time())
 

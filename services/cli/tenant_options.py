@@ -8,10 +8,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from services.cli.options import ALL, UNLIMITED
 from shared.errors import ConfigError
 from shared.tenancy.tenant import LIMITS, MAX_PRIORITY
-
-UNLIMITED, ALL = "unlimited", "all"
 
 HELP = {
     "requests_per_min": f"Requests per minute: a number, or {UNLIMITED}.",

@@ -1,67 +1,27 @@
-"""Tenants on the terminal: one Redis connection per command, results as tables or JSON."""
+"""Tables of tenants, their limits, keys and usage."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from rich.table import Table
 
-from services.cli.tables import table_console
-from services.cli.tenant_options import ALL, UNLIMITED
-from services.local.state import clusters_dir, running_cluster
-from shared.clock import MonotonicClock
-from shared.config import url_problems
+from services.cli.options import ALL, UNLIMITED
+from services.cli.output import time_text, with_store
 from shared.errors import ConfigError
-from shared.store import RedisStore, Store
 from shared.tenancy.rate_limit import LimitState
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
-from shared.tls import TlsFiles
 
 T = TypeVar("T")
-
-TIMEOUT_S = 2.0
 
 
 def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
     return with_store(redis_url, lambda store: action(TenantAdmin(store, time.time)))
-
-
-def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -> T:
-    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
-    url = find_redis(redis_url)
-
-    async def go() -> T:
-        store = RedisStore(
-            url,
-            MonotonicClock(),
-            timeout_s=TIMEOUT_S,
-            tls=TlsFiles.of_environ("REDIS", os.environ),
-        )
-        try:
-            return await action(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(go())
-
-
-def find_redis(redis_url: str | None) -> str:
-    """The given URL, else the local cluster's. Raises ConfigError."""
-    if redis_url is None:
-        _, state = running_cluster(clusters_dir())
-        redis_url = state.redis_url
-    problems = list(url_problems("redis_url", redis_url, schemes=("redis", "rediss", "unix")))
-    if problems:
-        raise ConfigError("; ".join(problems))
-    return redis_url
 
 
 def last_days(count: int, now: float) -> list[str]:
@@ -73,10 +33,6 @@ def last_days(count: int, now: float) -> list[str]:
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def print_json(value: Any) -> None:
-    print(msgspec.json.encode(value).decode())
 
 
 def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
@@ -125,12 +81,6 @@ def table_of_usage(rows: Sequence[UsageRow]) -> Table:
     return table
 
 
-def show(*parts: Table | str) -> None:
-    console = table_console()
-    for part in parts:
-        console.print(part)
-
-
 def _table(*columns: str) -> Table:
     return Table(*columns, box=None, header_style="bold", pad_edge=False)
 
@@ -159,9 +109,3 @@ def _state(key: ApiKeyRecord, now: float) -> str:
     if key.expires_at is None:
         return "valid"
     return f"{'expired' if key.expires_at <= now else 'valid until'} {time_text(key.expires_at)}"
-
-
-def time_text(unix_s: float) -> str:
-    if not unix_s:
-        return "at the start"
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
+from services.cli.options import OPERATE
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.local.hub_download import local_copy
 from shared.clock import MonotonicClock
-
-OPERATE = "Operate"
 
 app = typer.Typer()
 

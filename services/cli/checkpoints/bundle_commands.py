@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.commands import OPERATE
+from services.cli.options import OPERATE
 from services.local.hub_download import local_copy
 
 app = typer.Typer()

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.tables import table_console
+from services.cli.output import table_console
 from shared.engine.codec.manifest import Manifest
 from shared.engine.codec.savings_report import KindRow, rows_by_kind, tensors_of, total_row
 

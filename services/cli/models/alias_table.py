@@ -9,7 +9,7 @@ from typing import TypeVar
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.tenant_tables import print_json, show, time_text, with_store
+from services.cli.output import print_json, show, time_text, with_store
 from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from services.cli.models.model_options import checked_source
-from services.cli.tenant_tables import with_store
+from services.cli.output import with_store
 from shared.catalogue.admin import CatalogueAdmin
 from shared.catalogue.record import CatalogueModel
 from shared.catalogue.revisions import revision_of

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from services.cli.hosts.host_tables import short_digest, table_of_models
 from services.cli.models.live_states import live_models
-from services.cli.tenant_options import ALL, UNLIMITED
-from services.cli.tenant_tables import print_json, show, time_text, with_store
+from services.cli.options import ALL, UNLIMITED
+from services.cli.output import print_json, show, time_text, with_store
 from shared.catalogue.admin import CatalogueAdmin
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.catalogue.revisions import share_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.tenant_options import ALL, UNLIMITED
+from services.cli.options import ALL, UNLIMITED
 from services.local.hub_download import is_hub_id
 from shared.errors import ConfigError
 

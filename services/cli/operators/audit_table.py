@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 
 from rich.table import Table
 
-from services.cli.tables import table_console
-from services.cli.tenant_tables import with_store
+from services.cli.output import table_console, with_store
 from shared.tenancy import audit
 from shared.tenancy.audit import AuditLine
 

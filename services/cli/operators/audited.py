@@ -45,7 +45,7 @@ def audited(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def _record(name: str, given: Mapping[str, Any], outcome: str) -> None:
-    from services.cli.tenant_tables import with_store
+    from services.cli.output import with_store
     from shared.tenancy import audit
 
     redis_url = given.get("redis_url") or os.environ.get("HEARTH_REDIS_URL")

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from services.cli.operators.audited import audited
+from services.cli.options import OPERATE
 from shared.errors import ConfigError
 
-OPERATE = "Operate"
 RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="HEARTH_REDIS_URL", help="Redis URL (default: the local cluster's)."),
@@ -89,7 +89,7 @@ def audit(
 ) -> None:
     """Show the last commands of operators: who, what, when. Redis holds some 10,000."""
     from services.cli.operators.audit_table import read_audit, show_audit
-    from services.cli.tenant_tables import print_json
+    from services.cli.output import print_json
 
     lines = read_audit(redis_url, count)
     print_json(lines) if json else show_audit(lines)

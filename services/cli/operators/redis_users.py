@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import redis
 
-from services.cli.tenant_tables import TIMEOUT_S, find_redis
+from services.cli.output import TIMEOUT_S, find_redis
 from shared.errors import DependencyUnavailable
 from shared.store import tls_options
 from shared.tls import TlsFiles

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.cli.tables import table_console
+from services.cli.output import table_console
 from shared.engine.parallel.planning.parallel_plan import ParallelPlan
 
 

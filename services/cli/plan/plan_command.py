@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.options import OPERATE
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.local.hub_download import local_copy
 from shared.config import default_block_size, expert_split
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from services.cli.plan.links_table import LinksPlan
     from shared.engine.model_config import ModelConfig
 
-OPERATE = "Operate"
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6}
 UNITS |= {"GB": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LINKS_HELP = (

@@ -6,9 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from services.cli.output import print_json, table_console
 from services.cli.plan.links_table import LinksPlan, show_links
-from services.cli.tables import table_console
-from services.cli.tenant_tables import print_json
 from shared.engine.checkpoint_plan.stored_weights import StoredWeights
 from shared.engine.parallel.planning.memory_plan import (
     RankMemory,

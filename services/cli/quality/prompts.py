@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from services.cli.given_file import read_given_file
+from services.cli.options import read_given_file
 from shared.errors import ConfigError
 from shared.transport.wire_errors import UNREADABLE, one_line
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli.commands import OPERATE
+from services.cli.options import OPERATE
+from services.cli.output import print_json, table_console
 from services.cli.quality.prompts import Prompt, read_prompts, token_ids_of
-from services.cli.tables import table_console
-from services.cli.tenant_tables import print_json
 from services.local.hub_download import local_copy
 from shared.log import configure_logging
 

@@ -1,4 +1,4 @@
-"""Reads a file that an operator names: a pipe too, and of an endless one no more than a bound."""
+"""What options of several commands share: panels of the help, words of values, files they name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 
+OPERATE = "Operate"  # a panel of the help
+UNLIMITED, ALL = "unlimited", "all"
 MAX_BYTES = 4 << 20
 
 
 def read_given_file(path: Path, *, what: str) -> bytes:
-    """`what`: begins the errors, such as the option. `-`: standard input. Raises ConfigError."""
+    """Reads a file that an operator names, which may be a pipe, up to MAX_BYTES.
+
+    `what`: begins the errors, such as the option. `-`: standard input. Raises ConfigError.
+    """
     try:
         if str(path) == "-":
             data = sys.stdin.buffer.read(MAX_BYTES + 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.given_file import MAX_BYTES, read_given_file
+from services.cli.options import MAX_BYTES, read_given_file
 from shared.errors import ConfigError
 
 

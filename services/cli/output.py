@@ -1,0 +1,79 @@
+"""What commands print, as tables or JSON, and one Redis connection for what they show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from services.local.state import clusters_dir, running_cluster
+from shared.clock import MonotonicClock
+from shared.config import url_problems
+from shared.errors import ConfigError
+from shared.store import RedisStore, Store
+from shared.tls import TlsFiles
+
+T = TypeVar("T")
+
+PIPE_WIDTH = 160
+TIMEOUT_S = 2.0
+
+
+def table_console() -> Console:
+    """Returns a console as wide as the terminal, or PIPE_WIDTH without a terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def show(*parts: Table | str) -> None:
+    console = table_console()
+    for part in parts:
+        console.print(part)
+
+
+def print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode())
+
+
+def time_text(unix_s: float) -> str:
+    if not unix_s:
+        return "at the start"
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -> T:
+    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    url = find_redis(redis_url)
+
+    async def go() -> T:
+        store = RedisStore(
+            url,
+            MonotonicClock(),
+            timeout_s=TIMEOUT_S,
+            tls=TlsFiles.of_environ("REDIS", os.environ),
+        )
+        try:
+            return await action(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(go())
+
+
+def find_redis(redis_url: str | None) -> str:
+    """The given URL, else the local cluster's. Raises ConfigError."""
+    if redis_url is None:
+        _, state = running_cluster(clusters_dir())
+        redis_url = state.redis_url
+    problems = list(url_problems("redis_url", redis_url, schemes=("redis", "rediss", "unix")))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return redis_url
