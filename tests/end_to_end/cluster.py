@@ -109,7 +109,7 @@ class Cluster:
         return self.client.get("/v1/models").json()["data"][0]["id"]
 
     def wait_for_heartbeats(
-        self, condition: Callable[[dict[str, Heartbeat]], bool], *, timeout_s: float = 20
+        self, condition: Callable[[dict[str, Heartbeat]], bool], *, timeout_s: float = 60
     ) -> dict[str, Heartbeat]:
         """Returns the newest heartbeat of each process, once they satisfy `condition`."""
         credential = next(c for c in self.state.credentials if c.role == "gateway")

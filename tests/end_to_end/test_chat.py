@@ -13,7 +13,7 @@ from tests.end_to_end.cluster import Cluster
 QUESTION = "What is the KV cache?"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def all_blocks_are_freed(cluster: Cluster):
     yield
     cluster.wait_until_empty()
@@ -108,7 +108,7 @@ def test_client_disconnect_frees_blocks_on_both_workers(cluster):
         stream = cluster.stream(QUESTION, max_tokens=4000, ignore_eos=True)
         next(stream)
         stream.close()
-    # the fixture `all_blocks_are_freed` waits for the blocks
+    cluster.wait_until_empty()
 
 
 def test_health_ready_metrics_and_openapi(cluster):

@@ -16,7 +16,7 @@ LONG_ANSWER = {"max_tokens": 4000, "ignore_eos": True}
 BOTH_POOLINGS = pytest.mark.parametrize("pooling", ["last", "mean"])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def all_blocks_are_freed(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.wait_until_empty()

@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from services.client.hearth_nats import HearthClient
 from tests.end_to_end.cluster import Cluster
 
-NUM_PROMPTS = 200
+SOME, MANY = 48, 200
 AT_ONCE = 16
 TENANT = "default"
 WORDS = ("cache", "token", "prefix", "worker", "block", "gateway", "queue", "model", "stream")
@@ -21,9 +22,9 @@ WORDS = ("cache", "token", "prefix", "worker", "block", "gateway", "queue", "mod
 Send = Callable[[dict[str, Any]], Awaitable[str]]
 
 
-def bodies() -> list[dict[str, Any]]:
+def bodies(count: int) -> list[dict[str, Any]]:
     """Conversations and plain prompts; every other one is streamed."""
-    return [_body(random.Random(number), number) for number in range(NUM_PROMPTS)]
+    return [_body(random.Random(number), number) for number in range(count)]
 
 
 def _body(rng: random.Random, number: int) -> dict[str, Any]:
@@ -34,7 +35,11 @@ def _body(rng: random.Random, number: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **options}
 
 
-async def test_the_same_200_prompts_give_the_same_text_over_all_apis(cluster: Cluster) -> None:
+@pytest.mark.parametrize("count", [SOME, pytest.param(MANY, marks=pytest.mark.long)])
+async def test_the_same_prompts_give_the_same_text_over_all_apis(
+    cluster: Cluster, count: int
+) -> None:
+    prompts = bodies(count)
     headers = {"authorization": f"Bearer {cluster.state.api_key}"}
     client = next(each for each in cluster.state.credentials if each.role == "client")
     nats = await HearthClient.connect(
@@ -43,24 +48,24 @@ async def test_the_same_200_prompts_give_the_same_text_over_all_apis(cluster: Cl
     run = f"/client/v4/accounts/{TENANT}/ai/run/{cluster.model}"
     async with httpx.AsyncClient(base_url=cluster.url, headers=headers, timeout=60) as http:
         try:
-            openai = await texts(lambda body: over_openai(http, body))
-            workers_ai = await texts(lambda body: over_workers_ai(http, run, body))
-            over_bus = await texts(lambda body: over_nats(nats, body))
+            openai = await texts(prompts, lambda body: over_openai(http, body))
+            workers_ai = await texts(prompts, lambda body: over_workers_ai(http, run, body))
+            over_bus = await texts(prompts, lambda body: over_nats(nats, body))
         finally:
             await nats.close()
-    assert len(set(openai)) > NUM_PROMPTS / 2, "the prompts hardly matter"
+    assert len(set(openai)) > count / 2, "the prompts hardly matter"
     assert workers_ai == openai
     assert over_bus == openai
 
 
-async def texts(send: Send) -> list[str]:
+async def texts(prompts: list[dict[str, Any]], send: Send) -> list[str]:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(body: dict[str, Any]) -> str:
         async with slots:
             return await send(body)
 
-    return await asyncio.gather(*(one(body) for body in bodies()))
+    return await asyncio.gather(*(one(body) for body in prompts))
 
 
 async def over_openai(http: httpx.AsyncClient, body: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from tests.end_to_end.cluster import Cluster
 QUESTION = "What is the KV cache?"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def all_blocks_are_freed(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.wait_until_empty()
@@ -157,7 +157,7 @@ def test_client_disconnect_cancels_all_prompts_of_a_list(cluster):
     stream = complete(cluster, [QUESTION] * 3, n=2, stream=True, **long_answer)
     assert next(stream).choices
     stream.close()
-    # the fixture `all_blocks_are_freed` waits for the blocks
+    cluster.wait_until_empty()
 
 
 def test_echo_without_output_returns_prompt_logprobs(cluster):

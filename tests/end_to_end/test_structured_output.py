@@ -59,7 +59,7 @@ CLOCK: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def all_blocks_are_freed(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.wait_until_empty()

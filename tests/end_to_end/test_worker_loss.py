@@ -10,7 +10,7 @@ from tests.end_to_end.test_chat import text_of
 QUESTION = "What is the KV cache?"
 # sampling options that a resumed answer must replay besides its text
 OPTIONS = {
-    "max_tokens": 800,
+    "max_tokens": 500,
     "ignore_eos": True,
     "temperature": 1,
     "seed": 7,
@@ -31,10 +31,10 @@ def cluster(tmp_path_factory):
 
 # an answer under a grammar: every line is one of few, so a lost place would show
 CONSTRAINED = {
-    "max_tokens": 800,
+    "max_tokens": 500,
     "temperature": 1,
     "seed": 7,
-    "regex": "([0-9]{3}: [a-f]{4,12}, (yes|no)\\n){60}",
+    "regex": "([0-9]{3}: [a-f]{4,12}, (yes|no)\\n){40}",
 }
 
 
