@@ -146,11 +146,12 @@ LAYERS = {
     ),
     "services/gateway": (
         "service | app nats_api preparation_process |"
-        " handlers error_response endpoints | page cluster |"
-        " admission model_list timeline_routes server_info | dialects paths route_options |"
+        " error_response | page | cluster |"
+        " admission model_list timeline_routes server_info | dialect_table |"
         " tokenization reranking | prefixes |"
         " anthropic workers_ai | responses | openai | scoring |"
-        " http | request | telemetry | models | grammars | tools | streams tenancy output |"
+        " endpoint_handlers | http | dialect paths route_options | request | telemetry | models |"
+        " grammars | tools | streams tenancy output |"
         " text | catalog | metrics"
     ),
     "services/scheduler/residency": (

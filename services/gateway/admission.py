@@ -17,7 +17,7 @@ from typing import Any
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
 from litestar.utils.scope.state import ScopeState
 
-from services.gateway.dialects import dialect_of
+from services.gateway.dialect_table import dialect_of
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.body_encoding import BodyEncoding
 from services.gateway.http.lone_surrogates import without_lone_surrogates
@@ -65,7 +65,7 @@ class Admission:
             state["request_id"] = request_id
             record = self._submission.begin(
                 request_id,
-                dialect=dialect_of(path),
+                dialect=dialect_of(path).name,
                 traceparent=_header(scope["headers"], b"traceparent"),
             )
             tenant = await self._authenticate(scope)

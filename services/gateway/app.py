@@ -17,32 +17,24 @@ from litestar import (
     Request,
     Response,
     Router,
-    delete,
     get,
-    post,
-    put,
     route,
 )
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
-from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.admission import Admission
-from services.gateway.anthropic.routes import AnthropicRoutes
-from services.gateway.anthropic.token_count import TokenCounter
 from services.gateway.catalog import PublicReadiness, Readiness
 from services.gateway.cluster.routes import ClusterRoutes
-from services.gateway.dialects import dialect_of
+from services.gateway.dialect import Answers
+from services.gateway.dialect_table import DIALECTS, dialect_of
+from services.gateway.endpoint_handlers import EndpointHandlers, described
 from services.gateway.error_response import error_response
-from services.gateway.handlers.anthropic import anthropic_handlers
-from services.gateway.handlers.page import page_handlers
-from services.gateway.handlers.rerank import rerank_handlers
-from services.gateway.handlers.responses import responses_handlers
-from services.gateway.handlers.workers_ai import workers_ai_handlers
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.cors import cors_config
 from services.gateway.http.errors import error_of_http
@@ -52,48 +44,21 @@ from services.gateway.metrics.rendered import RenderedMetrics
 from services.gateway.model_list import ModelEntry, ModelList, TenantModels
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
-from services.gateway.openai.chat import ChatCompletion
-from services.gateway.openai.completions import Completion
-from services.gateway.openai.embeddings import EmbeddingList
 from services.gateway.openai.errors import ErrorEnvelope
-from services.gateway.openai.routes import (
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    OpenAIRoutes,
-)
-from services.gateway.paths import OPENAI_ROOTS, check_account
-from services.gateway.prefixes.bodies import (
-    DeletedPrefix,
-    DryRunBody,
-    DryRunReport,
-    Prefix,
-    PrefixBody,
-    PrefixList,
-)
+from services.gateway.page.handlers import page_handlers
+from services.gateway.paths import check_account, openai_paths
 from services.gateway.prefixes.routes import PrefixRoutes
 from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
-from services.gateway.reranking.bodies import RerankResponse, ScoreResponse
-from services.gateway.reranking.routes import RerankRoutes
 from services.gateway.responses.routes import ResponsesRoutes
 from services.gateway.responses.storage.store import ResponseStore
-from services.gateway.route_options import BODY_KIND, IS_FREE, RAW
+from services.gateway.route_options import IS_FREE
 from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.timeline_routes import TimelineRoutes
-from services.gateway.tokenization.bodies import (
-    DetokenizeResponse,
-    TokenizeResponse,
-    TokenizerInfo,
-)
-from services.gateway.tokenization.routes import (
-    DetokenizeBody,
-    TokenizationRoutes,
-    TokenizeBody,
-)
+from services.gateway.tokenization.routes import TokenizerInfoRoute
 from services.gateway.tokenization.tokenization import Tokenization
 from services.gateway.workers_ai.routes import WorkersAIRoutes
 from shared.background import start_awaited
@@ -107,7 +72,6 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 BEARER = "api_key"
 DOCS_PATH = "/docs"
-ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)
 READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
 
@@ -222,7 +186,7 @@ class Routes:
         tenant = request.state.get("tenant")
         self._metrics.count_refused(
             error.code,
-            dialect=dialect_of(request.scope["path"]),
+            dialect=dialect_of(request.scope["path"]).name,
             tenant="" if tenant is None else tenant.tenant_id,
         )
 
@@ -240,6 +204,7 @@ def build_app(
     *,
     submission: Submission,
     opener: Opener,
+    answers: Answers,
     prefix_store: PrefixStore,
     response_store: ResponseStore,
     api_keys: ApiKeys,
@@ -259,12 +224,11 @@ def build_app(
     has_page: bool = True,
     find_timeline: Callable[[str], Timeline | None],
     metrics_token: str = "",
-    padding: Callable[[int], bytes] | None = None,
     read_info: Callable[[], ServerInfo],
     cors_origins: Sequence[str] = (),
 ) -> Litestar:
-    """`padding`: random bytes for the streams of Workers AI; None: they have none.
-    `cors_origins`: of other sites whose pages may call.
+    """`answers`: of the endpoints that do not generate. `cors_origins`: of other sites whose pages
+    may call.
     """
     routes = Routes(
         api_keys=api_keys,
@@ -277,22 +241,6 @@ def build_app(
         version=version,
         clock=clock,
     )
-    openai = OpenAIRoutes(opener, clock=clock, keep_alive_s=keep_alive_s)
-    responses = ResponsesRoutes(
-        opener,
-        response_store,
-        submission=submission,
-        models=models,
-        names=names,
-        clock=clock,
-        keep_alive_s=keep_alive_s,
-    )
-    workers_ai = WorkersAIRoutes(
-        opener, models, names, clock=clock, keep_alive_s=keep_alive_s, random_bytes=padding
-    )
-    anthropic = AnthropicRoutes(
-        opener, TokenCounter(submission, models, names), clock=clock, keep_alive_s=keep_alive_s
-    )
     admission = Admission(
         submission,
         opener,
@@ -301,25 +249,22 @@ def build_app(
         max_body_bytes=max_body_bytes,
         budget=body_budget,
     )
-    tokenization = Tokenization(submission, models, names)
-    prefixes = PrefixRoutes(submission, prefix_store, models.default_name)
     known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
+    endpoints = EndpointHandlers(
+        opener, answers, clock=clock, keep_alive_s=keep_alive_s, options=known
+    )
+    prefixes = PrefixRoutes(submission, prefix_store, models.default_name)
+    responses = ResponsesRoutes(response_store, submission, models, names)
+    tokenizers = TokenizerInfoRoute(Tokenization(submission, models, names))
     return Litestar(
         [
-            *_openai_handlers(openai, known),
-            *responses_handlers(responses, known, _responses, ERRORS),
+            *(handler for dialect in DIALECTS for handler in endpoints.of(dialect)),
             *_model_handlers(routes, known),
-            *_prefix_handlers(prefixes, known),
-            *_tokenization_handlers(tokenization, known),
-            *rerank_handlers(
-                RerankRoutes(opener, clock=clock, keep_alive_s=keep_alive_s),
-                known,
-                reranked=_responses(RerankResponse, *ERRORS),
-                scored=_responses(ScoreResponse, *ERRORS),
-            ),
-            *workers_ai_handlers(workers_ai, known),
+            *prefixes.handlers(known),
+            *responses.handlers(known),
+            tokenizers.handler(known),
+            *WorkersAIRoutes(endpoints, models, names).handlers(known),
             _timeline_handler(TimelineRoutes(find_timeline, api_keys, cluster.is_operator)),
-            *anthropic_handlers(anthropic, known),
             *_state_handlers(routes),
             _info_handler(ServerInfoRoutes(read_info, metrics_token, cluster.is_operator)),
             *page_handlers(cluster, http_host=http_host, has_page=has_page),
@@ -337,77 +282,19 @@ def build_app(
     )
 
 
-def _openai_paths(path: str) -> list[str]:
-    return [f"{root}{path}" for root in OPENAI_ROOTS]
-
-
-def _openai_handlers(openai: OpenAIRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-    submits = partial(post, return_dto=None, status_code=200, guards=[check_account], **known)
-    chat = submits(
-        path=_openai_paths("/chat/completions"),
-        dto=ChatBody,
-        opt={BODY_KIND: "chat"},
-        responses=_responses(ChatCompletion, *ERRORS),
-    )
-    texts = submits(
-        path=_openai_paths("/completions"),
-        dto=CompletionBody,
-        opt={BODY_KIND: "completions"},
-        responses=_responses(Completion, *ERRORS),
-    )
-    embeddings = submits(
-        path=_openai_paths("/embeddings"),
-        dto=EmbeddingBody,
-        opt={BODY_KIND: "embeddings"},
-        responses=_responses(EmbeddingList, *ERRORS),
-    )
-    return [
-        chat(openai.chat_completions),
-        texts(openai.completions),
-        embeddings(openai.embeddings),
-    ]
-
-
 def _model_handlers(routes: Routes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
     free = {"opt": {IS_FREE: True}, "guards": [check_account], **known}
-    models = READS(_openai_paths("/models"), responses=_responses(ModelList, 401, 403, 503), **free)
+    models = READS(
+        openai_paths("/models"),
+        responses=described(ModelList, ErrorEnvelope, 401, 403, 503),
+        **free,
+    )
     model = READS(
-        _openai_paths("/models/{model_id:path}"),
-        responses=_responses(ModelEntry, 401, 403, 404, 503),
+        openai_paths("/models/{model_id:path}"),
+        responses=described(ModelEntry, ErrorEnvelope, 401, 403, 404, 503),
         **free,
     )
     return [models(routes.models), model(routes.model)]
-
-
-def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-    pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
-    put_prefix = put(
-        dto=PrefixBody,
-        opt={BODY_KIND: "prefix"},
-        responses=_responses(Prefix, *ERRORS, 409),
-        **pinned,
-    )
-    get_prefix = get(responses=_responses(Prefix, 401, 404, 429, 503), **pinned)
-    delete_prefix = delete(
-        responses=_responses(DeletedPrefix, 401, 404, 429, 503), status_code=200, **pinned
-    )
-    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 429, 503), **known)
-    try_prefix = post(
-        path="/v1/prefixes/dry_run",
-        dto=DryRunBody,
-        opt={BODY_KIND: "dry_run"},
-        return_dto=None,
-        status_code=200,
-        responses=_responses(DryRunReport, *ERRORS),
-        **known,
-    )
-    return [
-        put_prefix(prefixes.put),
-        get_prefix(prefixes.get),
-        delete_prefix(prefixes.delete),
-        list_prefixes(prefixes.list),
-        try_prefix(prefixes.dry_run),
-    ]
 
 
 def _timeline_handler(timelines: TimelineRoutes) -> HTTPRouteHandler:
@@ -415,33 +302,9 @@ def _timeline_handler(timelines: TimelineRoutes) -> HTTPRouteHandler:
         "/v1/requests/{request_id:str}/timeline",
         guards=[timelines.authorize],
         security=[{BEARER: []}],
-        responses=_responses(Timeline, 401, 404),
+        responses=described(Timeline, ErrorEnvelope, 401, 404),
     )
     return timeline(timelines.timeline)
-
-
-def _tokenization_handlers(
-    tokenization: Tokenization, known: dict[str, Any]
-) -> list[HTTPRouteHandler]:
-    routes = TokenizationRoutes(tokenization)
-    converts = partial(post, return_dto=None, status_code=200, opt={BODY_KIND: RAW}, **known)
-    tokenize = converts(
-        path=["/tokenize", "/v1/tokenize"],
-        dto=TokenizeBody,
-        responses=_responses(TokenizeResponse, *ERRORS),
-    )
-    detokenize = converts(
-        path=["/detokenize", "/v1/detokenize"],
-        dto=DetokenizeBody,
-        responses=_responses(DetokenizeResponse, *ERRORS),
-    )
-    info = READS(
-        ["/tokenizer_info", "/v1/tokenizer_info"],
-        opt={IS_FREE: True},
-        responses=_responses(TokenizerInfo, 400, 401, 403, 404, 503),
-        **known,
-    )
-    return [tokenize(routes.tokenize), detokenize(routes.detokenize), info(routes.info)]
 
 
 def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:
@@ -450,7 +313,7 @@ def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:
     return [
         READS("/health")(routes.health),
         READS("/version")(routes.version),
-        READS("/ready", responses=_responses(PublicReadiness))(routes.ready),
+        READS("/ready", responses=described(PublicReadiness, ErrorEnvelope))(routes.ready),
         metrics(routes.metrics),
         READS("/openapi.json", include_in_schema=False)(routes.openapi),
     ]
@@ -488,12 +351,3 @@ def _document(version: str, routes: Routes) -> OpenAPIConfig:
         render_plugins=[JsonRenderPlugin(path="/")],
         components=components,
     )
-
-
-def _responses(body: type[Any], *statuses: int) -> dict[int, ResponseSpec]:
-    described = {200: ResponseSpec(body, generate_examples=False, description="served")}
-    for status in statuses:
-        described[status] = ResponseSpec(
-            ErrorEnvelope, generate_examples=False, description="rejected"
-        )
-    return described

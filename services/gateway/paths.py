@@ -21,3 +21,8 @@ async def check_account(
     account = connection.path_params.get("account")
     if account is not None and account != connection.state.tenant.tenant_id:
         raise ForeignAccount("the API key is not of this account")
+
+
+def openai_paths(path: str) -> list[str]:
+    """Returns the paths of OpenAI's API: below /v1, and below /ai/v1 of an account."""
+    return [f"{root}{path}" for root in OPENAI_ROOTS]

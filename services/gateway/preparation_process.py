@@ -31,14 +31,10 @@ BODY_NICENESS = 10  # more than the process has
 
 def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> BodyHandler:
     """Loads the tokenizer, and the dialects, which a process that only renders does not need."""
-    from services.gateway.anthropic.token_count import COUNT_TOKENS, count_large
-    from services.gateway.endpoints import ENDPOINTS
-    from services.gateway.prefixes.large_bodies import PREFIX_KINDS, check_prefix_body
+    from services.gateway.dialect_table import GENERATING, JOBS
     from services.gateway.request.prepared_bodies import prepare_body
-    from services.gateway.responses.storage import references
     from services.gateway.text.model_files import ModelFiles
     from services.gateway.tokenization.conversion import encoded
-    from services.gateway.tokenization.large_bodies import TOKENIZATION_KINDS, answer
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -50,18 +46,14 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
         if isinstance(job, EncodeJob):
             return encoded(job, files.tokenizer)
-        if job.kind == references.KIND:
-            return PreparedBody(references.encoded_references(job.body), [])
+        if job.kind in JOBS:
+            return JOBS[job.kind](job, files, template)
+        endpoint = GENERATING[job.kind]
         if job.stored:
-            body = references.merged(job.body, job.stored)
+            assert endpoint.merge is not None, "only such an endpoint has stored state"
+            body = endpoint.merge(job.body, job.stored)
             job = msgspec.structs.replace(job, body=body, stored=b"")
-        if job.kind in PREFIX_KINDS:
-            return check_prefix_body(job, files.tokenizer.longest_token_chars)
-        if job.kind in TOKENIZATION_KINDS:
-            return answer(job, files.tokenizer, template)
-        if job.kind == COUNT_TOKENS:
-            return count_large(job, files.tokenizer, template)
-        return prepare_body(job, ENDPOINTS[job.kind], files, template)
+        return prepare_body(job, endpoint, files, template)
 
     return lambda job: _body_thread().submit(prepare, job).result()
 

@@ -14,7 +14,7 @@ import structlog
 from litestar.types import ASGIApp
 
 from services.gateway.admission import authorization_of
-from services.gateway.anthropic.endpoint import MESSAGES
+from services.gateway.anthropic.dialect import MESSAGES
 from services.gateway.anthropic.signature import signing_state
 from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
@@ -22,6 +22,7 @@ from services.gateway.cluster.feed import ClusterFeed
 from services.gateway.cluster.routes import ClusterRoutes
 from services.gateway.cluster.state import ClusterState
 from services.gateway.cluster.tenants import TenantUsage
+from services.gateway.dialect_table import answers
 from services.gateway.grammars.checks import (
     CHECK_NICENESS,
     CHECK_PROCESS,
@@ -46,12 +47,13 @@ from services.gateway.nats_api.served_request import GatewayParts
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.endpoint import EndpointState
 from services.gateway.request.opener import Opener
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
-from services.gateway.responses.endpoint import NAME as RESPONSES
+from services.gateway.responses.dialect import CREATE
 from services.gateway.responses.storage.completion import Completion
 from services.gateway.responses.storage.seal import Seal
 from services.gateway.responses.storage.store import ResponseStore
@@ -73,10 +75,9 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
-from services.gateway.tokenization.large_bodies import DETOKENIZE, TOKENIZE
-from services.gateway.tokenization.tokenization import Tokenization
 from services.gateway.tools.family import Family
 from services.gateway.tools.family_choice import family_of
+from services.gateway.workers_ai.dialect import RUN, RunState
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.catalogue.reader import CatalogueReader
@@ -216,6 +217,7 @@ class GatewayService:
             self._certificate = Certificate(config.http_cert, config.http_key)
         self._body_budget = BodyBudget()
         opener = self._opener(wall_clock)
+        self._answers = answers(self.submission, self.models, self.model_names)
         self._web_server = self._http_server(self._app(opener, wall_clock))
         self._nats_api: NatsApi | None = None
         self._clients = clients
@@ -274,6 +276,7 @@ class GatewayService:
         return build_app(
             submission=self.submission,
             opener=opener,
+            answers=self._answers,
             models=self.models,
             names=self.model_names,
             prefix_store=self.prefix_store,
@@ -297,7 +300,6 @@ class GatewayService:
             has_page=self._config.page,
             metrics_token=self._config.metrics_token,
             find_timeline=self.telemetry.find,
-            padding=self._randomness.bytes if self._config.padding else None,
             read_info=self._info,
             cors_origins=self._config.cors_origin,
         )
@@ -305,6 +307,7 @@ class GatewayService:
     def _opener(self, wall_clock: Callable[[], float]) -> Opener:
         secret = self._config.cluster_secret
         seal = Seal(secret, self._randomness.bytes) if secret else None
+        run_state = RunState(self._randomness.bytes if self._config.padding else None)
         return Opener(
             self.submission,
             self.model_names,
@@ -312,14 +315,16 @@ class GatewayService:
             wall_clock,
             {
                 MESSAGES.name: signing_state(root_key(secret)),
-                RESPONSES: Completion(self.response_store, seal, self._config.max_body_bytes).state,
+                CREATE.name: Completion(
+                    self.response_store, seal, self._config.max_body_bytes
+                ).state,
+                RUN.name: EndpointState(lambda _: run_state),
             },
         )
 
     def _api_over(
         self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]
     ) -> NatsApi:
-        tokenization = Tokenization(self.submission, self.models, self.model_names)
         started_at = wall_clock()
         tenant_models = TenantModels(self.models, self.model_names, int(started_at))
 
@@ -330,11 +335,7 @@ class GatewayService:
             api_keys=self.api_keys,
             submission=self.submission,
             opener=opener,
-            answers={
-                TOKENIZE: tokenization.tokenize,
-                DETOKENIZE: tokenization.detokenize,
-                MODELS: models,
-            },
+            answers={**self._answers, MODELS: models},
             listeners=Listeners(messages, self._clock),
             metrics=self.metrics,
             budget=self._body_budget,

@@ -82,6 +82,10 @@ def envelope(error: HearthError, request_id: str) -> ErrorEnvelope:
     return ErrorEnvelope(error=body, request_id=request_id)
 
 
+def encode_error(error: HearthError, request_id: str) -> tuple[int, ErrorEnvelope]:
+    return type_of(error).status, envelope(error, request_id)
+
+
 def _message(error: HearthError) -> str:
     """The envelope has no place for a field's name: the message holds it."""
     message = error.public_message

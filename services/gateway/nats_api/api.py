@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
+from services.gateway.dialect import EncodeError
 from services.gateway.nats_api.discovery import Discovery
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from services.gateway.nats_api.endpoints import (
@@ -24,8 +25,9 @@ from services.gateway.nats_api.endpoints import (
     error_encoder_of,
 )
 from services.gateway.nats_api.errors import RequestCancelled
-from services.gateway.nats_api.reply import GATEWAY, EncodeError, Reply, openai_error
+from services.gateway.nats_api.reply import GATEWAY, Reply
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
+from services.gateway.openai.errors import encode_error as encode_openai_error
 from services.gateway.request.supported_fields import SupportedFields
 from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, Overloaded, PayloadTooLarge
@@ -175,7 +177,7 @@ class NatsApi:
         most = max(1, self._max_requests // MAX_CLIENT_SHARE)
         return "of this client" if self._num_running[client_id] >= most else ""
 
-    def _reply(self, subject: str, encode_error: EncodeError = openai_error) -> Reply:
+    def _reply(self, subject: str, encode_error: EncodeError = encode_openai_error) -> Reply:
         request_id = self._new_request_id()
         gateway_id = two_tokens(self._process_id)
         return Reply(self._messages, subject, request_id, gateway_id, encode_error)

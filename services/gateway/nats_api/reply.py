@@ -8,14 +8,14 @@ into the connection's buffer before they wait for anything: two tasks may send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 import structlog
 
+from services.gateway.dialect import EncodeError
 from services.gateway.http.response import error_headers
-from services.gateway.openai.errors import envelope
+from services.gateway.openai.errors import encode_error as encode_openai_error
 from shared.errors import DependencyUnavailable, HearthError, PayloadTooLarge
 from shared.transport.untyped_messages import UntypedMessages
 
@@ -27,12 +27,6 @@ ERROR, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
 FAILED = "error"  # the value of END after an error
 MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent
 _encode = msgspec.json.Encoder().encode
-# error, id of the request → the HTTP status and the body in the form of a dialect
-EncodeError = Callable[[HearthError, str], tuple[int, Any]]
-
-
-def openai_error(error: HearthError, _: str) -> tuple[int, Any]:
-    return error.http_status, envelope(error)
 
 
 class Reply:
@@ -46,7 +40,7 @@ class Reply:
         subject: str,
         request_id: str,
         gateway_id: str,
-        encode_error: EncodeError = openai_error,
+        encode_error: EncodeError = encode_openai_error,
     ) -> None:
         self.request_id = request_id
         self.limit_headers: Mapping[str, str] = {}

@@ -9,23 +9,24 @@ As over HTTP, a request is charged before its body is read, so one that is rejec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
+from services.gateway.dialect import Answers
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.errors import RouteNotFound
 from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.nats_api.endpoints import API_ENDPOINTS, ApiEndpoint
+from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.gateway.nats_api.generation import write_response
 from services.gateway.nats_api.listeners import Listeners
 from services.gateway.nats_api.reply import Reply
 from services.gateway.nats_api.request_headers import RequestHeaders, decode_headers
 from services.gateway.output.framing import LINES
-from services.gateway.request.endpoint import Endpoint
+from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
 from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
@@ -41,7 +42,6 @@ log = structlog.get_logger(__name__)
 # The server takes no replies after REPLY_S; the error of a late request needs some time, too.
 MAX_DEADLINE_S = REPLY_S - 60.0
 HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
-Answer = Callable[[TenantRecord, bytes], Awaitable[bytes]]  # body → body of the response
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class GatewayParts:
     api_keys: ApiKeys
     submission: Submission
     opener: Opener
-    answers: Mapping[str, Answer]
+    answers: Answers
     listeners: Listeners
     metrics: GatewayMetrics
     budget: BodyBudget
@@ -133,9 +133,10 @@ class ServedRequest:
 
     async def _respond(self) -> None:
         message, parts = self.message, self._parts
-        endpoint = API_ENDPOINTS.get(message.endpoint)
-        if endpoint is None:
+        found = API_ENDPOINTS.get(message.endpoint)
+        if found is None:
             raise RouteNotFound("there is no such endpoint")
+        endpoint = found.endpoint
         headers = decode_headers(message.headers)
         if headers.has_checks:
             self._check_listener()
@@ -155,7 +156,7 @@ class ServedRequest:
             held.release()
 
     async def _respond_charged(
-        self, endpoint: ApiEndpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
+        self, endpoint: Endpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
     ) -> None:
         record = self._parts.submission.begin(
             self.request_id, dialect=DIALECT, traceparent=headers.traceparent
@@ -168,10 +169,10 @@ class ServedRequest:
             body.add(len(self.message.data))
             self.message.data = without_lone_surrogates(self.message.data)
             held.release()
-            if endpoint.generates is None:
-                await self._reply.finish(await self._answer(endpoint, tenant))
+            if isinstance(endpoint, GeneratingEndpoint):
+                await self._generate(endpoint, reservation, headers, body)
             else:
-                await self._generate(endpoint.generates, reservation, headers, body)
+                await self._reply.finish(await self._answer(endpoint, tenant))
         except HearthError as error:
             record.reject(error)
             raise
@@ -179,12 +180,12 @@ class ServedRequest:
             body.release()
             reservation.close_submissions()
 
-    async def _answer(self, endpoint: ApiEndpoint, tenant: TenantRecord) -> bytes:
+    async def _answer(self, endpoint: Endpoint, tenant: TenantRecord) -> bytes:
         return await self._parts.answers[endpoint.name](tenant, self.message.data)
 
     async def _generate(
         self,
-        endpoint: Endpoint,
+        endpoint: GeneratingEndpoint,
         reservation: Reservation,
         headers: RequestHeaders,
         held: BodyBytes,

@@ -29,6 +29,10 @@ def envelope(error: HearthError) -> ErrorEnvelope:
     return ErrorEnvelope(ErrorBody(message, error.openai_type, error.param, error.code))
 
 
+def encode_error(error: HearthError, _: str) -> tuple[int, ErrorEnvelope]:
+    return error.http_status, envelope(error)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenAIEncoder:
     """The common part of all OpenAI responses."""

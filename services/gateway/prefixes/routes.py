@@ -5,20 +5,30 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from litestar import Request, Response
+from litestar import Request, Response, delete, get, post, put
+from litestar.handlers import HTTPRouteHandler
 from litestar.params import Body
 
+from services.gateway.endpoint_handlers import described
+from services.gateway.openai.errors import ErrorEnvelope
 from services.gateway.prefixes.bodies import (
     DeletedPrefix,
+    DryRunBody,
     DryRunReport,
     DryRunRequest,
     Prefix,
+    PrefixBody,
     PrefixList,
     PrefixRequest,
 )
 from services.gateway.prefixes.dry_run import dry_run
+from services.gateway.prefixes.large_bodies import DRY_RUN, PREFIX
 from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.endpoint import ERRORS
 from services.gateway.request.submission import Submission
+from services.gateway.route_options import BODY_KIND
+
+READS = (401, 429, 503)  # statuses
 
 
 class PrefixRoutes:
@@ -31,6 +41,39 @@ class PrefixRoutes:
         self._submission = submission
         self._prefix_store = prefix_store
         self._default_model = default_model
+
+    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+        """`known`: options of the handlers whose requests have an API key."""
+        one = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
+        pin = put(
+            dto=PrefixBody,
+            opt={BODY_KIND: PREFIX},
+            responses=described(Prefix, ErrorEnvelope, *ERRORS, 409),
+            **one,
+        )
+        read = get(responses=described(Prefix, ErrorEnvelope, *READS, 404), **one)
+        removal = delete(
+            responses=described(DeletedPrefix, ErrorEnvelope, *READS, 404), status_code=200, **one
+        )
+        listing = get(
+            "/v1/prefixes", responses=described(PrefixList, ErrorEnvelope, *READS), **known
+        )
+        trial = post(
+            "/v1/prefixes/dry_run",
+            dto=DryRunBody,
+            opt={BODY_KIND: DRY_RUN},
+            return_dto=None,
+            status_code=200,
+            responses=described(DryRunReport, ErrorEnvelope, *ERRORS),
+            **known,
+        )
+        return [
+            pin(self.put),
+            read(self.get),
+            removal(self.delete),
+            listing(self.list),
+            trial(self.dry_run),
+        ]
 
     async def put(
         self, request: Request[Any, Any, Any], data: Annotated[PrefixRequest, Body()]

@@ -1,4 +1,4 @@
-"""One kind of request of a dialect: its body becomes requests, and their output its response."""
+"""Declares endpoints: HTTP, NATS, the OpenAPI document and the preparation processes read them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from services.gateway.text.token_bytes import TokenBytes
 from shared.tenancy.tenant import TenantRecord
 
 Requests = Sequence[GenerationRequest]
+ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)  # statuses that most endpoints have
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class Referred(Protocol):
         """
         ...
 
+    def merge(self, body: bytes, state: bytes) -> bytes:
+        """Returns the body with the state. Raises the HearthError that rejects it."""
+        ...
+
 
 # the name of a job → its reply from a preparation process, or None for a body that needs none
 Scan = Callable[[str], Awaitable[bytes | None]]
@@ -56,22 +61,44 @@ Scan = Callable[[str], Awaitable[bytes | None]]
 @dataclass(frozen=True, slots=True)
 class EndpointState:
     """What an endpoint keeps between requests. `of_tenant`: what the encoders of a tenant get.
-    `referred`: the state that a body refers to; raises the HearthError that rejects it. `merge`:
-    the body with that state.
+    `referred`: the state that a body refers to; raises the HearthError that rejects it.
     """
 
     of_tenant: Callable[[TenantRecord], Any]
     referred: Callable[[TenantRecord, bytes, Scan], Awaitable[Referred | None]] | None = None
-    merge: Callable[[bytes, bytes], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """`name`: by which a preparation process finds it. `without_prompts`: the body with a number of
-    empty prompts.
+    """Declares what is answered to the bodies sent to some paths, or to a subject of NATS.
+
+    `name`: of the subject, and of its bodies in preparation processes. `paths`: over HTTP, with
+    POST; none: its dialect has a handler of its own. `operation`, `description`: in the OpenAPI
+    document. `event`: of a streamed response: a type, or several. `errors`: statuses over HTTP.
+    `is_free`: a request costs nothing.
     """
 
     name: str
+    operation: str = ""
+    description: str = ""
+    paths: Sequence[str] = ()
+    request: type[Any]
+    response: type[Any]
+    event: Any = None
+    errors: tuple[int, ...] = ERRORS
+    is_on_nats: bool = True
+    is_free: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratingEndpoint(Endpoint):
+    """Declares an endpoint whose bodies become requests, and their output its response.
+
+    `without_prompts`: the body with a number of empty prompts. `merge`: the body with the state
+    that it refers to. `is_for_session`: the session that a client's headers name overrides the
+    body's user, who may have several.
+    """
+
     fields: SupportedFields
     # body, default model → one request per prompt; raises InvalidRequest
     generations: Callable[[Any, str], Requests]
@@ -82,3 +109,5 @@ class Endpoint:
     for_model: Callable[[Any, Requests, ModelFiles], Requests] = lambda _, generations, __: (
         generations
     )
+    merge: Callable[[bytes, bytes], bytes] | None = None
+    is_for_session: bool = False

@@ -17,7 +17,11 @@ from services.gateway.models.named_model import named_model
 from services.gateway.models.served_text import ServedModel
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import SSE, Framing
-from services.gateway.request.endpoint import Endpoint, EndpointState, ResponseContext
+from services.gateway.request.endpoint import (
+    EndpointState,
+    GeneratingEndpoint,
+    ResponseContext,
+)
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.reservation import Reservation
@@ -68,11 +72,6 @@ class OpenResponse:
     cancel: Callable[[HearthError | None], None]
 
 
-def _merge_of(state: EndpointState | None) -> Callable[[bytes, bytes], bytes]:
-    assert state is not None and state.merge is not None, "it has found state"
-    return state.merge
-
-
 class Opener:
     """`wall_clock`: seconds since 1970. `states`: of the endpoints that have one, by name."""
 
@@ -116,7 +115,7 @@ class Opener:
             referred = await state.referred(reservation.tenant, data, scan)
         read = None if referred is None else partial(referred.read, hold)
         if referred is not None and read is not None and is_small(data, referred.num_bytes):
-            given, data = data, _merge_of(state)(data, await read())
+            given, data = data, referred.merge(data, await read())
             hold(max(0, len(data) - len(given) - referred.num_bytes))  # an item put in twice
             read = None
         if read is None and is_small(data):
@@ -126,7 +125,7 @@ class Opener:
 
     async def open(
         self,
-        endpoint: Endpoint,
+        endpoint: GeneratingEndpoint,
         body: Any,
         reservation: Reservation,
         *,

@@ -13,7 +13,7 @@ from itertools import chain
 import msgspec
 
 from services.gateway.models.served_text import ServedText
-from services.gateway.request.endpoint import Endpoint
+from services.gateway.request.endpoint import GeneratingEndpoint
 from services.gateway.request.generation_request import (
     GenerationRequest,
     check_min_tokens,
@@ -40,7 +40,7 @@ BadWords = tuple[tuple[int, ...], ...]
 
 
 def prepare_body(
-    job: BodyJob, endpoint: Endpoint, files: ModelFiles, template: ChatTemplate | None
+    job: BodyJob, endpoint: GeneratingEndpoint, files: ModelFiles, template: ChatTemplate | None
 ) -> PreparedBody:
     """Raises InvalidRequest and its subclasses, as the endpoint itself."""
     body = endpoint.fields.decode(job.body)

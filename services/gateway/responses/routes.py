@@ -1,36 +1,40 @@
-"""The routes of the Responses API."""
+"""The routes of the Responses API that generate nothing."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import Request, Response
+from litestar import Request, Response, delete, get, post
+from litestar.handlers import HTTPRouteHandler
 from litestar.params import Body
 
+from services.gateway.endpoint_handlers import described
 from services.gateway.http.body import StrictBody
-from services.gateway.http.response import GenerationResponse
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
-from services.gateway.request.opener import Opener
+from services.gateway.openai.errors import ErrorEnvelope
+from services.gateway.paths import check_account, openai_paths
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.submission import Submission
-from services.gateway.responses.endpoint import RESPONSES
+from services.gateway.responses.dialect import CREATE
 from services.gateway.responses.fields import ResponsesRequest
+from services.gateway.responses.object import ResponseObject
 from services.gateway.responses.request import to_generation_request
 from services.gateway.responses.storage.record import NamedItem, ResponseRecord, input_items_of
 from services.gateway.responses.storage.store import ResponseStore
-from shared.clock import Clock
+from services.gateway.route_options import BODY_KIND
 from shared.errors import InvalidRequest
 from shared.packing import TOKEN_ID_BYTES
 
-AFFINITY_HEADER = "x-session-affinity"  # overrides the body's prompt_cache_key
+STORED = (401, 403, 404, 429, 503)  # statuses of the routes of a stored response
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
 
 
 class ResponsesBody(StrictBody):
-    fields = RESPONSES.fields
+    fields = CREATE.fields
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,39 +57,54 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRoutes:
-    """The handlers of one gateway. `keep_alive_s`: silence before a stream sends an empty event."""
+    """The handlers of one gateway."""
 
     def __init__(
         self,
-        opener: Opener,
         store: ResponseStore,
-        *,
         submission: Submission,
         models: ServedModels,
         names: ModelNames,
-        clock: Clock,
-        keep_alive_s: float,
     ) -> None:
-        self._opener = opener
         self._store = store
         self._submission = submission
         self._models = models
         self._names = names
-        self._clock = clock
-        self._keep_alive_s = keep_alive_s
 
-    async def create(
-        self, request: Request[Any, Any, Any], data: Annotated[ResponsesRequest, Body()]
-    ) -> GenerationResponse:
-        """With `stream`, server-sent events that end with `response.completed`."""
-        opened = await self._opener.open(
-            RESPONSES,
-            data,
-            request.state.reservation,
-            prompts=request.state.prompts,
-            affinity_key=request.headers.get(AFFINITY_HEADER),
+    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+        """`known`: options of the handlers whose requests have an API key."""
+        options = {"guards": [check_account], "return_dto": None, **known}
+        one = openai_paths("/responses/{response_id:str}")
+        hidden = partial(post, status_code=200, include_in_schema=False, **options)
+        count = post(
+            openai_paths("/responses/input_tokens"),
+            dto=ResponsesBody,
+            opt={BODY_KIND: CREATE.name},
+            status_code=200,
+            responses=described(InputTokens, ErrorEnvelope, *CREATE.errors),
+            **options,
         )
-        return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)
+        read = get(one, responses=described(ResponseObject, ErrorEnvelope, *STORED, 400), **options)
+        removal = delete(
+            one,
+            status_code=200,
+            responses=described(DeletedResponse, ErrorEnvelope, *STORED),
+            **options,
+        )
+        items = get(
+            openai_paths("/responses/{response_id:str}/input_items"),
+            responses=described(ItemList, ErrorEnvelope, *STORED, 400),
+            **options,
+        )
+        return [
+            count(self.input_tokens),
+            read(self.get),
+            removal(self.delete),
+            items(self.input_items),
+            hidden(path=openai_paths("/responses/{response_id:str}/cancel"))(self.cancel),
+            hidden(path=openai_paths("/responses/compact"))(self.compact),
+            hidden(path=openai_paths("/conversations"))(self.conversations),
+        ]
 
     async def input_tokens(
         self, request: Request[Any, Any, Any], data: Annotated[ResponsesRequest, Body()]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
-from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization.bodies import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from services.gateway.tokenization.conversion import chat_tokens, detokenize, tokenize
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
-TOKENIZATION_KINDS = (TOKENIZE, DETOKENIZE)
 
 
-def answer(job: BodyJob, tokenizer: PromptTokenizer, template: ChatTemplate | None) -> PreparedBody:
+def answer(job: BodyJob, files: ModelFiles, template: ChatTemplate | None) -> PreparedBody:
     """Returns the body of the response. Raises InvalidRequest and its subclasses."""
+    tokenizer = files.tokenizer
     if job.kind == DETOKENIZE:
         tokens = DETOKENIZE_FIELDS.decode(job.body)
         response = detokenize(tokens, tokenizer, vocab_size=job.vocab_size or 0)

@@ -8,6 +8,8 @@ Nothing here is charged: the caller reserves the request.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+
 import msgspec
 
 from services.gateway.models.model_names import ModelNames
@@ -107,3 +109,11 @@ class Tokenization:
         resolved = await self._names.resolve(tenant.tenant_id, named)
         self._models.check(tenant, resolved)
         return await self._models.main(resolved)
+
+
+def answers(
+    submission: Submission, models: ServedModels, names: ModelNames
+) -> Mapping[str, Callable[[TenantRecord, bytes], Awaitable[bytes]]]:
+    """Returns what answers each endpoint, by its name."""
+    tokenization = Tokenization(submission, models, names)
+    return {TOKENIZE: tokenization.tokenize, DETOKENIZE: tokenization.detokenize}

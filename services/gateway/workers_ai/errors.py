@@ -102,6 +102,10 @@ def envelope(error: HearthError) -> ErrorEnvelope:
     return ErrorEnvelope(errors=(ErrorEntry(number_of(type(error)).code, _message(error)),))
 
 
+def encode_error(error: HearthError, _: str) -> tuple[int, ErrorEnvelope]:
+    return number_of(type(error)).status, envelope(error)
+
+
 class DialectErrors:
     """The common part of all encoders of this dialect."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from litestar import Request, Response
+from litestar import HttpMethod, Request, Response, post, route
+from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.http.affinity import AFFINITY_HEADER, session_key_of
+from services.gateway.endpoint_handlers import EndpointHandlers
 from services.gateway.http.response import GenerationResponse
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
-from services.gateway.request.opener import Opener
+from services.gateway.paths import ACCOUNT_ROOTS, check_account
+from services.gateway.route_options import BODY_KIND, IS_FREE, MODEL_OF
 from services.gateway.workers_ai.catalog_search import (
     ModelRow,
     SearchQuery,
@@ -21,13 +24,12 @@ from services.gateway.workers_ai.catalog_search import (
     search_query,
     search_tasks,
 )
-from services.gateway.workers_ai.endpoint import run_endpoint
+from services.gateway.workers_ai.dialect import RUN
 from services.gateway.workers_ai.envelope import Success
 from services.gateway.workers_ai.errors import MissingBody
 from services.gateway.workers_ai.model_id import parse_model_id
 from services.gateway.workers_ai.model_schema import model_schema
 from services.gateway.workers_ai.paths import model_part
-from shared.clock import Clock
 from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
@@ -40,26 +42,37 @@ def run_model(scope: Mapping[str, Any]) -> str:
 
 
 class WorkersAIRoutes:
-    """The handlers of one gateway. `keep_alive_s`: silence before a stream sends an empty event.
-    `random_bytes`: for the padding of streams; None: no padding.
-    """
+    """The handlers of one gateway."""
 
     def __init__(
-        self,
-        opener: Opener,
-        models: ServedModels,
-        names: ModelNames,
-        *,
-        clock: Clock,
-        keep_alive_s: float,
-        random_bytes: Callable[[int], bytes] | None,
+        self, endpoints: EndpointHandlers, models: ServedModels, names: ModelNames
     ) -> None:
-        self._opener = opener
+        self._endpoints = endpoints
         self._models = models
         self._names = names
-        self._clock = clock
-        self._keep_alive_s = keep_alive_s
-        self._endpoint = run_endpoint(random_bytes)
+
+    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+        """`known`: options of the handlers whose requests have an API key."""
+        options = {"guards": [check_account], "return_dto": None, **known}
+        # without a model the handler names what is missing
+        run = post(
+            _paths("/run", "/run/{model:path}"),
+            status_code=200,
+            opt={BODY_KIND: RUN.name, MODEL_OF: run_model},
+            **options,
+        )
+        searches = {
+            "/models/search": self.models,
+            "/models/schema": self.schema,
+            "/tasks/search": self.tasks,
+            "/authors/search": self.authors,
+        }
+        methods = [HttpMethod.GET, HttpMethod.HEAD]
+        read = partial(route, http_method=methods, opt={IS_FREE: True}, **options)
+        return [
+            run(self.run),
+            *(read(path=_paths(path))(search) for path, search in searches.items()),
+        ]
 
     async def run(self, request: Request[Any, Any, Any]) -> GenerationResponse:
         """Runs the model that the path names; with `stream`, server-sent events. The body is JSON,
@@ -69,16 +82,7 @@ class WorkersAIRoutes:
         data = await request.body()
         if not data:
             raise MissingBody("the request has no body: send a JSON object")
-        opened = await self._opener.open(
-            self._endpoint,
-            self._endpoint.fields.decode(data),
-            request.state.reservation,
-            model=model,
-            prompts=request.state.prompts,
-            affinity_key=request.headers.get(AFFINITY_HEADER),
-            session_key=session_key_of(request.headers),
-        )
-        return GenerationResponse(opened, clock=self._clock, keep_alive_s=self._keep_alive_s)
+        return await self._endpoints.respond(RUN, request, RUN.fields.decode(data), model=model)
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[Success]:
         """Finds models by name, task and author, by their names and their aliases."""
@@ -116,3 +120,7 @@ class WorkersAIRoutes:
 
     def _response(self, request: Request[Any, Any, Any], body: Success) -> Response[Success]:
         return Response(body, headers={"x-request-id": request.state.request_id})
+
+
+def _paths(*ends: str) -> list[str]:
+    return [f"{root}{end}" for root in ACCOUNT_ROOTS for end in ends]

@@ -278,10 +278,10 @@ def http_requests(
 
 def nats_requests(model: str, *, count: int, seed: int) -> Iterator[AnyRequest]:
     """`count` for each endpoint that the discovery of services describes."""
-    for endpoint in API_ENDPOINTS.values():
-        schema = json.loads(endpoint.info.metadata["request_schema"])
-        for body in Bodies(schema, _known(model)).of(schema, count, f"{seed} {endpoint.name}"):
-            yield AnyRequest(endpoint.name, "nats", endpoint.name, body)
+    for name, api in API_ENDPOINTS.items():
+        schema = json.loads(api.info.metadata["request_schema"])
+        for body in Bodies(schema, _known(model)).of(schema, count, f"{seed} {name}"):
+            yield AnyRequest(name, "nats", name, body)
 
 
 def _known(model: str) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class Referred:
         stored = sum(each.num_bytes for each in (*self.chain, *self.referenced))
         return stored + sum(len(each.encode()) for each in self.opened.values())
 
+    def merge(self, body: bytes, state: bytes) -> bytes:
+        return merged(body, state)
+
     async def read(self, hold: Callable[[int], None]) -> bytes:
         """Raises UnknownResponse, StoreUnavailable, and what `hold` raises."""
         hold(self.num_bytes)
@@ -85,7 +88,7 @@ class Completion:
 
     @property
     def state(self) -> EndpointState:
-        return EndpointState(of_tenant=self.of_tenant, referred=self.referred, merge=merged)
+        return EndpointState(of_tenant=self.of_tenant, referred=self.referred)
 
     def of_tenant(self, tenant: TenantRecord) -> TenantState:
         save = partial(self._store.save, tenant) if self._store.may_store(tenant) else None

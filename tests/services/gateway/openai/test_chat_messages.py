@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.gateway.openai.chat import CHAT_FIELDS, to_generation_request
-from services.gateway.openai.endpoints import CHAT
+from services.gateway.openai.dialect import CHAT
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prepared_bodies import prepare_body, with_prompts
 from services.gateway.request.prompt import PackedPrompt

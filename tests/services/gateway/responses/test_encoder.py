@@ -24,8 +24,8 @@ from services.gateway.output.events import (
 )
 from services.gateway.output.framing import LINES
 from services.gateway.output.results import Results
+from services.gateway.responses.dialect import CREATE
 from services.gateway.responses.encoder import ResponsesEncoder
-from services.gateway.responses.endpoint import RESPONSES
 from services.gateway.responses.fields import RESPONSES_FIELDS
 from services.gateway.responses.storage.record import (
     ResponseRecord,
@@ -231,7 +231,7 @@ def test_large_body_is_stored_without_its_prompt() -> None:
     """A preparation process returns it without its conversation."""
     fields = {"input": "hi", "tools": [NAMESPACE, PATCH], "hearth_history": [{"role": "user"}]}
     body = RESPONSES_FIELDS.decode(json.dumps(fields).encode())
-    short = RESPONSES_FIELDS.decode(msgspec.json.encode(RESPONSES.without_prompts(body, 1)))
+    short = RESPONSES_FIELDS.decode(msgspec.json.encode(CREATE.without_prompts(body, 1)))
     assert short.input == "" and short.history == [] and short.tools == body.tools
     saved: list[ResponseRecord] = []
     made = dataclasses.replace(context(), state=TenantState(save=saved.append))

@@ -1,16 +1,23 @@
-"""`/rerank` and `/score` as endpoints: the texts of each are pairs, which the model scores."""
+"""`/rerank` and `/score` as a dialect: the texts of each are pairs, which the model scores.
+
+The paths are those of Cohere's clients, Jina's and vLLM's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.request.endpoint import Endpoint
+from services.gateway.dialect import Dialect
+from services.gateway.openai.errors import ErrorEnvelope, encode_error
+from services.gateway.request.endpoint import GeneratingEndpoint
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.reranking.bodies import (
     RERANK_FIELDS,
     SCORE_FIELDS,
     RerankRequest,
+    RerankResponse,
     ScoreRequest,
+    ScoreResponse,
     rerank_without_prompts,
     score_without_prompts,
 )
@@ -37,8 +44,13 @@ def _for_model(
     return requests_for_model(body.pairs, generations, files)
 
 
-RERANK = Endpoint(
+RERANK = GeneratingEndpoint(
     name="rerank",
+    operation="rerank",
+    description="Documents, sorted by what a query has to do with them.",
+    paths=("/v1/rerank", "/rerank", "/v2/rerank"),
+    request=RerankRequest,
+    response=RerankResponse,
     fields=RERANK_FIELDS,
     generations=_requests,
     for_model=_for_model,
@@ -46,12 +58,21 @@ RERANK = Endpoint(
     encoder=RerankEncoder.of,
     without_prompts=rerank_without_prompts,
 )
-SCORE = Endpoint(
+SCORE = GeneratingEndpoint(
     name="score",
+    operation="score",
+    description="The score of each pair of texts.",
+    paths=("/v1/score", "/score"),
+    request=ScoreRequest,
+    response=ScoreResponse,
+    is_on_nats=False,
     fields=SCORE_FIELDS,
     generations=_requests,
     for_model=_for_model,
     is_streamed=lambda _: False,
     encoder=ScoreEncoder.of,
     without_prompts=score_without_prompts,
+)
+DIALECT = Dialect(
+    name="openai", endpoints=(RERANK, SCORE), encode_error=encode_error, error=ErrorEnvelope
 )

@@ -1,15 +1,18 @@
-"""`ai/run` as an endpoint: its encoder depends on the body, and on the gateway's padding."""
+"""Workers AI as a dialect: `ai/run`, whose path names the model; `routes.py` has its handlers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
+from services.gateway.dialect import Dialect
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import Framing, TextEvent
-from services.gateway.request.endpoint import Endpoint, ResponseContext
+from services.gateway.request.endpoint import GeneratingEndpoint, ResponseContext
 from services.gateway.workers_ai.embedding_response import EmbeddingEncoder
+from services.gateway.workers_ai.envelope import Success
+from services.gateway.workers_ai.errors import ErrorEnvelope, encode_error
 from services.gateway.workers_ai.padding import PaddedTextEvent
+from services.gateway.workers_ai.paths import has_own_envelope
 from services.gateway.workers_ai.rerank_response import RerankEncoder
 from services.gateway.workers_ai.run_request import (
     DEFAULT_POOLING,
@@ -21,31 +24,17 @@ from services.gateway.workers_ai.run_request import (
 )
 from services.gateway.workers_ai.run_response import RunEncoder, RunFrame, TextEvents
 
-NAME = "workers_ai"
 
-
-def run_endpoint(random_bytes: Callable[[int], bytes] | None = None) -> Endpoint:
-    """`random_bytes(n)`: n random bytes for the padding of texts; None: no padding."""
-    text_events = _TextEvents(random_bytes)
-    return Endpoint(
-        name=NAME,
-        fields=RUN_FIELDS,
-        generations=to_generation_requests,
-        is_streamed=lambda body: body.is_streamed,
-        for_model=for_model,
-        encoder=partial(_encoder, text_events),
-        without_prompts=without_prompts,
-    )
-
-
-class _TextEvents:
-    """The parts of events that do not depend on a request are encoded once."""
+class RunState:
+    """Encodes the parts of events that do not depend on a request once. `random_bytes(n)`: n random
+    bytes for the padding of texts; None: no padding.
+    """
 
     def __init__(self, random_bytes: Callable[[int], bytes] | None) -> None:
         self._random_bytes = random_bytes
         self._by_framing: dict[Framing, TextEvents] = {}
 
-    def of(self, framing: Framing) -> TextEvents:
+    def text_events(self, framing: Framing) -> TextEvents:
         known = self._by_framing.get(framing)
         if known is None:
             known = self._by_framing[framing] = self._made(framing)
@@ -57,7 +46,8 @@ class _TextEvents:
         return PaddedTextEvent(framing, self._random_bytes)
 
 
-def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContext) -> Encoder:
+def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
+    """`context.state`: a RunState."""
     pairs = body.pairs
     if pairs is not None:
         return RerankEncoder(context, pairs, body.top_k)
@@ -65,7 +55,7 @@ def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContex
     if not body.is_embedding:
         return RunEncoder(
             framing,
-            text_events.of(framing),
+            context.state.text_events(framing),
             lambda: context.merger.warnings,
             is_json=body.is_json,
         )
@@ -75,3 +65,24 @@ def _encoder(text_events: _TextEvents, body: RunRequest, context: ResponseContex
         body.pooling or DEFAULT_POOLING,
         is_normalized=body.normalize is not False,
     )
+
+
+RUN = GeneratingEndpoint(
+    name="workers_ai",
+    request=RunRequest,
+    response=Success,
+    is_on_nats=False,
+    fields=RUN_FIELDS,
+    generations=to_generation_requests,
+    is_streamed=lambda body: body.is_streamed,
+    for_model=for_model,
+    encoder=_encoder,
+    without_prompts=without_prompts,
+)
+DIALECT = Dialect(
+    name="workers_ai",
+    endpoints=(RUN,),
+    encode_error=encode_error,
+    error=ErrorEnvelope,
+    owns=has_own_envelope,
+)
