@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from threading import Event, Thread
 
 import structlog
@@ -102,6 +103,22 @@ def compile_kernels(plan: CompilePlan) -> None:
     failure = cpu_host().compile_ahead(plan)
     if failure is not None:
         log.warning("cpu_kernels_unavailable", reason=failure, backend="torch")
+
+
+def load_kernels(plan: CompilePlan, run: Callable[[], None]) -> None:
+    """Calls `run`, whose steps load all machine code and compile what `compile_kernels` did not.
+
+    One process of a host does so at a time until one has; later ones find the code, and wait for
+    no process that compiles another model's.
+    """
+    marker = plan.marker("steps")
+    if marker.exists():
+        run()
+        return
+    with cpu_host().compile_lock():
+        run()
+    with suppress(OSError):
+        marker.touch()
 
 
 class RowKernels:

@@ -19,7 +19,12 @@ from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.cpu_kernels import RowKernels, compile_kernels, compile_plan
+from shared.engine.runners.cpu_kernels import (
+    RowKernels,
+    compile_kernels,
+    compile_plan,
+    load_kernels,
+)
 from shared.engine.runners.freed_memory import retain_freed_memory, return_freed_memory
 from shared.engine.runners.model_loading import (
     LoadOptions,
@@ -122,8 +127,8 @@ class CpuRunner(ModelRunner):
             clock=options.clock,
         )
         if plan is not None:
-            with cpu_host().compile_lock():
-                _warm_up(runner.executor)  # a ready worker has all its kernels compiled
+            # a ready worker has all its kernels compiled
+            load_kernels(plan, lambda: _warm_up(runner.executor))
             if options.has_row_kernels and options.activations == "plain":  # of fused layers
                 runner._row_kernels = RowKernels(plan)
                 runner._row_kernels.start()
