@@ -6,7 +6,9 @@ uncompressed checkpoint and sends its KV uncompressed never loads it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +61,22 @@ def frame_codec_failure() -> str | None:
     return probe.failure()
 
 
-def frame_codec_lock() -> AbstractContextManager[None]:
-    """Held while the first frame is encoded: one process of a host compiles, the others load."""
-    from kernels.cpu.compile import compile_lock
+@contextmanager
+def first_frame() -> Iterator[None]:
+    """Surrounds the first frame of a process. One process of a host compiles the codec under a
+    lock; later ones find its code, and wait for no process that compiles something else.
+    """
+    from kernels.cpu import probe
+    from kernels.cpu.compile import cache_dir, compile_lock
 
-    return compile_lock()
+    marker = Path(cache_dir(), f"compiled-frames-{probe.target_key()}")
+    if marker.exists():
+        yield
+        return
+    with compile_lock():
+        yield
+    with suppress(OSError):
+        marker.touch()
 
 
 def encode_frame(payload: Bytes, out: Bytes) -> int:

@@ -21,8 +21,8 @@ from kernels.host_codec import (
     BLOCK_BYTES,
     decode_frame,
     encode_frame,
+    first_frame,
     frame_codec_failure,
-    frame_codec_lock,
 )
 from shared.errors import DependencyUnavailable
 
@@ -37,7 +37,7 @@ class Bf16FrameCodec:
         failure = frame_codec_failure()
         if failure is not None:
             raise DependencyUnavailable(failure)
-        with frame_codec_lock():
+        with first_frame():
             payload, coded = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
             num_bytes = self.encode(payload, coded)
             self.decode(coded[:num_bytes], payload)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kernels.ops import cpu_host
 from shared.engine.kv_codec import BLOCK_BYTES, Bf16FrameCodec
 from tests.guarded import guarded
+from tests.support.waiting import wait_until
 
 Bytes = NDArray[np.uint8]
 CODEC = Bf16FrameCodec()
@@ -45,6 +49,13 @@ def decoded(coded: Bytes, num_bytes: int) -> Bytes | None:
         return None
     assert (found[0] == found[1]).all()
     return found[0]
+
+
+def test_compiled_codec_waits_for_no_other_compiler() -> None:
+    started: list[Bf16FrameCodec] = []
+    with cpu_host().compile_lock():  # as another process that compiles
+        Thread(target=lambda: started.append(Bf16FrameCodec()), daemon=True).start()
+        wait_until(lambda: started, timeout_s=20)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2, 63, 1024, 2047])
