@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from services.client.hearth_nats import HearthClient
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.monitor import Monitor
 from tests.chaos.frames import WORKERS_APART, relays
-from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.cluster import SERVICES, ChaosCluster
 from tests.chaos.world.relay import Relay, Transport
 
 TIMING_STEP_S = 0.015
@@ -21,6 +21,8 @@ MODEL_BLOCK_BYTES = 49152  # of the demo model
 WORKERS = {"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES), "max-batch-tokens": "256"}
 # Two workers of two ranks each; a stream that loses one continues at a worker of one process.
 RANKS = {"prefill-1": {"tp": "2"}, "decode-1": {"tp": "2"}}
+# Nothing is killed while frames are spoilt: a spare of decode takes what is computed again.
+OF_FRAMES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1", "decode-2", "gateway-1")
 SHORT_CHUNKS = {"max-batch-tokens": "96"}  # so that a prompt takes several frames
 
 
@@ -58,7 +60,7 @@ async def running_frames(
     """With an inactive relay in front of each decode worker."""
     workers = {**WORKERS, **SHORT_CHUNKS, **(WORKERS_APART if transport == "tcp" else {})}
     async with (
-        _started(folder, workers, is_model=is_model) as (cluster, monitor),
+        _started(folder, workers, OF_FRAMES, is_model=is_model) as (cluster, monitor),
         relays(cluster, monitor, transport) as frame_relays,
     ):
         running = Chaos(cluster, monitor)
@@ -70,14 +72,20 @@ async def running_frames(
 async def _started(
     folder: Path,
     workers: dict[str, str],
+    services: Iterable[str] = SERVICES,
     *,
     is_model: bool,
     options_of: Mapping[str, Mapping[str, str]] = {},
 ) -> AsyncIterator[tuple[ChaosCluster, Monitor]]:
-    cluster, monitor = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=workers), Monitor()
-    if is_model:
-        options = {**workers, "kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)}
-        cluster = ChaosCluster(folder, step_s=None, worker_options=options, options_of=options_of)
+    of_model = {"kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)} if is_model else {}
+    cluster = ChaosCluster(
+        folder,
+        step_s=None if is_model else TIMING_STEP_S,
+        worker_options={**workers, **of_model},
+        services=services,
+        options_of=options_of,
+    )
+    monitor = Monitor()
     try:
         await cluster.start()
         await monitor.start(cluster)

@@ -30,7 +30,7 @@ from tests.servers import PASSWORD, Server, find_binary, free_port
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
 OPERATOR_TOKEN = "of-the-operator"  # shows the names of processes
-POLL_S = 0.02
+POLL_S = 0.05
 
 SERVICES: dict[str, CredentialRole] = {
     "kv_index-1": "kv_index",
