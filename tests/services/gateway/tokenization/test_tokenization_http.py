@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway import endpoint_handlers
 from services.gateway.request import opener
 from services.gateway.request.submission import Submission
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
-from services.gateway.tokenization import routes, tokenization
+from services.gateway.tokenization import tokenization
 from services.gateway.tokenization.tokenization import MAX_BODY_BYTES, Tokenization
 from shared.errors import PayloadTooLarge
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
@@ -103,7 +104,7 @@ async def test_large_body_has_the_same_response(
     small = await cluster.http.post(path, json=body)
     monkeypatch.setattr(tokenization, "MAX_INLINE_BYTES", 1)
     monkeypatch.setattr(opener, "MAX_INLINE_BYTES", 1)
-    monkeypatch.setattr(routes, "PART_BYTES", 7)
+    monkeypatch.setattr(endpoint_handlers, "PART_BYTES", 7)
     large = await cluster.http.post(path, json=body)
     assert (small.status_code, small.content) == (200, large.content)
 
