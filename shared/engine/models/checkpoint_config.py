@@ -15,12 +15,18 @@ from shared.engine.checkpoint_plan.stored_head import with_stored_head
 from shared.engine.model_config import ModelConfig
 from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
-from shared.engine.quantisation.quantization_config import checkpoint_formats
+from shared.engine.quantisation.quantization_config import (
+    FIELD,
+    CheckpointFormats,
+    checkpoint_formats,
+)
 from shared.errors import CheckpointError
-from shared.tokenizer.checkpoint_file import read_checkpoint_json
+from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 from shared.tokenizer.end_tokens import end_token_ids
 
 log = structlog.get_logger(__name__)
+
+EXPORT = "hf_quant_config.json"  # ModelOpt's, for a config.json that says nothing of it
 
 
 class _Head(msgspec.Struct):
@@ -38,7 +44,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     written = head.architectures[0] if head.architectures else ""
     try:
         architecture = supported_architecture(written, head.model_type or "")
-        formats = checkpoint_formats(given)
+        formats = _formats(model_dir, given)
         config = with_formats(FAMILIES[architecture](given), formats.weights)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
@@ -55,6 +61,18 @@ def read_config(model_dir: Path) -> ModelConfig:
         declares_fp8_kv=formats.has_fp8_kv,
     )
     return with_stored_head(config, model_dir)
+
+
+def _formats(model_dir: Path, given: dict[str, Any]) -> CheckpointFormats:
+    """Raises CheckpointError."""
+    export = model_dir / EXPORT
+    if given.get(FIELD) or not exists(export):
+        return checkpoint_formats(given)
+    try:
+        written = {"quant_method": "modelopt", **read_checkpoint_json(export, dict[str, Any])}
+        return checkpoint_formats({**given, FIELD: written})
+    except CheckpointError as error:
+        raise CheckpointError(f"{EXPORT}: {error.message}") from None
 
 
 def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> ModelConfig:

@@ -80,10 +80,13 @@ class _Fp8(msgspec.Struct):
 
 
 class _ModelOpt(msgspec.Struct):
+    """`quantization`: its fields lie in it in older exports."""
+
     config_groups: dict[str, Any] | None = None
     quant_algo: str | None = None
     kv_cache_quant_algo: str | None = None
     kv_cache_scheme: _KvCache | None = None
+    quantization: dict[str, Any] | None = None
 
 
 class CheckpointFormats(NamedTuple):
@@ -105,7 +108,8 @@ def checkpoint_formats(given: Mapping[str, Any]) -> CheckpointFormats:
         case "fp8":
             return _fp8(_read(written, _Fp8))
         case "modelopt":
-            return _modelopt(_read(written, _ModelOpt))
+            fields = _read(written, _ModelOpt)
+            return _modelopt(_read(fields.quantization or written, _ModelOpt))
     raise _refused(f"quant_method {method!r} is not supported")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.engine.models.checkpoint_config import read_config, with_formats
@@ -211,6 +213,7 @@ def test_a_cache_in_fp8_may_stand_beside_any_weights(base: dict[str, Any]) -> No
         {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
         {"quant_method": "modelopt", "kv_cache_scheme": SCHEME},
+        {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
     ],
 )
 def test_only_the_cache_may_be_in_fp8(written: dict[str, Any], tmp_path: Path) -> None:
@@ -222,11 +225,28 @@ def test_only_the_cache_may_be_in_fp8(written: dict[str, Any], tmp_path: Path) -
     assert not config.is_quantised
 
 
+def test_cache_in_fp8_may_be_declared_in_the_file_of_an_export(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    plain, path = read_config(tmp_path), tmp_path / "hf_quant_config.json"
+    sections = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    path.write_text(json.dumps(sections))
+    assert read_config(tmp_path) == msgspec.structs.replace(plain, declares_fp8_kv=True)
+    sections["quantization"]["quant_algo"] = "NVFP4"
+    path.write_text(json.dumps(sections))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: .* 'NVFP4' of modelopt"):
+        read_config(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: Expected `object`"):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("written", "message"),
     [
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo 'FP8' of modelopt is not"),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "'NVFP4' of modelopt is"),
+        ({"quant_method": "modelopt", "quantization": ["FP8"]}, "Expected `object | null`"),
+        ({"quant_method": "quark", "kv_cache_quant_config": {}}, "quant_method 'quark' is not"),
         *(
             ({**PACKED, "kv_cache_scheme": {**SCHEME, **changes}}, message)
             for changes, message in (
