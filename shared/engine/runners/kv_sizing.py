@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 from shared.kv_layout import KvLayout
 
-KV_SHARE = 0.9  # the rest: attention's partial sums over long contexts, fragmentation, the driver
+KV_SHARE = 0.9  # the rest: fragmentation, the driver
 MAX_BLOCKS = 1 << 20  # the engine has records of each block; 16 M tokens are enough for any batch
 
 

@@ -51,10 +51,16 @@ def warm_up_steps(
 
 
 def largest_step(
-    block_size: int, *, max_batch_tokens: int, max_sequences: int, num_groups: int = 1
+    block_size: int,
+    *,
+    max_batch_tokens: int,
+    max_sequences: int,
+    max_context_tokens: int,
+    num_groups: int = 1,
 ) -> StepInputs:
     """The step that takes the most memory: a prompt and as many decodes as there can be, which
-    sample after a long context.
+    sample after a long context, the last one after the longest: parts of attention's sums are as
+    many for each.
     """
     num_decodes = min(max_sequences, max_batch_tokens) - 1
     return idle_step(
@@ -62,6 +68,7 @@ def largest_step(
         [max_batch_tokens - num_decodes, *[1] * num_decodes],
         temperature=1.0,
         context_tokens=LONG_CONTEXT,
+        last_context_tokens=max_context_tokens if num_decodes else 0,
         num_groups=num_groups,
     )
 
@@ -72,16 +79,18 @@ def idle_step(
     *,
     temperature: float = 0.0,
     context_tokens: int = 0,
+    last_context_tokens: int = 0,
     num_groups: int = 1,
 ) -> StepInputs:
     """A prompt of each length, or a decode for length 1, each sampling one token after at least
-    `context_tokens`.
+    `context_tokens`, the last one after `last_context_tokens`.
 
     All read block 0 and write nothing, so one block of cache is enough.
     """
     num_rows, num_tokens = len(query_lens), sum(query_lens)
     lens = np.array(query_lens, dtype=np.int64)
     context_lens = np.maximum(lens, context_tokens)
+    context_lens[-1] = max(context_lens[-1], last_context_tokens)
     width = -(-int(context_lens.max()) // block_size)
     return StepInputs(
         input_ids=np.zeros(num_tokens, dtype=np.int64),
@@ -125,6 +134,15 @@ def sampled_steps(block_size: int, vocab_size: int, *, num_groups: int = 1) -> I
         yield _with_sampling(step, raw_logprobs={0: num_top})
     yield msgspec.structs.replace(step, prompt_logprobs={0: PromptSuccessors(entry, 1)})
     yield msgspec.structs.replace(step, pooling={0: PoolingInputs("mean", None)})
+
+
+def logprobs_step(block_size: int, num_rows: int, *, num_groups: int = 1) -> StepInputs:
+    """As many rows, each with all the log-probabilities that a request may ask for: each kind takes
+    copies of the logits of all rows.
+    """
+    step = idle_step(block_size, [1] * num_rows, temperature=1.0, num_groups=num_groups)
+    wanted = dict.fromkeys(range(num_rows), MAX_TOP_LOGPROBS)
+    return _with_sampling(step, raw_logprobs=wanted, processed_logprobs=wanted)
 
 
 class AllTokens:
