@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from shared.engine.models.weight_cuts import WeightCuts
-from shared.engine.parallel.cuts import Cut
+from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 
 
@@ -37,6 +37,9 @@ class RankTensors:
         if not cut.is_whole:
             raise ValueError(f"tensor {name}: a rank's part is not cut again")
         self._tensors.read_into(name, self._cuts.of(name), out)
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        return (WHOLE,)
 
     def content(self, name: str) -> Content:
         return self._tensors.content(name)

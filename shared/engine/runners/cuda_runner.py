@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
+from shared.engine.codec.manifest import is_bundle
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import load_kv_scales
@@ -31,7 +32,7 @@ from shared.engine.runners.model_loading import (
 )
 from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
 from shared.engine.weights.load import load_weights
-from shared.engine.weights.reading.staging import num_readers, pinned_ring
+from shared.engine.weights.reading.staging import LocalStaging, num_readers, pinned_ring
 from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError, NoCapacity
@@ -98,13 +99,15 @@ class CudaRunner(ModelRunner):
             weights_on=META if is_compressed else target,
         )
         is_read = options.load_format != "dummy"  # which needs no files, and memory in each thread
-        ring = pinned_ring(target)
+        # a bundle is decoded in memory of its own
+        is_staged = is_read and not is_bundle(model_dir)
+        staging = pinned_ring(target) if is_staged else LocalStaging()
         with (
             ThreadPoolExecutor(
                 num_readers() if is_read else 1, "read", initializer=device.bind
             ) as readers,
             open_weights(
-                *(model_dir, config, model, options.load_format), staging=ring, readers=readers
+                *(model_dir, config, model, options.load_format), staging=staging, readers=readers
             ) as source,
             ThreadPoolExecutor(1, "compile", initializer=device.bind) as thread,
         ):
@@ -122,7 +125,7 @@ class CudaRunner(ModelRunner):
             else:
                 load_weights(source.tensors, model.weight_destinations(), readers)
             revision = source.revision()
-            ring.close()
+            staging.close()
             if compiled is not None:
                 compiled.result()
         finish_model(

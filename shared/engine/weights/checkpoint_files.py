@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ from shared.engine.codec.manifest import (
 )
 from shared.engine.codec.shard import BundleShard
 from shared.engine.codec.threads import coding_threads
-from shared.engine.parallel.cuts import Cut
+from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.reading.digest_cache import DigestCache
 from shared.engine.weights.reading.staging import LocalStaging, WeightStaging
 from shared.engine.weights.shared_file import Source
-from shared.engine.weights.tensor_bytes import TensorBytes
+from shared.engine.weights.tensor_bytes import TensorBytes, row_cuts
 from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import one_line
@@ -42,6 +42,7 @@ class TensorFile(Protocol):
     def names(self) -> list[str]: ...
     def info(self, name: str) -> TensorInfo: ...
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None: ...
+    def row_cuts(self, name: str) -> Sequence[Cut]: ...
     def content(self, name: str) -> Content: ...
     def check_unchanged(self) -> None: ...
 
@@ -90,6 +91,12 @@ class SafetensorsFile:
         check_part(name, shape, cut, out)
         with self._named(name):
             self._bytes.read_into(name, DTYPES[dtype], shape, cut, out)
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        """Of a slot each, or a row."""
+        shape = self.info(name).shape
+        with self._named(name):
+            return row_cuts(shape, self._bytes.size(name), self._reading.staging.num_bytes)
 
     def content(self, name: str) -> Content:
         with self._named(name):
@@ -169,6 +176,9 @@ class BundledFile:
                 return
             for part, rows in cut.slices(stored.shape):
                 out[rows].copy_(tensor[part])
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        return (WHOLE,)
 
     def content(self, name: str) -> Content:
         """From the bundle's manifest; every read is verified against it."""

@@ -9,14 +9,14 @@ constant through a deep model (0.016 for 4,096 inputs). Norms are the identity, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.parallel.cuts import Cut
+from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.load import CODE_DTYPES
 from shared.engine.weights.weight_source import Content, TensorInfo, check_part
 
@@ -94,6 +94,9 @@ class DummyTensors:
                 column = columns[0].start if columns else 0
                 for row, values in enumerate(out[part], start=rows.start):
                     _fill_run(values, key, row * width + column, std)
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        return (WHOLE,)
 
     def _constant(self, name: str) -> float:
         """Zero points are 8; scales give weights the standard deviation of dense ones."""

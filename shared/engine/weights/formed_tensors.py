@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from shared.engine.checkpoint_form import (
     model_names,
     stacked_parts,
 )
-from shared.engine.parallel.cuts import Cut
+from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.quantisation.formats import FP8_BLOCK
 from shared.engine.weights.stacked_experts import read_stacked
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
@@ -81,6 +82,11 @@ class FormedTensors:
         if out.dtype == torch.float8_e4m3fn:  # has no index_select
             out, paired = out.view(torch.uint8), paired.view(torch.uint8)
         out.copy_(paired.index_select(0, order))
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        if name in self._experts or self._paired_rows(name) is not None:
+            return (WHOLE,)
+        return self._tensors.row_cuts(self._source[name])
 
     def _paired_rows(self, name: str) -> PairedRows | None:
         """Of a tensor whose rows are those of its layer. Raises CheckpointError where scales or

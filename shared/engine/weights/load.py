@@ -6,7 +6,7 @@ names the tensor and the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -66,6 +66,10 @@ class CheckpointTensors:
         """Raises CheckpointError."""
         self._files[self._path_of[name]].read_into(name, cut, out)
 
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].row_cuts(name)
+
     def content(self, name: str) -> Content:
         """Raises CheckpointError."""
         return self._files[self._path_of[name]].content(name)
@@ -112,7 +116,8 @@ def load_weights(
 def fill(
     tensors: WeightSource, destinations: Mapping[str, Tensor], readers: Executor | None = None
 ) -> None:
-    """Reads each tensor into its destination, with several `readers` the largest ones first.
+    """Reads each tensor into its destination; with several `readers` the largest ones first, and
+    those in cuts.
 
     Raises CheckpointError, once no reader reads any more.
     """
@@ -121,7 +126,11 @@ def fill(
             tensors.read_into(name, WHOLE, destination)
         return
     names = sorted(destinations, key=lambda name: -destinations[name].numel())
-    reads = [readers.submit(tensors.read_into, name, WHOLE, destinations[name]) for name in names]
+    cuts = [(name, cut) for name in names for cut in tensors.row_cuts(name)]
+    reads = [
+        readers.submit(tensors.read_into, name, cut, _part(destinations[name], cut))
+        for name, cut in cuts
+    ]
     wait(reads, return_when=FIRST_EXCEPTION)
     for read in reads:
         read.cancel()
@@ -129,6 +138,14 @@ def fill(
     for read in reads:
         if not read.cancelled():
             read.result()
+
+
+def _part(destination: Tensor, cut: Cut) -> Tensor:
+    """cut: of `row_cuts`."""
+    if cut.rows is None:
+        return destination
+    ((first, end),) = cut.rows
+    return destination[first:end]
 
 
 def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> list[str]:

@@ -6,7 +6,7 @@ disagree, computing with either would be silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -78,6 +78,10 @@ class QuantisedTensors:
                     f"{self.path(name)}: tensor {name}: {num_bad} of {out.numel()} scales are NaN "
                     "or infinite"
                 )
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        is_counted = name.rpartition(".")[2] in SCALES
+        return (WHOLE,) if is_counted else self._tensors.row_cuts(name)
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[str]]:

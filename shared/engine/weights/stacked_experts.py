@@ -17,7 +17,7 @@ def read_stacked(
     full = tensors.info(name).shape
     shape = part.shape(full)
     low, high = cut.columns or (0, shape[1])
-    expert = torch.empty((1, high - low, full[2]), dtype=out.dtype)
+    expert = torch.empty((1, high - low, full[2]), dtype=out.dtype, device=out.device)
     tensors.read_into(name, Cut(((part.index, part.index + 1),), (low, high)), expert)
     weight = expert[0, :, part.first : part.first + shape[0]].T
     for (rows, *_), place in Cut(cut.rows).slices(shape):

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.engine.parallel.cuts import Cut
+from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.reading.staging import LOCAL_BYTES, Slot, WeightStaging
 
 
@@ -106,6 +106,14 @@ class TensorBytes:
 
     def _read(self, start: int, count: int) -> bytes:
         return os.pread(self._file.fileno(), count, start)
+
+
+def row_cuts(shape: tuple[int, ...], num_bytes: int, most_bytes: int) -> list[Cut]:
+    """Of a tensor of `num_bytes`: rows of `most_bytes` at most, or one row."""
+    if num_bytes <= most_bytes or not shape:
+        return [WHOLE]
+    blocks = _row_blocks(shape, WHOLE, num_bytes // shape[0], most_bytes)
+    return [Cut(((rows.start, rows.stop),)) for rows, _ in blocks]
 
 
 def _span(shape: tuple[int, ...], cut: Cut, row_bytes: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -65,6 +66,12 @@ class WeightSource(Protocol):
 
         Only the bytes of the cut are read, except from a bundle: its checksums are of whole
         tensors. Raises ValueError for a cut or an `out` that does not fit.
+        """
+        ...
+
+    def row_cuts(self, name: str) -> Sequence[Cut]:
+        """The tensor, in cuts by rows that are read as cheaply as the whole: several readers share
+        a large one.
         """
         ...
 

@@ -40,6 +40,8 @@ class WeightStaging(Protocol):
     @contextmanager
     def slot(self) -> Iterator[Slot]: ...
 
+    def close(self) -> None: ...
+
 
 class LocalStaging:
     """A new slot for each use; copies have ended when `send` returns."""
@@ -49,6 +51,8 @@ class LocalStaging:
     @contextmanager
     def slot(self) -> Iterator[Slot]:
         yield _LocalSlot(torch.empty(self.num_bytes, dtype=torch.uint8))
+
+    def close(self) -> None: ...
 
 
 class _LocalSlot:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from safetensors.torch import save_file
 
 from shared.engine.weights.checkpoint_files import Reading, SafetensorsFile
 from shared.engine.weights.load import fill
-from shared.engine.weights.reading.staging import StagingRing, Wait, num_readers
+from shared.engine.weights.reading.staging import LocalStaging, Slot, StagingRing, Wait, num_readers
 from shared.errors import CheckpointError
 
 NUM_SLOTS, SLOT_BYTES = 3, 4096
@@ -75,6 +78,30 @@ def test_readers_fill_all_tensors(
     assert copies.begun == copies.ended > len(TENSORS)
     for name, each in TENSORS.items():
         assert torch.equal(found[name], each.float())
+
+
+def test_readers_share_a_large_tensor(tmp_path: Path) -> None:
+    """Each reads rows of a slot; the first two wait for each other."""
+    together, num_slots = Barrier(2), count()
+
+    class Meeting(LocalStaging):
+        num_bytes = SLOT_BYTES
+
+        @contextmanager
+        def slot(self) -> Iterator[Slot]:
+            if next(num_slots) < 2:
+                together.wait(timeout=5)
+            with super().slot() as slot:
+                yield slot
+
+    large = torch.randn(300, 70)
+    save_file({"large": large}, tmp_path / "model.safetensors")
+    found = torch.empty(large.shape)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as readers:
+        file = SafetensorsFile(tmp_path / "model.safetensors", stack, Reading(Meeting()))
+        fill(file, {"large": found}, readers)  # type: ignore[arg-type]
+    assert torch.equal(found, large)
+    assert next(num_slots) == -(-300 // (SLOT_BYTES // 280))
 
 
 def test_slot_is_not_given_again_before_its_copy_has_ended(
