@@ -179,9 +179,11 @@ async def receive_heartbeats(
 
 
 @contextlib.contextmanager
-def run_cluster(folder: Path, *options: str) -> Iterator[Cluster]:
-    # By default decode workers compute prompts this short; here prefill workers hand them off.
-    handed_off = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4"}
+def run_cluster(
+    folder: Path, *options: str, max_local_prefill_tokens: int = 4
+) -> Iterator[Cluster]:
+    """By default decode workers compute prompts this short; here prefill workers hand them off."""
+    handed_off = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": str(max_local_prefill_tokens)}
     environ = os.environ | handed_off | {"XDG_STATE_HOME": str(folder)}
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "services", "up", "--http", f"127.0.0.1:{port}", *options]
