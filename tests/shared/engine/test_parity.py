@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
 from tests.shared.engine.support.reference import margin_checked_prompt
 from tests.shared.engine.support.steps import Blocks, generate, prefill
@@ -39,12 +43,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no grouping, head_dim from hidden": {"num_key_value_heads": 4, "head_dim": None},
 }
 NUM_TOKENS = 12
+Loaded = Callable[[str], tuple[PreTrainedModel, ModelRunner]]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Returns, for a shape, the model of transformers and the runner of all tests."""
+
+    @cache
+    def load(shape: str) -> tuple[PreTrainedModel, ModelRunner]:
+        folder = tmp_path_factory.mktemp("model")
+        model = write_llama(folder, **SHAPES[shape])
+        return model, load_runner(folder, dtype="float32", kv_cache_bytes=8 << 20)
+
+    return load
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_tokens_equal_transformers(tmp_path: Path, shape: str) -> None:
-    model = write_llama(tmp_path, **SHAPES[shape])
-    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=8 << 20)
+def test_greedy_tokens_equal_transformers(loaded: Loaded, shape: str) -> None:
+    model, runner = loaded(shape)
     blocks = Blocks(runner.num_blocks)
     for num_tokens in (1, 15, 16, 17, 1000):
         prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, NUM_TOKENS)
@@ -55,9 +72,8 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_close_to_transformers(tmp_path: Path, shape: str) -> None:
-    model = write_llama(tmp_path, **SHAPES[shape])
-    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+def test_logits_are_close_to_transformers(loaded: Loaded, shape: str) -> None:
+    model, runner = loaded(shape)
     prompt = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]

@@ -32,6 +32,7 @@ TOLERANCE = {"float32": 5e-6, "bfloat16": 6e-2}
 PROMPT = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 
 Checkpoint = Callable[[str, str], tuple[Path, PreTrainedModel]]
+Load = Callable[[str, str], ModelRunner]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write
 
 
-def _load(folder: Path, dtype: str) -> ModelRunner:
-    return load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+@pytest.fixture(scope="module")
+def load(checkpoint: Checkpoint) -> Load:
+    """Returns, for a family and a dtype, the one runner of all tests: each has its own blocks."""
+
+    @cache
+    def runner(family: str, dtype: str) -> ModelRunner:
+        return load_runner(checkpoint(family, dtype)[0], dtype=dtype, kv_cache_bytes=1 << 20)
+
+    return runner
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -56,11 +64,13 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_match_transformers(checkpoint: Checkpoint, family: str, dtype: str) -> None:
-    folder, model = checkpoint(family, dtype)
+def test_logits_match_transformers(
+    checkpoint: Checkpoint, load: Load, family: str, dtype: str
+) -> None:
+    _, model = checkpoint(family, dtype)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
-    runner = _load(folder, dtype)
+    runner = load(family, dtype)
     one_step_logits = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
     kept = slice(None)
     if dtype == "bfloat16" and runner.executor.model.config.has_experts:
@@ -80,9 +90,9 @@ def _share_judged(runner: ModelRunner) -> float:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_bit_depends_on_the_path(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+def test_no_bit_depends_on_the_path(load: Load, family: str, dtype: str) -> None:
     """One step, chunks, a cached prefix and decode steps give the same bits."""
-    runner = _load(checkpoint(family, dtype)[0], dtype)
+    runner = load(family, dtype)
     blocks = Blocks(runner.num_blocks)
     first = blocks.line(PROMPT)
     one_step_logits = prefill(runner, first, len(PROMPT))
@@ -105,10 +115,10 @@ def test_no_bit_depends_on_the_path(checkpoint: Checkpoint, family: str, dtype: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_match_transformers(checkpoint: Checkpoint, family: str) -> None:
+def test_greedy_tokens_match_transformers(checkpoint: Checkpoint, load: Load, family: str) -> None:
     """Contexts are within a window of 64 or 70 tokens, across its edge, and far beyond it."""
-    folder, model = checkpoint(family, "float32")
-    runner = _load(folder, "float32")
+    _, model = checkpoint(family, "float32")
+    runner = load(family, "float32")
     blocks = Blocks(runner.num_blocks)
     for num_tokens, num_sampled in ((50, 24), (300, 8)):
         prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, num_sampled)

@@ -39,6 +39,11 @@ def _logits(folder: Path) -> Tensor:
     return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
 
 
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Tensor:
+    return _logits(checkpoint)
+
+
 def _without(form: CheckpointForm, name: str) -> CheckpointForm:
     return replace(form, paired=tuple(each for each in form.paired if name not in each[0]))
 
@@ -60,19 +65,17 @@ MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_logits_depend_on_each_peculiarity(
-    checkpoint: Path, mutation: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, expected: Tensor, mutation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = _logits(checkpoint)
     changed = MUTATIONS[mutation](read_config(checkpoint))
     monkeypatch.setattr(cpu_runner, "read_config", lambda _: changed)
     _assert_noticed(_logits(checkpoint), expected)
 
 
 def test_logits_depend_on_the_eps_of_latent_norms(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is 1e-6, although the config says 1e-2."""
-    expected = _logits(checkpoint)
     monkeypatch.setattr(latent_attention, "NORM_EPS", 1e-2)
     _assert_noticed(_logits(checkpoint), expected)
 

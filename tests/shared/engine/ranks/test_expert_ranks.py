@@ -83,6 +83,13 @@ def steps() -> list[StepInputs]:
     return found
 
 
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def whole(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Tensor]]:
+    """A dtype, and the logits of each step of the whole model."""
+    runner = load_runner(folder, dtype=request.param, kv_cache_bytes=8 << 20)
+    return request.param, [runner.step_logits(step) for step in steps()]
+
+
 def of_ranks(
     folder: Path,
     shape: tuple[int, int],
@@ -119,13 +126,11 @@ def of_ranks(
     return [found for found in run_ranks(MeshShape(*shape), logits, exchange) if found]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("experts", MESHES)
 def test_logits_are_bit_equal_at_every_number_of_ranks(
-    folder: Path, dtype: str, experts: ExpertSplit
+    folder: Path, whole: tuple[str, list[Tensor]], experts: ExpertSplit
 ) -> None:
-    runner = load_runner(folder, dtype=dtype, kv_cache_bytes=8 << 20)
-    expected = [runner.step_logits(step) for step in steps()]
+    dtype, expected = whole
     for shape in MESHES[experts]:
         found = of_ranks(folder, shape, dtype, experts)
         assert len(found) == shape[0]

@@ -84,8 +84,18 @@ def assert_same(found: ModelRunner, expected: ModelRunner) -> None:
     assert torch.equal(batched(found), batched(expected))
 
 
-@pytest.mark.parametrize("shape", [WIDE, ODD], ids=["full tiles", "odd shapes"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(pytest.param(name, ODD, id=f"{name}, odd shapes") for name in MODELS),
+        *(
+            pytest.param(
+                name, WIDE, id=f"{name}, full tiles", marks=[pytest.mark.long] if number else []
+            )
+            for number, name in enumerate(MODELS)  # one is enough: layers are of one kind
+        ),
+    ],
+)
 def test_logits_equal_those_of_dense_weights(
     tmp_path: Path, name: str, shape: dict[str, int]
 ) -> None:
