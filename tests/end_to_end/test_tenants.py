@@ -25,7 +25,7 @@ from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
 from tests.chaos.world.cluster import ChaosCluster
 from tests.services.cli.running import run_hearth
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 SERVICES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -165,9 +165,7 @@ async def _num_running(site: Site) -> dict[str, int]:
 
     bus = await NatsBus.connect(site.cluster.nats_url, process_id="monitor")
     await bus.subscribe(HEARTBEATS, Heartbeat, on_message)
-    async with asyncio.timeout(10):
-        while len(running) < 2 or not any(running.values()):
-            await asyncio.sleep(0.02)
+    await until(lambda: len(running) == 2 and any(running.values()), poll_s=0.02)
     await bus.close()
     return running
 

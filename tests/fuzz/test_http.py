@@ -35,6 +35,7 @@ from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.store import MemoryStore
+from tests.support.waiting import until
 
 API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京"
@@ -273,9 +274,7 @@ class FuzzedGateway:
     async def play(self, data: bytes) -> bytes:
         with structlog.testing.capture_logs() as logs:
             answer = await self.send(data)
-            async with asyncio.timeout(ANSWER_S):
-                while len(self.gateway._driver):
-                    await asyncio.sleep(0.001)
+            await until(lambda: not len(self.gateway._driver), poll_s=0.001)
         health = await self.send_until_answered(request_of("GET", "/health", (), b""))
         assert health.startswith(b"HTTP/1.1 200"), health
         errors = [each for each in logs if each["log_level"] in ("error", "critical")]

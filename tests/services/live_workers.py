@@ -36,6 +36,7 @@ from shared.randomness import SystemRandomness
 from shared.subjects import start_decode, tokens
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
+from tests.support.waiting import until
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 DEADLINE_S = 20.0
@@ -135,9 +136,7 @@ async def live_workers(
     if advertised_host:
         os.unlink(it.data_plane.unix_path)  # noqa: PTH108
     await gateway.subscribe(tokens("gateway-1"), TokenBatch, it._on_tokens)
-    async with asyncio.timeout(DEADLINE_S):
-        while not processes["prefill-1"]._worker.health_monitor.fleet.is_live("decode-1"):
-            await asyncio.sleep(0.01)
+    await until(lambda: processes["prefill-1"]._worker.health_monitor.fleet.is_live("decode-1"))
     try:
         yield it
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 
@@ -15,6 +14,7 @@ from services.gateway.telemetry.timeline_ring import TimelineRing
 from shared.telemetry.timeline import Phase, Timeline
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import MODEL, OPERATOR_TOKEN, PROMPT, LiveCluster, live_cluster
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -125,9 +125,7 @@ async def test_no_text_is_logged_or_kept(cluster: LiveCluster) -> None:
     redis = cluster.relays["redis"]
     with capture_logs() as logs:
         timeline = await timeline_of(cluster, canary + PROMPT)
-        async with asyncio.timeout(10):
-            while not any(each["event"] == "request_ended" for each in logs):
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(any(each["event"] == "request_ended" for each in logs)))
     response = await cluster.chat(canary + PROMPT)
     answer = response.json()["choices"][0]["message"]["content"]
     ended = next(each for each in logs if each["event"] == "request_ended")

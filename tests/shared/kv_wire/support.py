@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shared.kv_wire.link import Fill, FrameHeader
 from shared.numerics import Numerics
+from tests.support.waiting import until
 
 DEADLINE_S = 10.0
 INSTANCE = b"instance-of-test"
@@ -80,9 +81,7 @@ class RecordingSink:
 
 async def eventually(is_true: Callable[[], bool]) -> None:
     """Runs the loop until the condition is true. Raises TimeoutError after DEADLINE_S."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_true():
-            await asyncio.sleep(0)
+    await until(lambda: is_true(), poll_s=0)
 
 
 def descriptors() -> dict[str, str]:

@@ -26,6 +26,7 @@ from shared.errors import (
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
 from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
 from tests.servers import NatsServer, free_port
+from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[NatsBus]]
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
@@ -442,9 +443,7 @@ async def test_subscriptions_survive_a_server_restart(tmp_path: Path) -> None:
 
 
 async def _until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_true():
-            await asyncio.sleep(0.01)
+    await until(lambda: is_true())
 
 
 async def test_closed_bus_raises_dependency_unavailable(nats_server: NatsServer) -> None:

@@ -41,6 +41,7 @@ from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.scheduler.literals import submit_of
+from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[NatsBus]]
 ID = b"p" * 16
@@ -238,9 +239,10 @@ async def test_stopped_heartbeat_with_wrong_sender_is_ignored(connect: Connect) 
     await hostile.publish(
         subject, heartbeat("decode-1", epoch=health_monitor.epoch, state="stopped")
     )
-    async with asyncio.timeout(5):
-        while not watching.num_sender_mismatches or not watcher.fleet.is_live("decode-1"):
-            await asyncio.sleep(0)
+    await until(
+        lambda: watching.num_sender_mismatches and watcher.fleet.is_live("decode-1"),
+        poll_s=0,
+    )
     assert lost == []
     await watcher.stop()
     await health_monitor.stop()

@@ -44,6 +44,7 @@ from services.gateway.tools.family import Family
 from services.gateway.tools.tool import Tool, ToolChoice, ToolOptions
 from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
 from tests.services.gateway.model_dir import EOS_TOKEN_ID, write_model_dir
+from tests.support.waiting import until
 
 # A grammar that compiles at once; its first mask takes a second.
 SLOW = "^(a{1000}){1000}$"
@@ -390,9 +391,7 @@ async def test_processes_start_when_others_are_busy(directory: Path, grows: bool
     )
 
     async def alive(count: int) -> None:
-        async with asyncio.timeout(10):
-            while pool._is_filling:
-                await asyncio.sleep(0.01)
+        await until(lambda: not pool._is_filling)
         assert pool._num_alive() == count
 
     await pool.start()

@@ -25,6 +25,7 @@ from services.gateway.models.served_text import ServedText, TextLoader
 from services.gateway.text.preparation_pool import PreparationPool
 from shared.errors import NoCapacity
 from tests.services.gateway.model_dir import write_model_dir
+from tests.support.waiting import until
 
 
 class Rig:
@@ -132,9 +133,7 @@ async def test_wait_for_a_thread_lengthens_no_pause(tmp_path: Path) -> None:
     rig = Rig(max_loaded=2)
     rig.may_load.clear()
     gets = [asyncio.create_task(rig.get(tmp_path / f"{each}")) for each in range(NUM_THREADS + 1)]
-    async with asyncio.timeout(10):
-        while len(rig.loads) < NUM_THREADS:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(rig.loads) >= NUM_THREADS, poll_s=0.001)
     rig.time = 180.0
     rig.may_load.set()
     errors = await asyncio.gather(*gets, return_exceptions=True)

@@ -25,6 +25,7 @@ from services.gateway.text.process_jobs import (
 )
 from services.gateway.text.template_renderer import Renderer
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
+from tests.support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "hello <s>"}]
 TEMPLATE = "{{ bos_token }}{% for each in messages %}{{ each.content }}{% endfor %}"
@@ -272,18 +273,14 @@ async def test_spare_takes_the_place_of_a_killed_process(make: Make) -> None:
     renderer = await make(TEMPLATE)
     renderer.pool._spare_delay_s = 0.0
     await renderer.pool.start()
-    async with asyncio.timeout(10):
-        while not renderer.pool._spares:
-            await asyncio.sleep(0.01)
+    await until(lambda: renderer.pool._spares)
     spare = renderer.pool._spares[0]
     process = renderer.pool._seats[0].process
     assert process is not None
     await process.killed()
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     assert renderer.pool.process_ids == [spare.pid]
-    async with asyncio.timeout(10):
-        while not renderer.pool._spares:
-            await asyncio.sleep(0.01)
+    await until(lambda: renderer.pool._spares)
     processes = [spare, *renderer.pool._spares]
     await renderer.pool.close()
     assert not any(each.is_alive for each in processes)
