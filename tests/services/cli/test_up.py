@@ -353,10 +353,11 @@ def test_up_fails_with_the_error_of_a_worker(tmp_path: Path, chat_model: Path) -
     subprocess.run(["cp", "-r", str(chat_model), str(broken)], check=True)
     (broken / "model.safetensors").write_bytes(b"not a checkpoint")
     port = free_port("127.0.0.1")
-    result = run_hearth(tmp_path, "up", "--model", str(broken), "--http", f"127.0.0.1:{port}")
+    options = ("--model", str(broken), "--role", "both", "--http", f"127.0.0.1:{port}")
+    result = run_hearth(tmp_path, "up", *options)
     assert result.returncode == 2
     assert re.fullmatch(
-        r"hearth: (prefill|decode)-1 ended during startup \(exit status 2: .*safetensors.*\); "
+        r"hearth: worker-1 ended during startup \(exit status 2: .*safetensors.*\); "
         r"its log: .*",
         result.stderr.strip(),
     )
