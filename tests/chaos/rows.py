@@ -139,7 +139,7 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     victim, _, number = process.partition(":")
     rank = int(number) if number else None
     cluster = chaos.cluster
-    watch = MetricWatch([*cluster.urls.values()][-1], runbook_metrics(fault, victim))
+    watch = MetricWatch(cluster.urls.values(), runbook_metrics(fault, victim))
     await watch.start()
     chaos.monitor.forget()
     sent, tasks = chaos.send_all()

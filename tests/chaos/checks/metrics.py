@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -37,35 +38,36 @@ async def scrape(client: httpx.AsyncClient, url: str) -> Series:
 
 
 class MetricWatch:
-    """Polls a gateway until all `names`, such as `metric{label="value"}`, have moved."""
+    """Polls gateways until each of `names`, such as `metric{label="value"}`, has moved at one."""
 
-    def __init__(self, url: str, names: list[str]) -> None:
+    def __init__(self, urls: Iterable[str], names: list[str]) -> None:
         self.names = names
-        self._url = url
+        self._urls = list(urls)
         self._unmoved = list(names)
-        self._before: Series = {}
         self._client = httpx.AsyncClient(timeout=5.0, trust_env=False)
-        self._polling: asyncio.Task[None] | None = None
+        self._polls: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._before = await scrape(self._client, self._url)
-        self._polling = asyncio.create_task(self._poll())
+        before = [await scrape(self._client, url) for url in self._urls]
+        for url, series in zip(self._urls, before, strict=True):
+            self._polls.append(asyncio.create_task(self._poll(url, series)))
 
     async def unmoved(self) -> list[str]:
         """Call after the fault. Returns the names of which no series has moved."""
-        assert self._polling is not None, "started"
-        await asyncio.wait({self._polling}, timeout=LAST_WAIT_S)
-        self._polling.cancel()
-        await asyncio.gather(self._polling, return_exceptions=True)
+        assert self._polls, "started"
+        is_first = asyncio.FIRST_COMPLETED
+        await asyncio.wait(self._polls, timeout=LAST_WAIT_S, return_when=is_first)
+        for each in self._polls:
+            each.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
         await self._client.aclose()
         return self._unmoved
 
-    async def _poll(self) -> None:
+    async def _poll(self, url: str, before: Series) -> None:
         while self._unmoved:
-            now = await scrape(self._client, self._url)
-            self._unmoved = [
-                each for each in self._unmoved if not has_moved(each, self._before, now)
-            ]
+            with suppress(httpx.HTTPError):  # this gateway may be the victim
+                now = await scrape(self._client, url)
+                self._unmoved = [each for each in self._unmoved if not has_moved(each, before, now)]
             await asyncio.sleep(POLL_S)
 
 
