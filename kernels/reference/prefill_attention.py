@@ -28,7 +28,7 @@ def prefill_attention(
     not decrease within a sequence, and earlier blocks need not exist. `softcap` maps a score s to
     cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: the factors of a head's stored keys
     and values, in a cache of FP8 e4m3 or any other dtype. `value_dim`: values are the first
-    elements of their keys, kv_cache has one plane and one head, and the result is
+    elements of their keys and have their scale, kv_cache has one plane and one head, the result is
     [T, num_heads, value_dim] (multi-head latent attention with absorbed projections: DeepSeek-V2,
     2024, section 2.1). `is_batch_invariant`: a token's bits depend only on itself and the tokens
     that it attends to; here they always do.
@@ -64,7 +64,7 @@ def _context(
     stored = kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache
     kv = stored[:, blocks, :, tokens % block_size].view(kv_cache.dtype).float()
     if kv_scales is not None:
-        kv *= kv_scales.unsqueeze(-1)
+        kv *= kv_scales[: kv.shape[1]].unsqueeze(-1)
     kv[:first] = 0
     return kv[:, 0], kv[:, -1]
 

@@ -27,7 +27,9 @@ def store_kv(
     """
     slot_mapping = slot_mapping.long()
     if kv_scales is not None:
-        key, value = (_scaled(x, each) for x, each in zip((key, value), kv_scales, strict=True))
+        key, value = (
+            scaled_bytes(x, each) for x, each in zip((key, value), kv_scales, strict=True)
+        )
         kv_cache = kv_cache.view(torch.uint8)  # torch cannot copy FP8 by index
     if bool((slot_mapping < 0).any()):
         kept = torch.nonzero(slot_mapping >= 0).squeeze(1)
@@ -41,7 +43,7 @@ def store_kv(
         plane.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
 
 
-def _scaled(x: Tensor, scales: Tensor) -> Tensor:
+def scaled_bytes(x: Tensor, scales: Tensor) -> Tensor:
     """x [T, num_kv_heads, head_dim], scales [num_kv_heads] -> the bytes of FP8, in x's shape."""
     inverse = scales.reciprocal().unsqueeze(1)
     wide = (x.float() * inverse).clamp_(-FP8_LARGEST, FP8_LARGEST)

@@ -55,7 +55,7 @@ def executor_of(folder: Path, kv_dtype: str = "bfloat16", block_size: int = 16) 
     kv_layout = kv_layout_of(config, kv_dtype, block_size)
     model = Decoder(config, dtype=torch.bfloat16, num_positions=4096).eval()
     if kv_dtype == FP8:
-        set_kv_scales(model, torch.ones(1, 2, config.num_kv_heads))
+        set_kv_scales(model, torch.ones(config.num_layers, 2, config.num_kv_heads))
     return ModelExecutor(model, allocate_kv_cache(kv_layout, 64, torch.device("cpu")), kv_layout)
 
 
@@ -182,8 +182,13 @@ def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver,
     assert Counter(each.name for each in fake.compiled) == {}
 
 
-def test_warm_worker_with_an_fp8_cache_compiles_nothing(folder: Path) -> None:
-    executor = executor_of(folder, FP8)
+@pytest.mark.parametrize("family", ["llama, yarn", "deepseek"])
+def test_warm_worker_with_an_fp8_cache_compiles_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelExecutor, "_check_routing", lambda *_: None)
+    FAMILIES[family].write(tmp_path)
+    executor = executor_of(tmp_path, FP8)
     with triton_ops() as driver:
         finish_model(executor.model, OPTIONS.mode, is_compressed=False)
         warm_up(executor, driver)

@@ -56,4 +56,6 @@ def _dequantised(kv_cache: Tensor, kv_scales: Tensor | None, blocks: Tensor) -> 
     """FP32 [planes, len(blocks), num_kv_heads, block_size, D]"""
     stored = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
     found = stored.index_select(1, blocks.long()).view(kv_cache.dtype).float()
-    return found if kv_scales is None else found.mul_(kv_scales[:, None, :, None, None])
+    if kv_scales is None:
+        return found
+    return found.mul_(kv_scales[: len(found), None, :, None, None])

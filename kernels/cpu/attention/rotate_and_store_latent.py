@@ -18,7 +18,10 @@ def rotate_and_store_latent(
     *,
     norm: Tensor,
     eps: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See kernels.reference.rotate_and_store_latent."""
     normed = rms_norm(latent[:, : len(norm)], norm, eps)
-    return rotate_and_store_normed(query, normed, latent, cos, sin, kv_cache, slot_mapping)
+    return rotate_and_store_normed(
+        *(query, normed, latent, cos, sin, kv_cache, slot_mapping), kv_scales=kv_scales
+    )

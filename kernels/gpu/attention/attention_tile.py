@@ -71,14 +71,14 @@ def expect_attention(
         )
     if not num_kv_heads or num_heads % num_kv_heads:
         raise BadTensor(f"query has {num_heads} heads for {num_kv_heads} KV heads")
-    _expect_dims(head_dim, value_dim, kv_scales)
+    _expect_dims(head_dim, value_dim)
     if kv_cache[0].numel() // head_dim >= 2**31:
         raise BadTensor(f"kv_cache of {list(kv_cache.shape)} has more rows than 32 bits can count")
     if scale <= 0:
         raise ValueError(f"scale is {scale}, not positive")
 
 
-def _expect_dims(head_dim: int, value_dim: int | None, kv_scales: Tensor | None) -> None:
+def _expect_dims(head_dim: int, value_dim: int | None) -> None:
     most = MAX_HEAD_DIM if value_dim is None else MAX_LATENT_DIM
     if head_dim > most:
         raise BadTensor(f"query has head_dim {head_dim}, more than {most}")
@@ -86,8 +86,6 @@ def _expect_dims(head_dim: int, value_dim: int | None, kv_scales: Tensor | None)
         return
     if not 0 < value_dim <= min(head_dim, MAX_LATENT_DIM // 2):
         raise BadTensor(f"values of {value_dim} elements in keys of {head_dim}")
-    if kv_scales is not None:
-        raise BadTensor("kv_scales are given for values that are parts of their keys")
 
 
 def block_n(

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from kernels.check_tensor import BadTensor, expect
 from kernels.device import IS_INTERPRETED
 from kernels.reference.store_kv import FP8_LARGEST
 
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _LARGEST = tl.constexpr(FP8_LARGEST)
+
+
+def expect_scales(kv_scales: Tensor, num_kv_heads: int, device: torch.device) -> None:
+    """Checks the scales of a cache in FP8. Raises BadTensor, also for a device without FP8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise BadTensor("kv_cache is FP8, which needs compute capability 8.9 or more")
+    expect(
+        "kv_scales",
+        kv_scales,
+        (2, num_kv_heads),
+        dtype=torch.float32,
+        device=device,
+        is_contiguous=True,
+    )
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
-from kernels.gpu.kv.fp8 import scaled
+from kernels.gpu.kv.fp8 import expect_scales, scaled
 
 BLOCK_ELEMENTS = 2048  # per program: 16 per thread, two loads of 16 bytes
 NUM_WARPS = 4
@@ -104,18 +104,8 @@ def _expect_cache(
     dtype = like.dtype if kv_scales is None else torch.float8_e4m3fn
     shape = (2, None, num_kv_heads, None, like.shape[2])
     expect("kv_cache", kv_cache, shape, dtype=dtype, device=like.device, is_contiguous=True)
-    if kv_scales is None:
-        return
-    if like.is_cuda and torch.cuda.get_device_capability(like.device) < (8, 9):
-        raise BadTensor("kv_cache is FP8, which needs compute capability 8.9 or more")
-    expect(
-        "kv_scales",
-        kv_scales,
-        (2, num_kv_heads),
-        dtype=torch.float32,
-        device=like.device,
-        is_contiguous=True,
-    )
+    if kv_scales is not None:
+        expect_scales(kv_scales, num_kv_heads, like.device)
 
 
 def _angle_unit(cos: Tensor, sin: Tensor) -> int:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
+from kernels.gpu.kv.fp8 import expect_scales, to_fp8
 
 NUM_WARPS = 4
 
@@ -26,15 +27,17 @@ def rotate_and_store_latent(
     *,
     norm: Tensor,
     eps: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Like kernels.reference.rotate_and_store_latent. Raises BadTensor."""
-    _expect(query, latent, cos, sin, kv_cache, slot_mapping, norm)
+    _expect(query, latent, cos, sin, slot_mapping, norm)
+    _expect_cache(kv_cache, latent, kv_scales)
     num_tokens, num_heads, rope_dim = query.shape
     out = torch.empty((num_tokens, num_heads, rope_dim), dtype=query.dtype, device=query.device)
     if not num_tokens:
         return out
     _rotate_and_store_latent_kernel[(num_tokens,)](
-        *(query, latent, cos, sin, kv_cache, slot_mapping, norm, out),
+        *(query, latent, cos, sin, kv_cache, kv_scales, slot_mapping, norm, out),
         *(query.stride(0), query.stride(1), latent.stride(0), cos.stride(0), sin.stride(0), eps),
         NUM_HEADS=num_heads,
         LATENT_DIM=len(norm),
@@ -53,7 +56,6 @@ def _expect(
     latent: Tensor,
     cos: Tensor,
     sin: Tensor,
-    kv_cache: Tensor,
     slot_mapping: Tensor,
     norm: Tensor,
 ) -> None:
@@ -67,8 +69,15 @@ def _expect(
     for name, angles in (("cos", cos), ("sin", sin)):
         expect(name, angles, (num_tokens, rope_dim // 2), dtype=torch.float32, device=device)
     expect("slot_mapping", slot_mapping, (num_tokens,), dtype=INDICES, device=device)
-    shape = (1, None, 1, None, width)
-    expect("kv_cache", kv_cache, shape, dtype=query.dtype, device=device, is_contiguous=True)
+
+
+def _expect_cache(kv_cache: Tensor, like: Tensor, kv_scales: Tensor | None) -> None:
+    """FP8 requires scales. Raises BadTensor."""
+    shape, device = (1, None, 1, None, like.shape[1]), like.device
+    dtype = like.dtype if kv_scales is None else torch.float8_e4m3fn
+    expect("kv_cache", kv_cache, shape, dtype=dtype, device=device, is_contiguous=True)
+    if kv_scales is not None:
+        expect_scales(kv_scales, 1, device)
 
 
 @triton.jit
@@ -78,6 +87,7 @@ def _rotate_and_store_latent_kernel(
     cos_ptr,
     sin_ptr,
     kv_cache_ptr,
+    kv_scales_ptr,
     slot_mapping_ptr,
     norm_ptr,
     out_ptr,
@@ -111,15 +121,16 @@ def _rotate_and_store_latent_kernel(
     weight = tl.load(norm_ptr + column, mask=is_latent, other=0.0).to(tl.float32)
     normed = (scaled.to(dtype).to(tl.float32) * weight).to(dtype)  # rounded as in `rms_norm`
     is_stored = is_latent & (slot + column >= column)  # a slot of -1 skips the token
-    tl.store(cache_row + column, normed, mask=is_stored)
+    tl.store(cache_row + column, _stored(normed, kv_scales_ptr), mask=is_stored)
 
     key_row = latent_row + LATENT_DIM + pair
     first = tl.load(key_row, mask=is_pair, other=0.0).to(tl.float32)
     second = tl.load(key_row + HALF, mask=is_pair, other=0.0).to(tl.float32)
     key_at = cache_row + LATENT_DIM + pair
     is_stored = is_pair & (slot + pair >= pair)
-    tl.store(key_at, (first * cos - second * sin).to(dtype), mask=is_stored)
-    tl.store(key_at + HALF, (second * cos + first * sin).to(dtype), mask=is_stored)
+    low, high = (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+    tl.store(key_at, _stored(low, kv_scales_ptr), mask=is_stored)
+    tl.store(key_at + HALF, _stored(high, kv_scales_ptr), mask=is_stored)
 
     head = tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     is_read = (head < NUM_HEADS) & is_pair[None, :]  # [BLOCK_HEADS, BLOCK_HALF]
@@ -130,3 +141,11 @@ def _rotate_and_store_latent_kernel(
     out_row = out_ptr + (token * NUM_HEADS + head) * (2 * HALF) + pair[None, :]
     tl.store(out_row, (first * cos - second * sin).to(dtype), mask=is_read)
     tl.store(out_row + HALF, (second * cos + first * sin).to(dtype), mask=is_read)
+
+
+@triton.jit
+def _stored(x, kv_scales_ptr):
+    """As the cache holds it."""
+    if kv_scales_ptr is not None:
+        x = to_fp8(x.to(tl.float32) * tl.div_rn(1.0, tl.load(kv_scales_ptr)))
+    return x

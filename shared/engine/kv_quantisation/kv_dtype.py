@@ -25,7 +25,7 @@ def resolve_kv_dtype(given: str, dtype: str, config: ModelConfig, device: torch.
         if dtype != "bfloat16":
             raise _bad(f"bf16 needs activations in bfloat16, not {dtype}: set dtype, or auto")
         return dtype
-    reason = _reason_against_fp8(config, device)
+    reason = _reason_against_fp8(device)
     if given == "fp8":
         if reason is not None:
             raise _bad(f"fp8: {reason}")
@@ -38,9 +38,7 @@ def resolve_kv_dtype(given: str, dtype: str, config: ModelConfig, device: torch.
     return FP8
 
 
-def _reason_against_fp8(config: ModelConfig, device: torch.device) -> str | None:
-    if config.latent is not None:
-        return "no kernel for latent attention has an FP8 cache"
+def _reason_against_fp8(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return "the device has a compute capability below 8.9"
     return None

@@ -8,7 +8,8 @@ Keys and values are stored as x / scale. Names, below `model.layers.N.self_attn.
     attn.k_scale, attn.v_scale, qkv_proj.k_scale …   vLLM's module names
     kv_scale, attn.kv_scale                          one scale for both
 
-A scale is one number, or one for each KV head.
+A scale is one number, or one for each KV head. The rows of latent attention are keys and values at
+once: they have the keys' scale.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.checkpoint_form import KV_SCALE
-from shared.engine.layers.attention import Attention
+from shared.engine.layers.attention import PagedAttention
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import DecoderLayer, LayerStack
 from shared.engine.parallel.cuts import WHOLE
@@ -53,7 +54,10 @@ def read_kv_scales(tensors: WeightSource, config: ModelConfig) -> Tensor:
                     f"{tensors.path(name)}: tensors {other} and {name} are both a scale of KV"
                 )
             scales[layer, plane] = values
-    _log(sources, scales, is_declared=config.declares_fp8_kv)
+    planes = (0,) if config.latent is not None else (0, 1)
+    _log(sources, scales[:, planes], is_declared=config.declares_fp8_kv)
+    if config.latent is not None:
+        _use_scales_of_keys(scales)
     return scales
 
 
@@ -75,10 +79,20 @@ def _read(tensors: WeightSource, name: str, num_kv_heads: int) -> Tensor:
     return values.view(-1)
 
 
+def _use_scales_of_keys(scales: Tensor) -> None:
+    """Of latents. Changes `scales`."""
+    keys, values = scales.unbind(1)
+    num_other = int(((values != 1) & (values != keys)).any(1).sum())
+    if num_other:
+        log.warning("kv_scales_not_used", count=num_other, of="values", used="those of keys")
+    values.copy_(keys)
+
+
 def _log(sources: dict[tuple[int, int], str], scales: Tensor, *, is_declared: bool) -> None:
-    num_layers = len(scales)
-    missing = [key for layer in range(num_layers) for key in ((layer, 0), (layer, 1))]
-    missing = [key for key in missing if key not in sources]
+    """scales [num_layers, planes that have their own, num_kv_heads]"""
+    num_layers, planes = scales.shape[:2]
+    needed = [(layer, plane) for layer in range(num_layers) for plane in range(planes)]
+    missing = [key for key in needed if key not in sources]
     if missing and (sources or is_declared):
         layer, plane = missing[0]
         log.warning(
@@ -106,5 +120,5 @@ def set_kv_scales(model: LayerStack, scales: Tensor) -> None:
     """scales [layers of the model, 2, num_kv_heads]"""
     for layer, own in zip(model.layers, scales, strict=True):
         assert isinstance(layer, DecoderLayer)
-        assert isinstance(layer.self_attn, Attention)
+        assert isinstance(layer.self_attn, PagedAttention)
         layer.self_attn.kv_scales = own.contiguous().to(model.cos.device)

@@ -22,7 +22,7 @@ class PagedAttention(nn.Module):
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
     value_dim: int | None = None
-    kv_scales: Tensor | None  # [2, num_kv_heads] FP32 of a cache in FP8
+    kv_scales: Tensor | None  # [2, num_kv_heads] FP32 of a cache in FP8; of latents one, twice
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -76,6 +76,7 @@ class LatentAttention(PagedAttention):
             *(rotated, self.kv_a_proj_with_mqa(x), cos, sin, kv_cache, inputs.slot_mapping),
             norm=self.kv_a_layernorm.weight,
             eps=self.kv_a_layernorm.eps,
+            kv_scales=self.kv_scales,
         )
         query = torch.cat((self.kv_b_proj.absorbed(unrotated), rotated), dim=2)
         return self.o_proj(self.kv_b_proj.values(self.attend(query, kv_cache, inputs)).flatten(1))

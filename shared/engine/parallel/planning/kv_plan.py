@@ -61,10 +61,7 @@ def kv_item_bytes(config: ModelConfig, kv_dtype: str, dtype: str) -> int:
         raise _bad(f"{kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
     if kv_dtype == "bf16" and dtype != "bfloat16":
         raise _bad(f"bf16 needs activations in bfloat16, not {dtype}")
-    if kv_dtype == "fp8" and config.latent is not None:
-        raise _bad("fp8: no kernel for latent attention has an FP8 cache")
-    is_declared = config.declares_fp8_kv and config.latent is None
-    is_fp8 = kv_dtype == "fp8" or (kv_dtype == "auto" and is_declared)
+    is_fp8 = kv_dtype == "fp8" or (kv_dtype == "auto" and config.declares_fp8_kv)
     return ITEM_BYTES[FP8 if is_fp8 else dtype]
 
 

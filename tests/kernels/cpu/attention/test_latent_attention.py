@@ -20,6 +20,8 @@ BLOCK_SIZE = 16
 class Latents:
     """A context in blocks of random order; NaN where nothing is stored."""
 
+    scales: Tensor | None = None  # [2, 1]
+
     def __init__(self, num_tokens: int, width: int, dtype: torch.dtype) -> None:
         rng = torch.Generator().manual_seed(num_tokens)
         num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -37,20 +39,33 @@ class Latents:
     def prefill(self, query: Tensor, end: int, value_dim: int) -> Tensor:
         starts, lens = torch.tensor([0, len(query)]), torch.tensor([end])
         rest = self.table.unsqueeze(0), starts, lens, query.shape[2] ** -0.5
-        return prefill_attention(query, self.cache, *rest, value_dim=value_dim)
+        return prefill_attention(
+            query, self.cache, *rest, value_dim=value_dim, kv_scales=self.scales
+        )
 
     def decode(self, query: Tensor, context_lens: Tensor, value_dim: int) -> Tensor:
         tables = self.table.expand(len(query), -1)
         rest = tables, context_lens, query.shape[2] ** -0.5
-        return decode_attention(query, self.cache, *rest, value_dim=value_dim)
+        options = {"value_dim": value_dim, "kv_scales": self.scales}
+        return decode_attention(query, self.cache, *rest, **options)
+
+    def store_in_fp8(self, scale: float) -> None:
+        """The rows become what the cache then holds."""
+        self.scales = torch.full((2, 1), scale)
+        self.cache = (self.cache.float() / scale).to(torch.float8_e4m3fn)
+        self.rows = (self.rows.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize(("num_heads", "width", "value_dim"), [(3, 28, 20), (16, 576, 512)])
 def test_prefill_and_decode_equal_fp64_and_each_other(
-    num_heads: int, width: int, value_dim: int, dtype: torch.dtype
+    num_heads: int, width: int, value_dim: int, dtype: torch.dtype, scale: float | None
 ) -> None:
+    """`scale`: of a cache in FP8."""
     latents = Latents(131, width, dtype)
+    if scale is not None:
+        latents.store_in_fp8(scale)
     query = (torch.randn(131, num_heads, width) * 2).to(dtype)
     out = latents.prefill(query, 131, value_dim)
     assert out.shape == (131, num_heads, value_dim)

@@ -64,6 +64,30 @@ def test_shapes(
 
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_cache_in_fp8_is_that_of_its_values(
+    is_batch_invariant: bool, dtype: torch.dtype, device: torch.device, small_segments: None
+) -> None:
+    """Keys have the scale, and values, which are parts of them."""
+    context = _context(48, 32, torch.float32, device)
+    cache, factor = context.cache.nan_to_num().to(torch.float8_e4m3fn), 0.7
+    scales = torch.full((2, 1), factor, device=device)
+    wide = cache.float() * factor
+    options = {"value_dim": 40, "is_batch_invariant": is_batch_invariant}
+    query = random(len(LENS), 16, 48, like=device, dtype=dtype)
+    rest = context.tables, context.context_lens, 0.2
+    out = decode_attention(query, cache, *rest, kv_scales=scales, **options)
+    assert_near(out, reference_decode(query.float(), wide, *rest, value_dim=40))
+    assert torch.equal(
+        reference_decode(query, cache, *rest, kv_scales=scales, value_dim=40),
+        reference_decode(query, wide, *rest, value_dim=40),
+    )
+    query = random(sum(QUERY_LENS), 16, 48, like=device, dtype=dtype, seed=1)
+    rest = context.tables, _starts(QUERY_LENS, context.tables), context.context_lens, 0.2
+    out = prefill_attention(query, cache, *rest, kv_scales=scales, **options)
+    assert_near(out, reference_prefill(query.float(), wide, *rest, value_dim=40))
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
 def test_an_equal_pair_of_planes_gives_the_same(
     is_batch_invariant: bool, device: torch.device, small_segments: None
 ) -> None:
@@ -109,6 +133,6 @@ def test_invalid_arguments_raise(device: torch.device) -> None:
         decode_attention(query, context.cache, tables, lens, 1.0, value_dim=49)
     with pytest.raises(BadTensor, match=r"kv_cache has shape .* not \[2, any, any, any, 48\]"):
         decode_attention(query, context.cache, tables, lens, 1.0)
-    scales = torch.ones(2, 1, device=device)
-    with pytest.raises(BadTensor, match="kv_scales are given for values that are parts of"):
+    scales = torch.ones(1, 1, device=device)
+    with pytest.raises(BadTensor, match=r"kv_scales has shape \[1, 1\], not \[2, 1\]"):
         decode_attention(query, context.cache, tables, lens, 1.0, kv_scales=scales, value_dim=32)

@@ -6,6 +6,7 @@ import torch
 from kernels.check_tensor import BadTensor
 from kernels.gpu.kv.rotate_and_store_latent import rotate_and_store_latent
 from kernels.reference.rotate_and_store_latent import rotate_and_store_latent as reference
+from kernels.reference.store_kv import scaled_bytes
 from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.support.tolerance import assert_near
 
@@ -35,6 +36,33 @@ def test_rotate_and_store_latent(
     assert_near(out, expected.float())
     assert torch.equal(out_cache.isnan(), expected_cache.isnan())
     assert_near(out_cache.nan_to_num(), expected_cache.nan_to_num().float())
+
+
+def test_rows_in_fp8_are_those_of_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    """Bit for bit: the row that a cache of the queries' dtype would hold, divided and rounded."""
+    shape = (1, 4, 1, BLOCK_SIZE, 28)
+    query = random(NUM_TOKENS, 3, 8, like=device, dtype=dtype)
+    latent = random(NUM_TOKENS, 28, like=device, dtype=dtype, seed=1)
+    angles = random(NUM_TOKENS, 4, like=device, dtype=torch.float32, seed=2)
+    options = {"norm": random(20, like=device, dtype=dtype, seed=3), "eps": 1e-2}
+    slots = torch.randperm(4 * BLOCK_SIZE)[:NUM_TOKENS].to(device)
+    slots[5] = -1
+    scales = torch.full((2, 1), 0.003, device=device)
+    cache, plain = (torch.full(shape, 7.0, device=device) for _ in range(2))
+    cache, plain = cache.to(torch.float8_e4m3fn), plain.to(dtype)
+    rest = latent, angles.cos(), angles.sin()
+    out = rotate_and_store_latent(query, *rest, cache, slots, kv_scales=scales, **options)
+    assert torch.equal(out, rotate_and_store_latent(query, *rest, plain, slots, **options))
+    kept = slots[slots >= 0]
+    expected = torch.full(shape, 7.0, device=device).to(cache.dtype).view(torch.uint8).view(-1, 28)
+    expected[kept] = scaled_bytes(plain.view(-1, 1, 28)[kept], scales[0])[:, 0]
+    assert torch.equal(cache.view(torch.uint8).view(-1, 28), expected)
+    assert int(cache.float().abs().eq(448).sum()) > 10
+    other = torch.full(shape, 7.0, device=device).to(cache.dtype)
+    reference(query, *rest, other, slots, kv_scales=scales, **options)
+    assert_near(cache.float(), other.float())
+    with pytest.raises(BadTensor, match="kv_cache is"):
+        rotate_and_store_latent(query, *rest, cache, slots, **options)
 
 
 def test_invalid_arguments_raise(device: torch.device) -> None:

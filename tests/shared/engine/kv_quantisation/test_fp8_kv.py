@@ -30,6 +30,7 @@ from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import FP8
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.quantised import edit_tensors
 from tests.shared.engine.support.steps import Blocks, prefill
 
@@ -132,6 +133,25 @@ def test_one_scale_may_serve_keys_and_values(edited: Callable[[Edit], Path]) -> 
             [0.5, 0.5],
             [1.0, 1.0],
         ]
+
+
+def test_latents_have_the_scale_of_keys(tmp_path: Path) -> None:
+    """As values are parts of keys, another scale of values is not used, and named."""
+    FAMILIES["deepseek"].write(tmp_path)
+    config = read_config(tmp_path)
+    tensors = scaled(0, k_scale=0.5, v_scale=0.25) | scaled(1, kv_scale=2.0)
+    edit_tensors(tmp_path, lambda given: given.update(tensors))
+    with capture_logs() as logs, open_checkpoint(tmp_path) as source:
+        found = read_kv_scales(source, config)
+    assert found[:, :, 0].tolist() == [[0.5, 0.5], [2.0, 2.0], *[[1.0, 1.0]] * (len(found) - 2)]
+    unused = [each for each in logs if each["event"] == "kv_scales_not_used"]
+    assert [(each["count"], each["of"]) for each in unused] == [(1, "values")]
+    runners = [load(tmp_path, kv_dtype=each) for each in ("fp8", "bf16")]
+    assert [each.numerics.kv_dtype for each in runners] == [FP8, ""]
+    assert runners[0].num_blocks == 2 * runners[1].num_blocks
+    fp8, plain = map(logits_of, runners)
+    assert not torch.equal(fp8, plain)
+    assert torch.nn.functional.cosine_similarity(fp8, plain).min() > 0.9
 
 
 @pytest.mark.parametrize(
@@ -268,11 +288,10 @@ def test_auto_follows_the_checkpoint_and_bf16_and_fp8_need_what_they_need(folder
     resolved = [
         resolve_kv_dtype("auto", "float32", each, CPU) for each in (config, declared, latents)
     ]
-    assert resolved == ["float32", FP8, "float32"]
+    assert resolved == ["float32", FP8, FP8]
     assert resolve_kv_dtype("bf16", "bfloat16", declared, CPU) == "bfloat16"
     for given, each, message in [
         ("bf16", config, "kv_dtype bf16 needs activations in bfloat16, not float32"),
-        ("fp8", latents, "kv_dtype fp8: no kernel for latent attention has an FP8 cache"),
         ("int8", config, "kv_dtype 'int8' is none of auto, bf16, fp8"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -48,6 +48,7 @@ CASES = [
     ("deepseek", "bfloat16", "seeded"),
     ("llama", "bfloat16 with fp8 kv", "seeded"),
     ("gemma3", "bfloat16 with fp8 kv", "greedy"),
+    ("deepseek", "bfloat16 with fp8 kv", "seeded"),
 ]
 
 
