@@ -33,6 +33,9 @@ log = structlog.get_logger(__name__)
 
 _PLANES = {"k": (0,), "v": (1,), "kv": (0, 1)}
 _DTYPES = ("F32", "BF16", "F16")
+# Beyond these every key saturates or becomes zero: |x| up to 448 · scale is stored in steps of at
+# least 2^-9 · scale.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**16
 
 
 def read_kv_scales(tensors: WeightSource, config: ModelConfig) -> Tensor:
@@ -74,8 +77,11 @@ def _read(tensors: WeightSource, name: str, num_kv_heads: int) -> Tensor:
         )
     values = torch.empty(shape)
     tensors.read_into(name, WHOLE, values)
-    if not bool((values.isfinite() & (values > 0)).all()):
-        raise CheckpointError(f"{where} is {values.flatten().tolist()}: scales are above 0, finite")
+    if not bool(((values >= LEAST_SCALE) & (values <= LARGEST_SCALE)).all()):
+        raise CheckpointError(
+            f"{where} is {values.flatten().tolist()}: scales of KV are between {LEAST_SCALE:.1e} "
+            f"and {LARGEST_SCALE:.1e}"
+        )
     return values.view(-1)
 
 

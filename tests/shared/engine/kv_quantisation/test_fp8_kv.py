@@ -113,12 +113,20 @@ def test_workers_of_unlike_caches_share_no_kv(folder: Path) -> None:
         (("k_proj.output_scale", "v_proj.output_scale"), 1),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.float32, (-1,)), (torch.bfloat16, (-1, 1, 1)), (torch.float16, (1, -1))],
+)
 def test_scales_are_read_by_every_name(
-    edited: Callable[[Edit], Path], names: tuple[str, str], heads: int, dtype: torch.dtype
+    edited: Callable[[Edit], Path],
+    names: tuple[str, str],
+    heads: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
 ) -> None:
     values = torch.tensor([[0.5, 0.75], [2.0, 3.0]])[:, :heads].to(dtype)
-    tensors = dict(zip((ATTENTION.format(1, name) for name in names), values, strict=True))
+    stored = [each.reshape(shape).clone() for each in values]
+    tensors = dict(zip((ATTENTION.format(1, name) for name in names), stored, strict=True))
     path = edited(lambda given: given.update(tensors))
     with open_checkpoint(path) as source:
         found = read_kv_scales(source, read_config(path))
@@ -180,10 +188,12 @@ def test_scales_that_are_not_found_are_logged(
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (scaled(0, k_scale=0.0), r"layers\.0\.self_attn\.k_scale is \[0\.0\]: scales are above 0"),
-        (scaled(0, k_scale=-1.0), "scales are above 0, finite"),
-        (scaled(1, v_scale=float("nan")), "scales are above 0, finite"),
-        (scaled(1, v_scale=float("inf")), "scales are above 0, finite"),
+        (scaled(0, k_scale=0.0), r"layers\.0\.self_attn\.k_scale is \[0\.0\]: scales of KV are"),
+        (scaled(0, k_scale=-1.0), "scales of KV are between 6.0e-08 and 6.6e\\+04"),
+        (scaled(1, v_scale=float("nan")), r"is \[nan\]: scales of KV are between"),
+        (scaled(1, v_scale=float("inf")), r"is \[inf\]: scales of KV are between"),
+        (scaled(1, v_scale=1e30), "scales of KV are between"),
+        (scaled(1, k_scale=[0.5, 1e-40]), "scales of KV are between"),
         (scaled(1, v_scale=[1.0, 2.0, 3.0]), r"has shape \[3\]: it is neither one scale nor one"),
         (scaled(1, v_scale=[]), r"has shape \[0\]: it is neither one scale nor one"),
         (scaled(1, v_scale=2), "is I64; scales are F32, BF16, F16"),
