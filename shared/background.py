@@ -3,8 +3,9 @@
 A loop of the process itself that raises is a bug. Its exception goes to the event loop's exception
 handler, which ends a service process: peers notice that, but not a hang with good health checks.
 
-Work on one item of others (a client's request, a tenant's record, a model, a peer) that raises ends
-the item alone: others would lose theirs with the process.
+Work on one item of others (a client's request, a tenant's record, a reply of Redis, a model, a
+peer) that raises ends the item alone: others would lose theirs with the process. `num_failed_items`
+counts them in this process.
 
 `start_awaited` is for work that has callers, who get its exception. No other place starts a task:
 asyncio holds tasks weakly, and an exception that nobody awaits stays in the task unseen.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ TASK_FAILED = "a background task failed"
 CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
 T = TypeVar("T")
 _awaited: set[asyncio.Future[Any]] = set()
+_failed = Counter[str]()  # by event
 
 
 class Background:
@@ -84,7 +87,7 @@ async def _item(work: Coroutine[object, object, None], fail: Callable[[Exception
     try:
         await work
     except Exception as error:
-        log.exception("item_failed", work=getattr(work, "__qualname__", repr(work)))
+        _count_failed("item_failed", work=getattr(work, "__qualname__", repr(work)))
         with failing_alone("item_not_ended"):
             fail(error)
 
@@ -112,7 +115,17 @@ def failing_alone(event: str, **fields: object) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception(event, **fields)
+        _count_failed(event, **fields)
+
+
+def _count_failed(event: str, **fields: object) -> None:
+    _failed[event] += 1
+    log.exception(event, **fields)
+
+
+def num_failed_items() -> int:
+    """Items whose work raised, since this process started."""
+    return _failed.total()
 
 
 def is_logged(error: Exception) -> None:

@@ -916,6 +916,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
     release: Name = ""  # of the sender's Hearth
     num_bus_reconnects: Count = 0  # to NATS, since its start
+    num_failed_items: Count = 0  # of others, whose work raised in it, since its start
     store: StoreLoad | None = None  # of a process that uses Redis
 
     @property

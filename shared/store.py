@@ -14,7 +14,8 @@ not make Redis unavailable to all requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -69,6 +70,17 @@ class StoreRejected(StoreUnavailable):
     @property
     def public_message(self) -> str:
         return "Redis answered with an error"  # its text names scripts, keys and disks
+
+
+@contextlib.contextmanager
+def reading_reply() -> Iterator[None]:
+    """Raises StoreRejected for a reply that is not what its script returns: another program, or
+    another version of the script, answers.
+    """
+    try:
+        yield
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StoreRejected(f"Redis's reply cannot be read: {error!r}") from error
 
 
 class Store(Protocol):

@@ -111,9 +111,22 @@ class PinKeeper:
             for tenant_id in self._tenants.keys() - changed:
                 self._forget(tenant_id)
         for tenant_id in sorted(changed | self._waiting):
-            await self._read(tenant_id, now)
+            await self._read_alone(tenant_id, now)
         self.pins.retain_only({d for each in self._tenants.values() for d in each.digests})
         self._version = changes.version
+
+    async def _read_alone(self, tenant_id: str, now: float) -> None:
+        """A tenant whose records cannot be read is read again, and holds up no other. Raises
+        StoreUnavailable.
+        """
+        try:
+            await self._read(tenant_id, now)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            self._waiting.add(tenant_id)
+            with failing_alone("pins_of_tenant_not_read", tenant=tenant_id):
+                raise
 
     async def _read(self, tenant_id: str, now: float) -> None:
         """Checks the record of the tenant as it is now."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import structlog
 
+from shared.background import failing_alone
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.store import Command, Store, StoreRejected, StoreUnavailable
@@ -213,11 +214,12 @@ class PrefixRegistry:
         tenants, self._to_trim = self._to_trim, {}
         while tenants:
             tenant_id, _ = tenants.popitem()
-            try:
-                await self._trim(tenant_id)
-            except StoreUnavailable:
-                self._to_trim |= {**tenants, tenant_id: None}
-                return
+            with failing_alone("prefix_records_not_trimmed", tenant=tenant_id):
+                try:
+                    await self._trim(tenant_id)
+                except StoreUnavailable:
+                    self._to_trim |= {**tenants, tenant_id: None}
+                    return
 
     async def _trim(self, tenant_id: str) -> None:
         key = _set_key(tenant_id)
@@ -228,10 +230,11 @@ class PrefixRegistry:
         num_removed = min(num_over, MAX_PER_FLUSH)
         # pinned ones may be the oldest: without looking behind them nothing would be deleted
         oldest = await self._store.sorted_set_head(key, num_removed + len(pinned))
-        removed = [name.decode() for name in oldest if name not in pinned][:num_removed]
+        removed = [name for name in oldest if name not in pinned][:num_removed]
         if removed:
-            records = [f"hearth:{tenant_id}:prefix:{name}" for name in removed]
-            await self._store.write([("DEL", *records), ("ZREM", key, *removed)])
+            hashes = filter(None, map(_hash_of, removed))
+            deletions = [("DEL", record_key(tenant_id, each)) for each in hashes]
+            await self._store.write([*deletions, ("ZREM", key, *removed)])
 
     def _commands(self, batch: Sequence[_Delta]) -> list[Command]:
         commands: list[Command] = []
@@ -287,10 +290,11 @@ class PrefixRegistry:
         """
         while self._to_recover:
             tenant_id = next(iter(self._to_recover))
-            try:
-                await self._recover(tenant_id, may_hold)
-            except StoreUnavailable:
-                return
+            with failing_alone("prefix_records_not_recovered", tenant=tenant_id):
+                try:
+                    await self._recover(tenant_id, may_hold)
+                except StoreUnavailable:
+                    return
             self._to_recover.pop(tenant_id, None)
 
     async def _recover(self, tenant_id: str, may_hold: MayHold) -> None:

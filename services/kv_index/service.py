@@ -20,7 +20,7 @@ from services.kv_index.index import Outcome, PrefixIndex, SyncState
 from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check, redis_tls_of
@@ -299,14 +299,16 @@ class KvIndexService:
             await self._clock.sleep(FLUSH_S)
             if self.health_monitor.fleet.can_judge(self._clock.now()):  # who is silent is gone
                 await self._registry.recover(self._may_hold)
-            while self._registry.num_pending and await self._registry.flush():
-                pass
+            with failing_alone("prefix_records_not_written"):
+                while self._registry.num_pending and await self._registry.flush():
+                    pass
             await self._registry.trim()
 
     async def _retain_pins(self) -> None:
         while True:
             await self._clock.sleep(ROUND_S)
-            await self._keeper.round()
+            with failing_alone("pins_not_retained"):
+                await self._keeper.round()
 
 
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:

@@ -10,7 +10,7 @@ from socket import gethostname
 import structlog
 from msgspec import structs
 
-from shared.background import Background, failing_alone, is_logged
+from shared.background import Background, failing_alone, is_logged, num_failed_items
 from shared.clock import Clock
 from shared.errors import HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
@@ -285,6 +285,7 @@ class HealthMonitor:
             host=None if self._host is None else self._host(),
             release=installed_release(),
             num_bus_reconnects=self._bus.num_reconnects,
+            num_failed_items=num_failed_items(),
             store=None if self._store is None else self._store(),
         )
 

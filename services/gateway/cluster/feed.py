@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from services.gateway.cluster.state import ClusterState
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.lifecycle.health import Loss
 from shared.messages import Heartbeat
 
@@ -86,10 +86,14 @@ class ClusterFeed:
             self._urgent.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), INTERVAL_S)
-            delta = self.state.delta()
-            async with self._changed:
-                self._number, self._event = delta.number, _sse("delta", delta)
-                self._changed.notify_all()
+            with failing_alone("cluster_delta_not_sent"):
+                await self._send_delta()
+
+    async def _send_delta(self) -> None:
+        delta = self.state.delta()
+        async with self._changed:
+            self._number, self._event = delta.number, _sse("delta", delta)
+            self._changed.notify_all()
 
 
 def _sse(name: str, data: object) -> bytes:

@@ -37,9 +37,9 @@ from services.gateway.tenancy.request_cost import (
     check_zeros,
     has_token_limit,
 )
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.clock import Clock
-from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable
+from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable, reading_reply
 from shared.tenancy.rate_limit import (
     APPLY_EACH_LUA,
     APPLY_LUA,
@@ -271,7 +271,10 @@ class Limits:
         while True:
             await self._has_updates.wait()
             self._has_updates.clear()
-            if not await self.flush():
+            is_flushed = False
+            with failing_alone("limits_not_settled"):
+                is_flushed = await self.flush()
+            if not is_flushed:
                 await self._clock.sleep(BREAKER_S)
                 self._has_updates.set()
             self._forget()
@@ -279,10 +282,14 @@ class Limits:
     async def _renew_leases(self) -> None:
         while True:
             await self._clock.sleep(RENEW_S)
-            for accounts in _batches(each for each in self._accounts.values() if each.open):
-                if not await self._settle_and_renew(accounts, has_renewal=True):
-                    break
+            with failing_alone("leases_not_renewed"):
+                await self._renew()
             self._forget()
+
+    async def _renew(self) -> None:
+        for accounts in _batches(each for each in self._accounts.values() if each.open):
+            if not await self._settle_and_renew(accounts, has_renewal=True):
+                break
 
     async def _settle_and_renew(
         self, accounts: Sequence[_Account], *, has_renewal: bool = False
@@ -297,11 +304,13 @@ class Limits:
                 _command(each, renewed=tuple(each.open) if has_renewal else ()) for each in accounts
             ]
             try:
-                failed = await self._store.evaluate(APPLY_EACH_LUA, keys, [_encode(commands)])
+                reply = await self._store.evaluate(APPLY_EACH_LUA, keys, [_encode(commands)])
+                with reading_reply():
+                    failed = [(ids[index], reason.decode()) for index, reason in reply]
             except StoreUnavailable:
                 return False
-        for index, reason in failed:
-            log.error("limits_unreadable", tenant_id=ids[index], error=reason.decode())
+        for tenant_id, reason in failed:
+            log.error("limits_unreadable", tenant_id=tenant_id, error=reason)
         return True
 
     async def _apply(
@@ -317,7 +326,9 @@ class Limits:
         async with account.calls:
             command = _encode(_command(account, settled=settled, requested=requested))
             try:
-                return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [command]))
+                reply = await self._store.evaluate(APPLY_LUA, keys, [command])
+                with reading_reply():
+                    return to_limit_state(reply)
             except StoreRejected as error:
                 log.error("limits_unreadable", tenant_id=tenant_id, error=error.message)
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from services.gateway.metrics.redis import MemoryUse
 from shared.clock import Clock
-from shared.store import Store, StoreUnavailable
+from shared.store import Store, StoreUnavailable, reading_reply
 
 READ_S = 5.0
 USUAL_MAX_BYTES = 1 << 30  # if Redis has no `maxmemory`, or none that may be read
@@ -47,10 +47,15 @@ class RedisMemory:
         """Without a reply, the bound last read holds."""
         try:
             reply = await self._store.evaluate(READ_MEMORY, [], [])
+            with reading_reply():
+                self.use = _memory_use(reply)
         except StoreUnavailable:
             self.use = None
             return
-        lines = (line.split(b":") for line in reply.splitlines() if line.count(b":") == 1)
-        fields = {name: value for name, value in lines if value.isdigit()}
-        self._max_bytes = int(fields.get(b"maxmemory", 0))
-        self.use = MemoryUse(int(fields.get(b"used_memory", 0)), self._max_bytes)
+        self._max_bytes = self.use.limit
+
+
+def _memory_use(reply: bytes) -> MemoryUse:
+    lines = (line.split(b":") for line in reply.splitlines() if line.count(b":") == 1)
+    fields = {name: value for name, value in lines if value.isdigit()}
+    return MemoryUse(int(fields.get(b"used_memory", 0)), int(fields.get(b"maxmemory", 0)))

@@ -17,9 +17,9 @@ from itertools import islice
 
 import structlog
 
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.clock import Clock
-from shared.store import Store, StoreUnavailable
+from shared.store import Store, StoreUnavailable, reading_reply
 from shared.tenancy.tenant import UsageKind, usage_of
 
 log = structlog.get_logger(__name__)
@@ -147,12 +147,13 @@ class UsageCounter:
             keys.append(usage_of(tenant_id, day))
             arguments += [f"{kind}:{model}", amount]
         try:
-            rejected = await self._store.evaluate(ADD_UP, keys, arguments)
+            reply = await self._store.evaluate(ADD_UP, keys, arguments)
+            with reading_reply():
+                rejected = [self._batch[int(index)] for index in reply.split()]
         except StoreUnavailable:
             return False
-        batch, self._batch = self._batch, []
-        for index in map(int, rejected.split()):
-            place, amount = batch[index]
+        self._batch = []
+        for place, amount in rejected:
             self._rejected[place] += amount
             self._retry_rejected_at = self._clock.now() + RETRY_REJECTED_S
             log.error("usage_unreadable", tenant_id=place[0], day=place[1])
@@ -164,8 +165,10 @@ class UsageCounter:
             await self._clock.sleep(FLUSH_S)
             if self._clock.now() - counted_at >= RUNNING_S:
                 counted_at = self._clock.now()
-                count_running()
-            await self.flush()
+                with failing_alone("running_requests_not_counted"):
+                    count_running()
+            with failing_alone("usage_not_sent"):
+                await self.flush()
 
     def _drop(self, place: Place, amount: int) -> None:
         self.num_dropped += 1

@@ -59,6 +59,11 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
         "Times a process lost its connection to NATS.",
         labels=["process"],
     )
+    failed_items = CounterMetricFamily(
+        "hearth_failed_items",
+        "Requests, records, peers and replies whose handling raised in a process: bugs.",
+        labels=["process"],
+    )
     for heartbeat, is_live in members:
         process_id = heartbeat.process_id
         info.add_metric([process_id, heartbeat.release, heartbeat.region], 1)
@@ -68,4 +73,5 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
         uptime.add_metric([process_id], heartbeat.uptime_s)
         mismatches.add_metric([process_id], heartbeat.num_impostors)
         reconnects.add_metric([process_id], heartbeat.num_bus_reconnects)
-    yield from (info, live, ready, uptime, mismatches, reconnects)
+        failed_items.add_metric([process_id], heartbeat.num_failed_items)
+    yield from (info, live, ready, uptime, mismatches, reconnects, failed_items)

@@ -81,6 +81,7 @@ def test_process_is_live_and_ready() -> None:
     text = exposition(
         Member(heartbeat("decode-1", roles=("prefill", "decode"), release="1.2", region="eu")),
         Member(heartbeat("decode-2", state="standby", num_impostors=3, num_bus_reconnects=4)),
+        Member(heartbeat("decode-4", num_failed_items=5)),
         Member(heartbeat("decode-3"), is_live=False),
     )
     for line in (
@@ -93,6 +94,7 @@ def test_process_is_live_and_ready() -> None:
         'hearth_process_ready{process="decode-3",role="decode"} 0.0',
         'hearth_impostor_messages_total{process="decode-2"} 3.0',
         'hearth_nats_reconnects_total{process="decode-2"} 4.0',
+        'hearth_failed_items_total{process="decode-4"} 5.0',
     ):
         assert line in text
 
