@@ -276,7 +276,7 @@ class _Http(HttpToolsProtocol):
     def _end_grace(self) -> None:
         if self._place is None or self._connections.may_stay(self._place):
             return
-        if self._num_waiting:  # its key has not been read
+        if self._num_waiting or self._waits_for_response():  # its key may not be known yet
             self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
         else:
             self.transport.close()

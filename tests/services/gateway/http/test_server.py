@@ -192,6 +192,28 @@ async def test_connection_whose_request_waits_to_start_is_kept() -> None:
         await server.stop()
 
 
+async def test_connection_whose_key_is_being_looked_up_is_kept() -> None:
+    looked_up = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await looked_up.wait()
+        await app(scope, receive, send)
+
+    async with asyncio.timeout(20):
+        connections = Connections(max_without_key=0, grace_s=0.05)
+        server = WebServer(slow, "127.0.0.1", 0, connections=connections)
+        await server.start()
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET)
+        await asyncio.sleep(3 * connections.grace_s)
+        looked_up.set()
+        assert (await reader.readuntil(b"\r\n")).startswith(OK)
+        assert await rest_of(reader)
+        writer.close()
+        await server.stop()
+
+
 async def test_bad_request_is_not_answered_in_the_place_of_an_earlier_one() -> None:
     async with asyncio.timeout(20), started() as server:
         reader, writer = await asyncio.open_connection(*server.address)
