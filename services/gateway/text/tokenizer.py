@@ -13,7 +13,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.checkpoint.prepended_text import prepends_text
-from services.gateway.text.checkpoint.tokenizer_costs import check_steps, has_known_cost
+from services.gateway.text.checkpoint.tokenizer_costs import (
+    check_steps,
+    has_known_cost,
+    most_chars_of_one,
+)
 from services.gateway.text.detokenizer import REPLACEMENT, Detokenizer
 from services.gateway.text.tiktoken_bpe import MAX_CHARS, encoders
 from services.gateway.text.token_bounds import longest_token_chars
@@ -25,7 +29,8 @@ from shared.tokenizer.tokenizer_text import vocabulary
 
 # What models write before and after a marker, which tokens may hold together with it.
 _AROUND = tuple(product(("", " ", "\n", "\n\n", ".", ".\n", ".\n\n"), ("", "\n", "\n\n")))
-MAX_BLOCKING_CHARS = 64 << 10  # of tokenizers that let no other thread run: some 30 ms
+# Normalized, of tokenizers that let no other thread run: some 30 ms.
+MAX_BLOCKING_CHARS = 64 << 10
 _MARKER = re.compile(r"[<\[]\S*\w\S*[>\]]")
 
 
@@ -56,7 +61,9 @@ class PromptTokenizer:
             has_byte_level = is_byte_level(steps)
             self.complete_texts = complete_texts(steps, vocab, added)
             self.longest_token_chars = longest_token_chars(steps, (*vocab, *self._added_ids))
-            is_known = has_known_cost(steps)
+            most_blocking = 0
+            if is_known := has_known_cost(steps):
+                most_blocking = MAX_BLOCKING_CHARS // most_chars_of_one(steps)
             self._prepends = prepends_text(steps)
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -73,8 +80,7 @@ class PromptTokenizer:
         self._encode, self._encode_literal, is_fast = encoders(
             text, steps, vocab, self.tokenizer, self._literal
         )
-        most = MAX_CHARS if is_fast else MAX_BLOCKING_CHARS
-        self.max_chars_here = most if is_known else 0
+        self.max_chars_here = MAX_CHARS if is_fast and is_known else most_blocking
         self._added = _added_around(self.tokenizer)
         self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 

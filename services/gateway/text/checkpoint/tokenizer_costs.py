@@ -10,7 +10,7 @@ import base64
 import re
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from math import inf, prod
+from math import ceil, inf, prod
 
 import msgspec
 
@@ -35,7 +35,9 @@ _CHAR = (
     r"(?:[^][\\(){}|?*+^$]|\\[sSdDwWtnrfvhH]|\\[^\w\s]|\\[pP]\{\^?\w+\}|\[\^?(?:[^][\\]|\\.)+\])"
 )
 _TAKES_CHARS = re.compile(rf"(?:{_CHAR}(?:\+|\{{[1-9]\d*,?\}})?)+")  # a pattern with no empty match
-_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
+# The most characters that a step writes for one (UAX #15; of the lower case of U+0130).
+_EXPANSIONS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2}
+_NORMALIZERS = {*_EXPANSIONS, "Strip", "StripAccents"}
 _SPLITS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece", "BPEDecoder"}
 
@@ -50,6 +52,15 @@ def has_known_cost(steps: TokenizerSteps) -> bool:
         and all(map(_is_known_normalizer, normalizers))
         and all(map(_is_known_split, splits))
     )
+
+
+def most_chars_of_one(steps: TokenizerSteps) -> int:
+    """The most characters that the normalizers of a tokenizer with a known cost write for one: what
+    one form of Unicode has expanded no other one expands again.
+    """
+    normalizers = list(flattened(steps.normalizer))
+    expansion = max([1, *(_EXPANSIONS.get(each["type"], 1) for each in normalizers)])
+    return ceil(expansion * _growth(normalizers))
 
 
 class _Model(msgspec.Struct, frozen=True):

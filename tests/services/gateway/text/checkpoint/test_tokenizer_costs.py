@@ -18,6 +18,7 @@ from services.gateway.text.checkpoint.tokenizer_costs import (
     check_steps,
     has_known_cost,
 )
+from services.gateway.text.tokenizer import MAX_BLOCKING_CHARS, PromptTokenizer
 from shared.errors import ConfigError
 from shared.tokenizer.tokenizer_steps import read_steps
 
@@ -60,6 +61,18 @@ def test_normalizer_that_writes_much_has_no_known_cost(
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.normalizer = normalizers.Sequence(list(steps))
     assert has_known_cost(read_steps(tokenizer.to_str())) == is_known
+
+
+@pytest.mark.parametrize("kind", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip"])
+def test_text_that_is_encoded_at_once_is_short_when_normalized(kind: str) -> None:
+    """The characters that grow most, and each one of some scripts."""
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    step = tokenizer.normalizer = getattr(normalizers, kind)()
+    found = PromptTokenizer(tokenizer.to_str())
+    some = (*"a\ufdfa\U0001d160\u1f82\u0130", *map(chr, range(0x100, 0x2000)))
+    growth = max(len(step.normalize_str(each)) for each in some)
+    assert 0 < found.max_chars_here * growth <= MAX_BLOCKING_CHARS
+    assert found.max_chars_here >= MAX_BLOCKING_CHARS // growth - 1
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
