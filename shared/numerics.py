@@ -25,6 +25,7 @@ ACTIVATIONS: tuple[Activations, ...] = ("plain", "bf16-exchange")
 # auto: fp8 if the checkpoint declares it, else as activations; bf16; fp8: e4m3 with scales
 KvDtype = Literal["auto", "bf16", "fp8"]
 KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bf16", "fp8")
+FP8_CAPABILITY = 8, 9  # the first compute capability of CUDA that converts to e4m3
 
 _Part = Annotated[str, Meta(min_length=1, max_length=64)]
 _Count = Annotated[int, Meta(ge=0, le=1024)]

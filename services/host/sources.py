@@ -11,6 +11,7 @@ import msgspec
 
 from services.host.budget import ModelKey, ModelMemory
 from services.host.devices import weight_item_bytes
+from services.local.gpus import compute_capability
 from services.local.hub_download import is_hub_id
 from services.local.hub_process import downloaded
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
@@ -20,6 +21,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.planning.kv_plan import kv_item_bytes
 from shared.engine.parallel.planning.memory_plan import plan_memory
 from shared.errors import CheckpointError, ConfigError
+from shared.numerics import FP8_CAPABILITY
 
 DEFAULT_CONTEXT_TOKENS = 4096
 NUM_SPARE_BLOCKS = 2  # beyond those of one sequence
@@ -102,7 +104,13 @@ def _source_in(
 
 
 def _kv_item_bytes(config: ModelConfig, given: str, device: str, item_bytes: int) -> int:
-    """As its worker stores it; with auto on CUDA without FP8, which older devices lack."""
+    """As its worker stores it: with auto, older CUDA devices have no FP8."""
     dtype = "bfloat16" if item_bytes == 2 else "float32"
-    is_unsure = given == "auto" and device != "cpu"
-    return kv_item_bytes(config, "bf16" if is_unsure else given, dtype)
+    is_declared_alone = given == "auto" and config.declares_fp8_kv
+    is_bf16 = is_declared_alone and not _has_fp8(device)
+    return kv_item_bytes(config, "bf16" if is_bf16 else given, dtype)
+
+
+def _has_fp8(device: str) -> bool:
+    kind, _, index = device.partition(":")
+    return kind == "cpu" or (compute_capability(int(index or 0)) or (0, 0)) >= FP8_CAPABILITY

@@ -1,10 +1,12 @@
-"""Counts the CUDA devices that a worker on this machine can use."""
+"""The CUDA devices that a worker on this machine can use."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 _DRIVER = "libcuda.so.1"
 _QUESTION = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -13,6 +15,7 @@ _FREE = (
     "    for each in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(each)[0])"
 )
 _TIMEOUT_S = 60.0
+_CAPABILITY = 75, 76  # of CUdevice_attribute: major and minor
 
 
 def count_gpus(driver_name: str = _DRIVER) -> int:
@@ -22,6 +25,23 @@ def count_gpus(driver_name: str = _DRIVER) -> int:
     driver's count is not enough, as torch may be built without CUDA.
     """
     return _count_by_torch() if _count_by_driver(driver_name) else 0
+
+
+def compute_capability(
+    index: int, load: Callable[[str], Any] = ctypes.CDLL
+) -> tuple[int, int] | None:
+    """Of the device that torch calls `cuda:index`; None if the driver does not say."""
+    try:
+        driver = load(_DRIVER)
+    except OSError:
+        return None
+    device, found = ctypes.c_int(0), (ctypes.c_int(0), ctypes.c_int(0))
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return None
+    for number, attribute in zip(found, _CAPABILITY, strict=True):
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device) != 0:
+            return None
+    return found[0].value, found[1].value
 
 
 def _count_by_driver(name: str) -> int:

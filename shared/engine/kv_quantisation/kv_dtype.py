@@ -8,11 +8,9 @@ import torch
 from shared.engine.model_config import ModelConfig
 from shared.errors import ConfigError
 from shared.kv_layout import FP8
-from shared.numerics import KV_DTYPES
+from shared.numerics import FP8_CAPABILITY, KV_DTYPES
 
 log = structlog.get_logger(__name__)
-
-FP8_CAPABILITY = 8, 9  # the first of CUDA that converts to e4m3
 
 
 def resolve_kv_dtype(given: str, dtype: str, config: ModelConfig, device: torch.device) -> str:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from services.cli.service_options import DEMO_MODEL_DIR
+from services.host import sources
 from services.host.budget import ModelKey
 from services.host.devices import weight_item_bytes
 from services.host.hosted_catalogue import HostedRevision
@@ -48,7 +49,9 @@ async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
 
 
-async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(tmp_path: Path) -> None:
+async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice the models fit where a checkpoint declares FP8. Of CUDA devices, some have none."""
     for each in DEMO_MODEL_DIR.iterdir():
         (tmp_path / each.name).symlink_to(each)
@@ -56,10 +59,12 @@ async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(tmp_path: Path)
     declared = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
-    for device in ("cpu", "cuda:0"):
+    capabilities = [(8, 6), (9, 0)]
+    monkeypatch.setattr(sources, "compute_capability", capabilities.__getitem__)
+    for device in ("cpu", "cuda:0", "cuda:1"):
         plain = await find_source(MODEL, REVISION, device)
         own = await find_source(MODEL, CatalogueRevision(name="r1", source=str(tmp_path)), device)
-        factor = weight_item_bytes(device) if device == "cpu" else 1
+        factor = 1 if device == "cuda:0" else weight_item_bytes(device)
         assert own.kv_bytes_per_token * factor == plain.kv_bytes_per_token
         assert own.weights_bytes == plain.weights_bytes
 
