@@ -7,7 +7,7 @@ in the same run, so that a bar is a ratio or a count.
 
 | rows | module | what is done to the cluster |
 | --- | --- | --- |
-| C1–C5 | `bounds.py` | one tenant, or a caller without a key, takes what the gateway has for all |
+| C1–C6 | `bounds.py` | one tenant, or a caller without a key, takes what the gateway has for all |
 | F1–F5 | `tenants.py` | one tenant sends what is expensive, another is the victim |
 | M1 | `slow_clients.py` | clients that do not read their responses |
 | S1, S2, U1 | `devices.py` | a device fails every step; one request breaks all; unequal caches |
@@ -39,7 +39,7 @@ MODULES = {
     "wire": ("P2", "P3"),
     "redis_loss": ("R1",),
     "slow_clients": ("M1",),
-    "bounds": ("C1", "C2", "C3", "C4", "C5"),
+    "bounds": ("C1", "C2", "C3", "C4", "C5", "C6"),
     "tenants": ("F1", "F2", "F3", "F4", "F5"),
     "surroundings.logs": ("L1",),
     "surroundings.hub": ("H1",),

@@ -1,4 +1,4 @@
-"""C1–C5: what one tenant, or a caller without a key, may take of a gateway.
+"""C1–C6: what one tenant, or a caller without a key, may take of a gateway.
 
 | row | attack | bar |
 | --- | --- | --- |
@@ -7,6 +7,7 @@
 | C3 | small bodies that refer to megabytes of stored responses | memory and gaps of the loop |
 | C4 | calls without a key | CPU time of each |
 | C5 | bodies of many messages, whose clients leave | gaps of the loop |
+| C6 | 1,000 streams of one tenant, of `hearth up` with the demo model | the victim's TTFT |
 
 CPU times are those of the gateway's main process, which other processes do not change.
 """
@@ -27,8 +28,9 @@ import psutil
 
 from benchmarks.adversity.attacks import NUM_STREAMS, messages, stored_records
 from benchmarks.adversity.cores import pinned
+from benchmarks.adversity.redis_loss import up
 from benchmarks.adversity.tenants import cpu_s
-from benchmarks.adversity.turns import Victim, Waits, attacker, p99
+from benchmarks.adversity.turns import Victim, Waits, attacker, by_turns, p99
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import SPLIT, hearth
@@ -39,6 +41,7 @@ from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
 from tests.servers import RedisServer
+from tests.services.cli.running import add_tenants
 
 STEP_S = 0.01
 NUM_DESCRIPTORS = 1024
@@ -48,6 +51,8 @@ TURN_S = 5.0
 NUM_LEAVERS = 4
 LEFT_AFTER_S = 0.03
 MAX_RATIO = 1.5
+MAX_CROWD_RATIO = 2.0
+NUM_FEW = 64
 MAX_GAP_MS = 50.0
 MAX_RSS_MIB = 64
 MAX_CALL_MS = 1.0
@@ -80,12 +85,12 @@ class Run:
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
     measured = {"C2": streams, "C3": stored_state, "C4": anonymous_calls, "C5": leavers}
-    bars: list[Bar] = []
+    bars: list[Bar] = await streams_of_model() if "C6" in rows else []
     if "C1" in rows:
         async with AsyncExitStack() as stack:
             commands = {"gateway": ["-c", _LIMITED, *_GATEWAY]}
             bars += await connections(await _started(stack, commands))
-    if set(rows) - {"C1"}:
+    if set(rows) - {"C1", "C6"}:
         async with AsyncExitStack() as stack:
             run = await _started(stack)
             for row in (each for each in measured if each in rows):
@@ -156,6 +161,26 @@ async def streams(run: Run) -> list[Bar]:
         at_least("C2: streams of one tenant served at once", attack.statuses["200"], 1000, ""),
         at_most("C2: victim's p99 TTFT, to alone", waits.ratio, MAX_RATIO, "x"),
         at_most("C2: victim's requests rejected", len(errors), 0, "requests"),
+    ]
+
+
+async def streams_of_model() -> list[Bar]:
+    """Beside 64 streams at a time and beside 1,000, by turns. No process has a core of its own."""
+    keys = {name: new_api_key() for name in ("C6", "C6-few", "C6-victim")}
+    with tempfile.TemporaryDirectory() as folder, up(Path(folder), "--role", "apart") as state:
+        await add_tenants(state.redis_url, {name: {} for name in keys}, keys)
+        victim = Victim(Target(state.url, keys["C6-victim"], DEMO_MODEL_NAME))
+        few = attacker("streams", state.url, keys["C6-few"], num_connections=NUM_FEW)
+        many = attacker("streams", state.url, keys["C6"], num_connections=NUM_STREAMS)
+        async with few as smaller, many as attack:
+            waits = await by_turns(victim, attack, num_turns=2, turn_s=TURN_S, smaller=smaller)
+        victim.close()
+    print(f"C6: {dict(attack.statuses)}; victim {waits.summary()}", flush=True)
+    others = attack.statuses.total() - attack.statuses["200"]
+    return [
+        at_most("C6: streams of one tenant that were not served", others, 0, ""),
+        at_most("C6: victim's p99 TTFT, to beside 64 streams", waits.ratio, MAX_CROWD_RATIO, "x"),
+        at_most("C6: victim's requests rejected", len(waits.rejected), 0, "requests"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A victim beside an attacker and alone, by turns."""
+"""A victim beside an attacker and alone, or beside a smaller attacker, by turns."""
 
 from __future__ import annotations
 
@@ -136,13 +136,22 @@ class Victim:
 
 
 async def by_turns(
-    victim: Victim, attack: Attacker, *, num_turns: int, turn_s: float, warm_up_s: float = 1.0
+    victim: Victim,
+    attack: Attacker,
+    *,
+    num_turns: int,
+    turn_s: float,
+    warm_up_s: float = 1.0,
+    smaller: Attacker | None = None,
 ) -> Waits:
-    """A turn alone begins when the last turn's attack has been answered."""
+    """A turn alone, or beside the `smaller` attack, begins when the last turn's attack has been
+    answered.
+    """
     await asyncio.gather(victim.turn(warm_up_s), attack.turn(warm_up_s))
     waits = Waits()
     for _ in range(num_turns):
-        alone_s, errors = await victim.turn(turn_s)
+        others = [] if smaller is None else [smaller.turn(turn_s)]
+        (alone_s, errors), *_ = await asyncio.gather(victim.turn(turn_s), *others)
         waits.alone_s += alone_s
         waits.rejected += errors
         (beside_s, errors), _ = await asyncio.gather(victim.turn(turn_s), attack.turn(turn_s))
