@@ -259,8 +259,10 @@ class SchedulerService:
         for ticket in self._admission.remove_expired(now):
             error = DeadlineExceeded("the deadline passed while the request was queued")
             self._send_failed(ticket, error)
-        self._unserved.retry(now)
-        self._decide_residency(now)
+        with failing_alone("unserved_not_retried"):
+            self._unserved.retry(now)
+        with failing_alone("residency_not_decided"):
+            self._decide_residency(now)
         closed = self._starts.closed(now)
         for lane in self._blocked.all():
             with failing_alone("lane_not_retried"):
@@ -283,9 +285,10 @@ class SchedulerService:
     async def _change_roles(self) -> None:
         while True:
             await self._clock.sleep(ROLES_S)
-            now = self._clock.now()
-            for change in self._role_changes.decide(self._admission.held(), now):
-                await self._role_changes.send(change)
+            with failing_alone("roles_not_changed"):
+                now = self._clock.now()
+                for change in self._role_changes.decide(self._admission.held(), now):
+                    await self._role_changes.send(change)
 
     async def _keep_alive(self) -> None:
         while True:
@@ -294,7 +297,8 @@ class SchedulerService:
                 keepalive = QueueKeepalive(
                     scheduler_id=self._bus.process_id, request_ids=request_ids
                 )
-                await self._send(subjects.placement(gateway_id), keepalive)
+                with failing_alone("keepalive_not_sent", gateway=gateway_id):
+                    await self._send(subjects.placement(gateway_id), keepalive)
 
     # ── placing ──────────────────────────────────────────────────────────────────────────────────
 

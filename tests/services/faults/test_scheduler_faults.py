@@ -84,3 +84,29 @@ def test_compiler_that_raises_costs_speed_alone(error: Exception) -> None:
         assert isinstance(await rig.result(), Placed)
 
     faulty(test)
+
+
+ROUNDS: dict[str, tuple[Callable[[Rig], object], str]] = {
+    "unserved requests": (lambda rig: rig.service._unserved, "retry"),
+    "residency": (lambda rig: rig.service._residency, "decide"),
+    "roles": (lambda rig: rig.service._role_changes, "decide"),
+    "keepalives": (lambda rig: rig.service, "_send"),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_loop_goes_on_after_a_round_that_raises(name: str) -> None:
+    async def test(rig: Rig) -> None:
+        owner_of, method = ROUNDS[name]
+        waiting = {"gateway-0": ["r0"]}
+        admission = rig.service._admission
+        with (
+            patch.object(admission, "request_ids_by_gateway", return_value=waiting),
+            patch.object(owner_of(rig), method, side_effect=RuntimeError("a bug")) as broken,
+        ):
+            await eventually(lambda: broken.call_count > 2)
+        await rig.worker("decode-0")
+        await rig.submit(submit_of("r0"))
+        assert isinstance(await rig.result(), Placed)
+
+    faulty(test)
