@@ -20,7 +20,7 @@ from services.decode.output_buffer import Output, OutputBuffer
 from services.decode.phase_times import PhaseTimes
 from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
 from services.decode.token_flusher import TokenFlusher
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.engine.grammar.worker_grammars import WorkerGrammars
@@ -375,9 +375,11 @@ class DecodeService:
             now = self._worker.clock.now()
             self._active_handoffs.renew_leases()
             for placement_id in self._overdue(now):
-                self._fence(placement_id)
-                self._abort(placement_id)
-            self._resend_overdue(now)
+                with failing_alone("overdue_not_aborted", placement_id=placement_id.hex()):
+                    self._fence(placement_id)
+                    self._abort(placement_id)
+            with failing_alone("tokens_not_resent"):
+                self._resend_overdue(now)
 
     def _resend_overdue(self, now: float) -> None:
         """Resends placements without an update for RESEND_S; a gateway acknowledges a finish, or

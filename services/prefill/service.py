@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from shared.background import Background, is_logged
+from shared.background import Background, failing_alone, is_logged
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
 from shared.engine.kv_transfer.ports import Push, PushPort
@@ -216,7 +216,8 @@ class PrefillService:
     async def _sweep(self) -> None:
         while True:
             await self._worker.clock.sleep(SWEEP_S)
-            self._expire(self._worker.clock.now())
+            with failing_alone("prefills_not_expired"):
+                self._expire(self._worker.clock.now())
 
     def _expire(self, now: float) -> None:
         for prefill in self._prefills.values():

@@ -44,6 +44,7 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.try_record import TryRecord
+from shared.background import failing_alone
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,
@@ -313,18 +314,28 @@ class Streams:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float, *, is_bus_trusted: bool) -> None:
+        """A stream that raises ends alone."""
         for stream in list(self._by_request.values()):
-            if now >= stream.deadline_at:
-                error = DeadlineExceeded("the request did not finish before its deadline")
-                self._end(stream, error, "deadline", now)
-            elif stream.state is StreamState.RUNNING:
-                self._watch_running(stream, now)
-            elif stream.state is StreamState.QUEUED:
-                self._watch_queued(stream, now, is_bus_trusted)
-            elif stream.submit_at is not None and now >= stream.submit_at:
-                self._submit(stream, now)
+            try:
+                self._watch(stream, now, is_bus_trusted)
+            except Exception:
+                with failing_alone("stream_failed", request=stream.request_id):
+                    raise
+                if stream.request_id in self._by_request:
+                    self._end(stream, HearthError("internal error"), "failed", now)
         for placement_id, worker_id in self._early.expire(now):
             self._abort(worker_id, placement_id, "fenced", now)
+
+    def _watch(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:
+        if now >= stream.deadline_at:
+            error = DeadlineExceeded("the request did not finish before its deadline")
+            self._end(stream, error, "deadline", now)
+        elif stream.state is StreamState.RUNNING:
+            self._watch_running(stream, now)
+        elif stream.state is StreamState.QUEUED:
+            self._watch_queued(stream, now, is_bus_trusted)
+        elif stream.submit_at is not None and now >= stream.submit_at:
+            self._submit(stream, now)
 
     def _watch_running(self, stream: Stream, now: float) -> None:
         for choice in stream.choices.values():

@@ -15,8 +15,10 @@ from unittest.mock import patch
 
 import pytest
 
+from services.decode import service as decode_service
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.streams import streams
+from services.prefill import service as prefill_service
 from services.scheduler.candidates import size_of
 from services.scheduler.service import TICK_S
 from shared.engine.kv_transfer.kv_sender import KvSender
@@ -35,6 +37,7 @@ ERRORS = (
     OSError(28, "No space left on device"),
 )
 NUMBERS = count()
+SWEEP_S = 0.02
 Outcome = Callable[[LiveCluster], Awaitable[None]]
 
 
@@ -118,6 +121,18 @@ async def lane_is_retried(cluster: LiveCluster) -> None:
     assert scheduler._blocked.unblock(ticket.lane) and scheduler._admission.remove("blocked")
 
 
+async def overdue_placement_is_left(cluster: LiveCluster) -> None:
+    decode, due = decode_of(cluster), [[b"p" * 16]]
+    decode._overdue = lambda now: due.pop() if due else []
+    await until(lambda: not due)
+    await asyncio.sleep(0)
+    del decode._overdue
+
+
+async def sweeps_go_on(cluster: LiveCluster) -> None:
+    await asyncio.sleep(4 * SWEEP_S)
+
+
 # What is broken, its method, and what happens to the item.
 FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "preparation": (lambda it: it.gateway._pool, "_started", chat_gives(400, 503)),
@@ -139,6 +154,9 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "lane": (lambda it: it.scheduler, "_probe", lane_is_probed_later),
     "blocked lane": (lambda it: it.scheduler, "_unblock", lane_is_retried),
     "late peer": (lambda it: it.scheduler.health_monitor, "_request_alive", late_peer_is_not_asked),
+    "overdue placement": (lambda it: decode_of(it), "_fence", overdue_placement_is_left),
+    "tokens to resend": (lambda it: decode_of(it), "_resend_overdue", sweeps_go_on),
+    "expired prefill": (lambda it: prefill_of(it), "_expire", sweeps_go_on),
     "probe": (lambda it: it.scheduler.health_monitor, "_request_alive", round_trip_is_not_measured),
 }
 
@@ -221,6 +239,10 @@ async def test_item_fails_and_every_process_lives(
     cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "MEASURE_S", 0.05)
+    slow_s = max(decode_service.SWEEP_S, prefill_service.SWEEP_S)
+    for module in (decode_service, prefill_service):
+        monkeypatch.setattr(module, "SWEEP_S", SWEEP_S)
+    await asyncio.sleep(slow_s)  # the sweeps that have begun their wait
     for name, (owner_of, method, outcome) in FAULTS.items():
         for error in ERRORS:
             owner = owner_of(cluster)

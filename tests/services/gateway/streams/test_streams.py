@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -767,6 +768,24 @@ def test_deadline_ends_request() -> None:
         rig.tick(60.0)
         assert isinstance(rig.client.error, DeadlineExceeded)
         assert rig.published() == expected
+
+
+@pytest.mark.parametrize("make", [running, Rig])
+def test_stream_that_raises_in_a_tick_ends_alone(make: Callable[[], Rig]) -> None:
+    rig, other = make(), Recorder()
+    rig.streams.open([Opening(request("r2"), other)], rig.now)
+    rig.actions()
+    watch = rig.streams._watch
+
+    def fail_one(stream: Stream, now: float, is_bus_trusted: bool) -> None:
+        if stream.request_id == "r1":
+            raise KeyError("missing")
+        watch(stream, now, is_bus_trusted)
+
+    with patch.object(rig.streams, "_watch", fail_one):
+        rig.tick(60.0)
+    assert type(rig.client.error) is HearthError
+    assert isinstance(other.error, DeadlineExceeded) and not len(rig.streams)
 
 
 def test_resubmission_sends_remaining_time() -> None:
