@@ -30,13 +30,14 @@ RETRY_S = 10.0
 @dataclass(eq=False)
 class HostedRevision:
     """`worker_id`, `pid`: of its process; None without one. `is_admitted`: its worker has been
-    checked. `started_at`: of that process.
+    checked. `started_at`: of that process. `search`: for its source, which may be a download.
     """
 
     key: ModelKey
     model: CatalogueModel
     revision: CatalogueRevision
     source: ModelSource | None = None
+    search: asyncio.Task[None] | None = None
     failure: str = ""
     record: ModelRecord | None = None
     worker_id: str | None = None
@@ -98,11 +99,13 @@ class HostedCatalogue:
         for key, (model, revision) in wanted.items():
             if key not in self.revisions:
                 hosted = self.revisions[key] = HostedRevision(key, model, revision)
-                self._searches.start_item(self._search(hosted), is_logged)
+                hosted.search = self._searches.start_item(self._search(hosted), is_logged)
         return changed, gone
 
     def forget(self, hosted: HostedRevision) -> None:
         del self.revisions[hosted.key]
+        if hosted.search is not None:
+            hosted.search.cancel()
 
     async def stop(self) -> None:
         await self._searches.stop()

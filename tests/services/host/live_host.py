@@ -30,6 +30,7 @@ from shared.messages import (
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, CredentialRole, host_models
 from shared.transport.bus import NatsBus
+from tests.chaos.world.cluster import command_line
 from tests.servers import NatsServer, RedisServer, free_port
 from tests.support.waiting import until, wait_until
 
@@ -122,10 +123,18 @@ class LiveHost:
 
 
 def templates(host: LiveHost) -> list[int]:
-    """The children that workers are forked from: not downloads."""
-    command = b"services.local.hub_process"
-    found = children(host.process.pid)
-    return [pid for pid in found if command not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """The children that workers are forked from."""
+    found = downloads(host)
+    return [pid for pid in children(host.process.pid) if pid not in found]
+
+
+def downloads(host: LiveHost) -> set[int]:
+    found: set[int] = set()
+    for pid in children(host.process.pid):
+        with suppress(OSError):  # it has just ended
+            if b"services.local.hub_process" in command_line(pid):
+                found.add(pid)
+    return found
 
 
 def children(pid: int) -> list[int]:

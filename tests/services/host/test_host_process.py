@@ -14,6 +14,7 @@ from tests.services.host.live_host import (
     LiveHost,
     Operator,
     children,
+    downloads,
     is_alive,
     link_model,
     live_host,
@@ -99,6 +100,7 @@ async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: Liv
     for fault in FAULTS:
         await op.catalogue.remove(fault)
     await op.until(lambda: all(op.model(fault) is None for fault in FAULTS))
+    await op.until(lambda: not downloads(host))
     after = await op.state("demo-a", "standby", "hot")
     assert (host.process.pid, host.process.poll()) == (pid, None)
     assert after.worker_id == before.worker_id
