@@ -44,7 +44,7 @@ from services.gateway.request.prompt import ChatPrompt, naming_field_of
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
-from services.gateway.streams.queued_openings import MAX_OPEN, MIN_OPEN, Opening
+from services.gateway.streams.queued_openings import Opening, num_at_once
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.telemetry.span_attributes import span_attributes
@@ -112,6 +112,7 @@ class Submission:
         self._telemetry = telemetry
         self._num_preparing = 0
         self._num_prompts: Counter[str] = Counter()  # by tenant
+        self._num_responses: Counter[str] = Counter()  # that have prompts
         self._reservations: set[Reservation] = set()
         self.is_draining = False
 
@@ -188,6 +189,7 @@ class Submission:
             raise Overloaded("this tenant has too many prompts under way", retry_after_s=1.0)
         reservation.num_prompts = num_prompts
         self._num_prompts[tenant_id] += num_prompts
+        self._num_responses[tenant_id] += num_prompts > 0
 
     async def choose(self, reservation: Reservation, name: str) -> ServedModel:
         """The model of all prompts of the response. Raises UnknownModel, ModelNotAllowed,
@@ -315,8 +317,9 @@ class Submission:
         """Of the prompts of a response: its share beside others of the tenant, for which the
         gateway has room.
         """
-        all_prompts = self._num_prompts[reservation.tenant.tenant_id]
-        share = max(MIN_OPEN, MAX_OPEN * reservation.num_prompts // max(1, all_prompts))
+        tenant_id = reservation.tenant.tenant_id
+        all_prompts, num_responses = self._num_prompts[tenant_id], self._num_responses[tenant_id]
+        share = num_at_once(reservation.num_prompts, all_prompts, num_responses)
         return max(1, min(share, self._num_free()))
 
     def cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:
@@ -370,8 +373,9 @@ class Submission:
         """Settles limits after the last byte of a response has left."""
         outputs, tenant_id = reservation.outputs, reservation.tenant.tenant_id
         self._num_prompts[tenant_id] -= reservation.num_prompts
+        self._num_responses[tenant_id] -= reservation.num_prompts > 0
         if not self._num_prompts[tenant_id]:
-            del self._num_prompts[tenant_id]
+            del self._num_prompts[tenant_id], self._num_responses[tenant_id]
         self._limits.settle(reservation.lease, sum(each.num_output_tokens for each in outputs))
         self._telemetry.closed(reservation.record, reservation.model_name, outputs)
 

@@ -15,7 +15,14 @@ from services.gateway.streams.receiver import Receiver
 from shared.messages import Request
 
 MAX_OPEN = 256  # of a response: as many as a worker runs at once
-MIN_OPEN = 64  # of one beside others of its tenant
+
+
+def num_at_once(num_prompts: int, all_prompts: int, num_responses: int) -> int:
+    """Of one response, its share by prompts, or by responses if that is more: all responses of a
+    tenant have at most twice MAX_OPEN, or one each. `all_prompts`, `num_responses`: of its tenant.
+    """
+    by_prompts = MAX_OPEN * num_prompts // max(1, all_prompts)
+    return max(1, by_prompts, MAX_OPEN // max(1, num_responses))
 
 
 @dataclass(frozen=True, slots=True)

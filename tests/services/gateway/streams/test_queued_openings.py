@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.streams.actions import Submit
-from services.gateway.streams.queued_openings import MAX_OPEN, Opening
+from services.gateway.streams.queued_openings import MAX_OPEN, Opening, num_at_once
 from services.gateway.streams.streams import Streams
 from shared.errors import HearthError, Overloaded
 from shared.messages import Placed, Request, TokenBatch, TokenEntry
@@ -87,3 +87,12 @@ def test_deadline_ends_those_that_wait() -> None:
     response = Response(MAX_OPEN + 1)
     response.streams.tick(response.now + 60.0, is_bus_trusted=True)
     assert response.num_ended == MAX_OPEN + 1
+
+
+@pytest.mark.parametrize("sizes", [[1000], [1000] * 2, [1000, 8], [100] * 100, [1] * 900 + [500]])
+def test_responses_of_one_tenant_have_a_bounded_number_open(sizes: list[int]) -> None:
+    shares = [num_at_once(each, sum(sizes), len(sizes)) for each in sizes]
+    opened = [min(pair) for pair in zip(sizes, shares, strict=True)]
+    assert min(opened) >= 1
+    assert sum(opened) <= 2 * MAX_OPEN + len(sizes)
+    assert opened[-1] == 8 or sizes[-1] != 8  # a small response does not wait for a large one
