@@ -170,6 +170,7 @@ def prefill_of(cluster: LiveCluster) -> Any:
 
 
 # Faults that another try, another worker or the worker itself makes up for.
+BEFORE_REPLY = ("admission of decode", "outputs of decode")  # a worker holds nothing then
 PASSING: dict[str, tuple[Callable[[LiveCluster], Any], str]] = {
     "admission of decode": (decode_of, "_admit"),
     "outputs of decode": (lambda it: decode_of(it)._output_buffer, "open"),
@@ -202,16 +203,19 @@ async def test_fault_that_passes_costs_no_request_and_no_block(
     monkeypatch.setattr(streams, "TOKEN_TIMEOUT_S", 0.2)
     for name, (owner_of, method) in PASSING.items():
         for number, error in enumerate(ERRORS):
-            owner, errors = owner_of(cluster), [error]
+            owner, errors, held = owner_of(cluster), [error], list[int]()
             work = getattr(owner, method)
 
             def fail_once(
                 *arguments: object,
                 work: Any = work,
                 errors: list[Exception] = errors,
+                held: list[int] = held,
                 **fields: Any,
             ) -> object:
                 if errors:
+                    soon = asyncio.get_running_loop().call_soon
+                    soon(lambda: held.append(len(decode_of(cluster)._placements)))
                     raise errors.pop()
                 return work(*arguments, **fields)
 
@@ -223,6 +227,7 @@ async def test_fault_that_passes_costs_no_request_and_no_block(
                     await everything_has_ended(cluster)
             assert answer.json()["usage"]["completion_tokens"] == 8
             assert (errors, ended) == ([], []), name
+            assert held == [0] or name not in BEFORE_REPLY, name
 
 
 async def everything_has_ended(cluster: LiveCluster) -> None:

@@ -61,11 +61,14 @@ def test_park_that_raises_is_tried_again(error: Exception) -> None:
 @pytest.mark.parametrize("error", ERRORS)
 def test_late_start_that_raises_fails_its_request_alone(error: Exception) -> None:
     async def test(rig: Rig) -> None:
-        await rig.worker("decode-0", delay_s=0.5)
+        delay_s = 1.0  # longer than a first reply is waited for
+        worker = await rig.worker("decode-0", delay_s=delay_s)
         with patch.object(rig.service, "_started", side_effect=error) as started:
             await rig.submit(submit_of("r0"))
             await eventually(lambda: started.call_count > 0)
             assert not isinstance(await rig.result(), Placed)
+            worker.delay_s = 0.0
+            await asyncio.sleep(2 * delay_s)  # the replies to later tries come late, too
         await rig.submit(submit_of("r1"))
         assert isinstance(await rig.result(num=2), Placed)
 

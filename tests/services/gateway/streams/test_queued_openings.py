@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
 from services.gateway.streams.actions import Submit
@@ -67,6 +69,17 @@ def test_failed_request_ends_those_that_wait() -> None:
     for number in range(MAX_OPEN):
         response.finish(f"r{number}")
     assert not response.submitted() and not len(response.streams)
+
+
+def test_client_whose_end_raises_holds_up_no_other_request() -> None:
+    response = Response(MAX_OPEN + 1)
+    response.submitted()
+    with patch.object(response.clients["r0"], "on_end", side_effect=KeyError("missing")):
+        response.finish("r0")
+    assert [each.request_id for each in response.submitted()] == [f"r{MAX_OPEN}"]
+    for number in range(1, MAX_OPEN + 1):
+        response.finish(f"r{number}")
+    assert response.num_ended == MAX_OPEN and not len(response.streams)
 
 
 @pytest.mark.parametrize("first", [0, MAX_OPEN + 1])
