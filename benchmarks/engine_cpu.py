@@ -32,10 +32,9 @@ from shared.block_hash import root_hash
 from shared.clock import MonotonicClock
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.loop import EngineLoop
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
 
 NUM_PROMPT_TOKENS = 100
@@ -87,7 +86,7 @@ class Peer:
     @torch.inference_mode()
     def run(self, case: Case) -> None:
         longest = max(case.num_output_tokens)
-        torch.set_num_threads(self._num_threads)  # the runner has set another number
+        torch.set_num_threads(self._num_threads)  # the executor has set another number
         self._model.generate(
             torch.tensor(case.prompts),
             attention_mask=torch.ones(len(case.prompts), len(case.prompts[0]), dtype=torch.long),
@@ -99,18 +98,18 @@ class Peer:
 
 
 class Hearth:
-    """The engine loop with the model's runner, without bus and services."""
+    """The engine loop with the model's executor, without bus and services."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, executor: LocalExecutor) -> None:
         self.engine = Engine(
-            num_blocks=runner.num_blocks,
-            block_size=runner.kv_layout.block_size,
+            num_blocks=executor.num_blocks,
+            block_size=executor.kv_layout.block_size,
             max_context_tokens=CONTEXT,
             max_batch_tokens=MAX_BATCH_TOKENS,
             max_sequences=256,
-            reaches=runner.kv_layout.reaches,
+            reaches=executor.kv_layout.reaches,
         )
-        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), MonotonicClock())
+        self.loop = EngineLoop(self.engine, executor, MonotonicClock())
         self.loop.listen(self._on_progress)
         self._num_left = 0
         self._done = asyncio.Event()
@@ -148,14 +147,14 @@ def sequences_of(case: Case) -> list[Sequence]:
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
     """One row per case: both rates (tokens/s), and the median of the rounds' ratios."""
     peer = Peer(model_dir, options.dtype, options.threads)
-    runner = load_runner(
+    executor = load_executor(
         model_dir, dtype=options.dtype, num_threads=options.threads, has_row_kernels=True
     )
-    hearth = Hearth(runner)
+    hearth = Hearth(executor)
     hearth.loop.start()
     rates: dict[str, list[tuple[float, float]]] = {}
     for round_index in range(options.rounds + 1):  # the first warms up
-        for case in make_cases(runner.vocab_size, round_index):
+        for case in make_cases(executor.vocab_size, round_index):
             ours_s = await seconds(hearth.run(case))
             theirs_s = await seconds(asyncio.to_thread(peer.run, case))
             if round_index:

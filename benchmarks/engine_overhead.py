@@ -36,10 +36,9 @@ from benchmarks.checkpoints import LLAMA_125M, write_random_llama
 from benchmarks.engine_cpu import CONTEXT, MAX_BATCH_TOKENS, make_cases, sequences_of
 from benchmarks.report import Row, at_most, write_result
 from shared.engine.engine import Engine
-from shared.engine.executors.in_process_executor import InProcessExecutor
-from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.cpu_runner import CpuRunner
+from shared.engine.executors.cpu_executor import CpuExecutor
 from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.step import StepInputs, StepOutput
 
 BATCH = 64
 MAX_OVERHEAD = 0.15  # share of the step
@@ -94,7 +93,7 @@ def part_of(frame: FrameType | None) -> str:
     return kernel or "elsewhere"
 
 
-class ProfiledRunner(CpuRunner):
+class ProfiledExecutor(CpuExecutor):
     calls: Calls | None = None  # of the next step
 
     def _run(self, inputs: StepInputs) -> StepOutput:
@@ -104,7 +103,7 @@ class ProfiledRunner(CpuRunner):
             return super()._run(inputs)
 
 
-async def step(engine: Engine, executor: InProcessExecutor) -> Times:
+async def step(engine: Engine, executor: CpuExecutor) -> Times:
     """One iteration of the engine's loop, timed by part."""
     laps = [time.perf_counter()]
     rows, _ = engine.schedule()
@@ -121,17 +120,16 @@ async def step(engine: Engine, executor: InProcessExecutor) -> Times:
 
 async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
     """Medians: of the parts of an unmodified step, and of the calls of a timed one."""
-    runner = ProfiledRunner.load(model_dir, LoadOptions(dtype="bfloat16", num_threads=1))
+    executor = ProfiledExecutor.load(model_dir, LoadOptions(dtype="bfloat16", num_threads=1))
     engine = Engine(
-        num_blocks=runner.num_blocks,
-        block_size=runner.kv_layout.block_size,
+        num_blocks=executor.num_blocks,
+        block_size=executor.kv_layout.block_size,
         max_context_tokens=CONTEXT,
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_sequences=BATCH,
-        reaches=runner.kv_layout.reaches,
+        reaches=executor.kv_layout.reaches,
     )
-    executor = InProcessExecutor(runner)
-    case = next(c for c in make_cases(runner.vocab_size, 0) if c.name == f"batch {BATCH}")
+    case = next(c for c in make_cases(executor.vocab_size, 0) if c.name == f"batch {BATCH}")
     for sequence in sequences_of(
         msgspec.structs.replace(case, num_output_tokens=[CONTEXT] * BATCH)
     ):
@@ -141,12 +139,12 @@ async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
     plain: list[Times] = []
     timed: list[Times] = []
     for _ in range(num_steps // 2):
-        runner.calls = None
+        executor.calls = None
         plain.append(await step(engine, executor))
-        runner.calls = Calls()
+        executor.calls = Calls()
         await step(engine, executor)
-        timed.append(runner.calls.times)
-    await runner.close()
+        timed.append(executor.calls.times)
+    await executor.close()
     return medians(plain), medians(timed)
 
 

@@ -238,27 +238,27 @@ def push_ways(num_under_way: int, source: Pool, destination: Pool) -> Iterator[d
     """
     with (
         process(receive_frames) as frames_pipe,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as executor,
     ):
         targets = [
             msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=tuple[DataPlaneAddress, Key])
             for _ in SECURITIES
         ]
         memfd, tcp = Dialer(), Dialer()
-        links = {"memfd": runner.run(memfd.link(targets[0][0]))}
+        links = {"memfd": executor.run(memfd.link(targets[0][0]))}
         for security, (address, link_key) in zip(SECURITIES, targets, strict=True):
             apart = msgspec.structs.replace(address, unix_path="")
             name = "tcp" if security == "none" else f"tcp_{security}"
-            links[name] = runner.run(tcp.link(apart, link_key))
+            links[name] = executor.run(tcp.link(apart, link_key))
         yield {
             **{
-                name: push_frames(runner.run, link, source, num_under_way)
+                name: push_frames(executor.run, link, source, num_under_way)
                 for name, link in links.items()
             },
             "aead": seal_frames(destination),
         }
-        runner.run(memfd.close())
-        runner.run(tcp.close())
+        executor.run(memfd.close())
+        executor.run(tcp.close())
 
 
 def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) -> list[Row]:

@@ -17,7 +17,7 @@ from shared.engine.kv_transfer.ports import PushPort, ReceivePort
 from shared.engine.ranks.kv.group_push import GroupPushPort
 from shared.engine.ranks.kv.group_receive import GroupReceivePort
 from shared.engine.ranks.kv.rank_links import RankLinks
-from shared.engine.runner import KvMemory
+from shared.engine.step import KvMemory
 from shared.errors import ConfigError
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer

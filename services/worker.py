@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import structlog
 
@@ -18,7 +18,6 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
-from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.features import features_of
 from shared.engine.grammar.mask_lanes import MaskLanes
 from shared.engine.grammar.worker_grammars import WorkerGrammars
@@ -26,40 +25,22 @@ from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.ranks.group_executor import GroupExecutor
-from shared.engine.runner import KvMemory, Runner
 from shared.engine.runners.freed_memory import use_one_arena
+from shared.engine.step import KvMemory
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
-from shared.kv_layout import KvLayout
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import WORKER_ROLES, ModelCard, Role
 from shared.metrics.process_report import ProcessReport
-from shared.numerics import Numerics
 from shared.randomness import Randomness, SystemRandomness
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
 
 DEVICE_LOST_STATUS = 3  # of the process: a supervisor starts it again, with growing pauses
-
-
-class LoadedModel(Protocol):
-    """What a worker serves, loaded by a runner or an executor."""
-
-    kv_layout: KvLayout
-    numerics: Numerics
-    num_blocks: int  # of its KV cache at the start, if it does not start parked
-    max_context_tokens: int  # of the model
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    has_head: bool  # False: it gives embeddings only
-    revision: str
-
-
-class ModelledRunner(LoadedModel, Runner, Protocol): ...
 
 
 class WorkerProcess:
@@ -93,12 +74,10 @@ class WorkerProcess:
         return self._worker.health_monitor.report()
 
 
-def load_model(
-    config: WorkerConfig, hosts: HostListener | None = None
-) -> ModelledRunner | GroupExecutor:
+def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Executor:
     """`hosts`: those of the last ranks. Raises CheckpointError, ConfigError."""
-    # torch: other runners do not need it
-    from shared.engine.runners.load import load_runner
+    # torch: other executors do not need it
+    from shared.engine.executors.load import load_executor
 
     options: dict[str, Any] = {
         "dtype": config.dtype,
@@ -120,7 +99,7 @@ def load_model(
     }
     shape = MeshShape(config.tp, config.pp)
     if shape.num_ranks == 1:
-        return load_runner(config.model_dir, config.device, **options)
+        return load_executor(config.model_dir, config.device, **options)
     from shared.engine.ranks.load_group import load_group
 
     return load_group(config.model_dir, config.device, shape, hosts, **options)
@@ -130,21 +109,21 @@ def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
     """Returns the config with the device resolved and its defaults. Raises ConfigError."""
     device = config.device
     if device == "auto":
-        from shared.engine.runners.load import resolve_device  # imports torch
+        from shared.engine.executors.load import resolve_device  # imports torch
 
         device = resolve_device(device).type
     return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
 
 
 def load_grammars(
-    config: WorkerConfig, model: LoadedModel, roles: tuple[Role, ...]
+    config: WorkerConfig, executor: Executor, roles: tuple[Role, ...]
 ) -> WorkerGrammars | None:
     """None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
     if "decode" not in roles:
         return None
     try:
         vocabulary = load_vocabulary(
-            config.model_dir, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+            config.model_dir, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids
         )
     except CheckpointError as error:
         log.warning("grammars_unavailable", reason=error.message)
@@ -155,7 +134,7 @@ def load_grammars(
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
-    load: Callable[..., ModelledRunner | GroupExecutor] = load_model,
+    load: Callable[..., Executor] = load_model,
 ) -> Service:
     """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
@@ -166,12 +145,12 @@ async def build_worker(
     await (await connect(config, roles[0])).close()  # loading may take minutes
     async with listening_for_ranks(config, roles[0]) as hosts:
         arguments = () if hosts is None else (hosts,)
-        model = await asyncio.to_thread(load, config, *arguments)
-    grammars = await asyncio.to_thread(load_grammars, config, model, roles)
+        executor = await asyncio.to_thread(load, config, *arguments)
+    grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
-    engine = _engine(config, model)
-    data_plane = _data_plane(config, model, clock, randomness)
+    engine = _engine(config, executor)
+    data_plane = _data_plane(config, executor, clock, randomness)
     receive_port = None
     if "decode" in roles:
         try:
@@ -183,10 +162,10 @@ async def build_worker(
         bus=bus,
         clock=clock,
         randomness=randomness,
-        loop=EngineLoop(engine, _executor(model), clock),
+        loop=EngineLoop(engine, executor, clock),
         served=_served(
             config,
-            model,
+            executor,
             engine,
             features_of(has_vocabulary=grammars is not None or "decode" not in roles),
         ),
@@ -205,55 +184,51 @@ async def build_worker(
     return WorkerProcess(worker, handlers, bus)
 
 
-def _executor(model: ModelledRunner | GroupExecutor) -> Executor:
-    return model if isinstance(model, GroupExecutor) else InProcessExecutor(model)
-
-
 def _data_plane(
     config: WorkerConfig,
-    model: ModelledRunner | GroupExecutor,
+    executor: Executor,
     clock: Clock,
     randomness: Randomness,
 ) -> DataPlane:
-    if isinstance(model, GroupExecutor):
-        return GroupDataPlane(config, model.kv_links, randomness)
-    return ProcessDataPlane(config, cast(KvMemory, model), clock, randomness)
+    if isinstance(executor, GroupExecutor):
+        return GroupDataPlane(config, executor.kv_links, randomness)
+    return ProcessDataPlane(config, cast(KvMemory, executor), clock, randomness)
 
 
-def _engine(config: WorkerConfig, model: LoadedModel) -> Engine:
+def _engine(config: WorkerConfig, executor: Executor) -> Engine:
     assert config.max_batch_tokens is not None, "set by `on_device`"
-    num_floor_blocks = model.num_blocks
+    num_floor_blocks = executor.num_blocks
     if config.kv_floor_bytes is not None:
-        num_floor_blocks = config.kv_floor_bytes // model.kv_layout.block_bytes
+        num_floor_blocks = config.kv_floor_bytes // executor.kv_layout.block_bytes
     return Engine(
-        num_blocks=0 if config.is_parked else model.num_blocks,
+        num_blocks=0 if config.is_parked else executor.num_blocks,
         num_floor_blocks=num_floor_blocks,
-        block_size=model.kv_layout.block_size,
-        max_context_tokens=model.max_context_tokens,
+        block_size=executor.kv_layout.block_size,
+        max_context_tokens=executor.max_context_tokens,
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
-        reaches=model.kv_layout.reaches,
+        reaches=executor.kv_layout.reaches,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
 
 
 def _served(
-    config: WorkerConfig, model: LoadedModel, engine: Engine, features: tuple[str, ...]
+    config: WorkerConfig, executor: Executor, engine: Engine, features: tuple[str, ...]
 ) -> ServedModel:
     card = ModelCard(
         name=config.served_name,
-        revision=model.revision,
-        kv_format=model.kv_layout.key,
-        block_size=model.kv_layout.block_size,
+        revision=executor.revision,
+        kv_format=executor.kv_layout.key,
+        block_size=executor.kv_layout.block_size,
         max_context_tokens=engine.max_context_tokens,
-        vocab_size=model.vocab_size,
-        kv_bytes_per_token=model.kv_layout.bytes_per_token,
-        kv_reaches=model.kv_layout.reaches,
+        vocab_size=executor.vocab_size,
+        kv_bytes_per_token=executor.kv_layout.bytes_per_token,
+        kv_reaches=executor.kv_layout.reaches,
         model_context_tokens=engine.model_context_tokens,
-        numerics=model.numerics,
+        numerics=executor.numerics,
         features=features,
     )
     return ServedModel(
-        card=card, eos_token_ids=frozenset(model.eos_token_ids), has_head=model.has_head
+        card=card, eos_token_ids=frozenset(executor.eos_token_ids), has_head=executor.has_head
     )

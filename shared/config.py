@@ -421,7 +421,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     def with_defaults_of(self, device: str, *, is_prefill_only: bool) -> WorkerConfig:
         """Replaces None by the defaults of `device`: "cpu", "cuda" or "cuda:N".
 
-        On CUDA `kv_cache_bytes` stays None: the runner measures the free memory.
+        On CUDA `kv_cache_bytes` stays None: the executor measures the free memory.
         """
         kv_cache_bytes, max_batch_tokens = self.kv_cache_bytes, self.max_batch_tokens
         if device == "cpu" and kv_cache_bytes is None:

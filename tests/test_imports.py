@@ -164,7 +164,7 @@ LAYERS = {
     ),
     "shared/engine": (
         "worker quality | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer"
-        " | inputs | engine | batching | runners quantise | kv_quantisation | step_plan | models"
+        " | inputs | engine | batching | executors quantise | kv_quantisation | step_plan | models"
         " | checkpoint_plan | weights | layers | sampling | parallel kv_copies codec"
         " | kv_cache quantisation"
     ),
@@ -243,13 +243,13 @@ def test_no_folder_exceeds_max_files() -> None:
     [
         ("services/scheduler/service.py", "services.kv_index.index"),
         ("services/scheduler/service.py", "torch"),
-        ("services/scheduler/service.py", "shared.engine.runner"),
+        ("services/scheduler/service.py", "shared.engine.executor"),
         ("services/gateway/service.py", "transformers"),
         ("services/gateway/service.py", "services.decode.service.DecodeService"),
         ("services/decode/service.py", "services.prefill.service"),
-        ("shared/transport/bus.py", "shared.engine.runner"),
+        ("shared/transport/bus.py", "shared.engine.executor"),
         ("shared/transport/bus.py", "services.gateway"),
-        ("shared/engine/runner.py", "services.decode"),
+        ("shared/engine/executor.py", "services.decode"),
         ("kernels/gpu/rows/rms_norm.py", "shared.packing"),
         ("shared/packing.py", "tests.servers"),
     ],

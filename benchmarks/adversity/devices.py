@@ -14,7 +14,7 @@ from benchmarks.adversity.load import completion, is_full, print_failures, send_
 from benchmarks.adversity.worker import StepFaults
 from benchmarks.report import Bar, at_least, at_most
 from services.worker import DEVICE_LOST_STATUS
-from shared.engine.runners.timing_runner import STATE_BYTES
+from shared.engine.executors.timing_executor import STATE_BYTES
 from tests.chaos.world.clients import Exchange
 
 NUM_REQUESTS, EVERY_S = 60, 0.05

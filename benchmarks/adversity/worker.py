@@ -19,8 +19,8 @@ from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
+from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor
+from shared.engine.step import StepInputs, StepOutput
 from shared.lifecycle.process import run_service
 from shared.messages import Role
 
@@ -51,7 +51,7 @@ class StepFaults:
             raise RuntimeError("a row breaks the step")
 
 
-class FaultyRunner(TimingRunner):
+class FaultyExecutor(TimingExecutor):
     """Its check passes, so that only failed steps tell the state of the device."""
 
     revision = "timing"
@@ -88,7 +88,7 @@ def main() -> None:
         return run_service(
             config.process_id,
             lambda: build_worker(
-                config, ROLES[role], lambda each: FaultyRunner(each, float(step_s), faults)
+                config, ROLES[role], lambda each: FaultyExecutor(each, float(step_s), faults)
             ),
             drain_timeout_s=config.drain_timeout_s,
         )

@@ -28,8 +28,8 @@ import uvloop
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama
 from benchmarks.engine_cpu import Case, Hearth
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 
 FORMS = ("dense", "compressed")
 BATCHES = (1, 16, 64)
@@ -56,19 +56,19 @@ def make_cases(vocab_size: int, seed: int, num_output_tokens: int) -> list[Case]
 async def compare(model_dir: Path, options: argparse.Namespace) -> tuple[list[Row], list[Bar]]:
     engines, sizes = {}, {}
     for form in FORMS:
-        runner = load_runner(
+        executor = load_executor(
             model_dir,
             dtype="bfloat16",
             num_threads=options.threads,
             weights=form,
             has_row_kernels=True,
         )
-        engines[form] = (Hearth(runner), runner)
+        engines[form] = (Hearth(executor), executor)
         engines[form][0].loop.start()
         sizes[form] = mapped_bytes() - sum(sizes.values())
     samples: dict[str, list[dict[str, float]]] = {}
     for round_index in range(options.rounds + 1):  # the first warms up
-        for case in make_cases(runner.vocab_size, round_index, options.output_tokens):
+        for case in make_cases(executor.vocab_size, round_index, options.output_tokens):
             sample = {}
             for form in FORMS:
                 sample[form], sample[f"{form} CPU"] = await seconds_of(engines[form][0], case)
@@ -79,7 +79,7 @@ async def compare(model_dir: Path, options: argparse.Namespace) -> tuple[list[Ro
     for hearth, _ in engines.values():
         await hearth.loop.stop()
     rows = [row_of(name, found) for name, found in samples.items()]
-    return [*rows, memory_row(runner, sizes)], bars_of(rows, runner, sizes)
+    return [*rows, memory_row(executor, sizes)], bars_of(rows, executor, sizes)
 
 
 async def seconds_of(hearth: Hearth, case: Case) -> tuple[float, float]:
@@ -111,8 +111,8 @@ def row_of(name: str, samples: list[dict[str, float]]) -> Row:
     }
 
 
-def memory_row(runner: ModelRunner, sizes: dict[str, int]) -> Row:
-    report = runner.weights
+def memory_row(executor: LocalExecutor, sizes: dict[str, int]) -> Row:
+    report = executor.weights
     return {
         "case": "memory",
         "dense_resident_mb": round(sizes["dense"] / 1e6, 1),
@@ -122,8 +122,8 @@ def memory_row(runner: ModelRunner, sizes: dict[str, int]) -> Row:
     }
 
 
-def bars_of(rows: list[Row], runner: ModelRunner, sizes: dict[str, int]) -> list[Bar]:
-    report = runner.weights
+def bars_of(rows: list[Row], executor: LocalExecutor, sizes: dict[str, int]) -> list[Bar]:
+    report = executor.weights
     expected = report.num_compressed_bytes + report.num_plain_bytes
     return [
         at_most("bits of a compressed weight", report.bits_per_weight, BITS_A_WEIGHT, "bits"),

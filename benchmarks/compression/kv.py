@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, frame_header, process
 from benchmarks.report import Bar, Row, at_least, write_result
 from shared.engine.kv_codec import Bf16FrameCodec
-from shared.engine.runner import KvRun
+from shared.engine.step import KvRun
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY
@@ -69,7 +69,7 @@ async def demo_kv() -> list[Bytes]:
     paths = [*pages, *sorted((ROOT / "shared" / "kv_wire").glob("*.py"))]
     text = "\n".join(path.read_text() for path in paths)
     worker = Worker(DEMO_MODEL, "bfloat16", num_blocks=NUM_SEQUENCES * 512, budget=512)
-    per_token = worker.runner.kv_layout.bytes_per_token
+    per_token = worker.executor.kv_layout.bytes_per_token
     num_tokens = FRAME_BYTES // per_token
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     frames = []
@@ -80,9 +80,9 @@ async def demo_kv() -> list[Bytes]:
         for index in range(NUM_FRAMES):
             frame = np.empty(num_tokens * per_token, np.uint8)
             run = KvRun(sequence.block_tables[0], index * num_tokens, num_tokens)
-            await worker.runner.read_kv(run, frame.data)
+            await worker.executor.read_kv(run, frame.data)
             frames.append(frame)
-    await worker.runner.close()
+    await worker.executor.close()
     return frames
 
 
@@ -179,13 +179,13 @@ def main() -> None:
     options = parser.parse_args()
     with (
         process(receive_frames) as pipe,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as executor,
     ):
         address = msgspec.msgpack.decode(pipe.recv_bytes(), type=DataPlaneAddress)
         target = msgspec.structs.replace(address, unix_path="")
-        kv = runner.run(demo_kv())
+        kv = executor.run(demo_kv())
         rows = [
-            runner.run(measure_link(target, each, kv, options.repetitions, options.seconds))
+            executor.run(measure_link(target, each, kv, options.repetitions, options.seconds))
             for each in BANDWIDTHS
         ]
     command = ["-m", "benchmarks.compression.kv"]

@@ -26,11 +26,11 @@ import torch
 
 from benchmarks.report import Row, at_least, at_most, write_result
 from kernels.ops import cpu_host
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.linear import ProductModule
-from shared.engine.runner import StepInputs
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.runners.warm_up import idle_step
+from shared.engine.step import StepInputs
 
 VOCABULARY = 8192
 STEPS = {"batch 1": [1], "batch 64": [1] * 64, "prefill 512": [512]}
@@ -81,11 +81,11 @@ def write_config(folder: Path, options: argparse.Namespace, quantised: dict[str,
     return folder
 
 
-def steps(runner: ModelRunner) -> dict[str, StepInputs]:
+def steps(executor: LocalExecutor) -> dict[str, StepInputs]:
     """Steps of random tokens without a cached prefix: attention costs next to nothing."""
     found = {}
     for name, query_lens in STEPS.items():
-        step = idle_step(runner.kv_layout.block_size, query_lens, num_groups=1)
+        step = idle_step(executor.kv_layout.block_size, query_lens, num_groups=1)
         tokens = np.random.default_rng(0).integers(3, VOCABULARY, len(step.input_ids))
         step.input_ids[:] = tokens
         found[name] = step
@@ -98,33 +98,35 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure(runners: dict[str, ModelRunner], rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(executors: dict[str, LocalExecutor], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds by case and form; forms alternate, the first round warms up."""
-    given = {form: steps(runner) for form, runner in runners.items()}
+    given = {form: steps(executor) for form, executor in executors.items()}
     found: dict[str, dict[str, list[float]]] = {}
     for round_index in range(rounds + 1):
         for case in STEPS:
-            for form, runner in runners.items():
-                taken = seconds(lambda run=runner.step_logits, x=given[form][case]: run(x))
+            for form, executor in executors.items():
+                taken = seconds(lambda run=executor.step_logits, x=given[form][case]: run(x))
                 if round_index:
                     found.setdefault(case, {}).setdefault(form, []).append(taken)
     return found
 
 
-def bytes_of_layers(runner: ModelRunner) -> int:
+def bytes_of_layers(executor: LocalExecutor) -> int:
     """Of the linear layers, without embedding and head: all of them are quantised."""
-    report = runner.weights
+    report = executor.weights
     if report.num_quantised:
         return report.num_quantised_bytes
-    layers = runner.executor.model.layers
+    layers = executor.computer.model.layers
     linears = (each for each in layers.modules() if isinstance(each, ProductModule))
     return sum(each.weight.numel() * 2 for each in linears)
 
 
-def rows_of(found: dict[str, dict[str, list[float]]], runners: dict[str, ModelRunner]) -> list[Row]:
+def rows_of(
+    found: dict[str, dict[str, list[float]]], executors: dict[str, LocalExecutor]
+) -> list[Row]:
     rows: list[Row] = []
     for case, by_form in found.items():
-        for form in runners:
+        for form in executors:
             if form == "bf16":
                 continue
             ratios = sorted(
@@ -143,16 +145,16 @@ def rows_of(found: dict[str, dict[str, list[float]]], runners: dict[str, ModelRu
     return rows
 
 
-def byte_rows(runners: dict[str, ModelRunner]) -> list[Row]:
-    num_weights = runners["int4"].weights.num_quantised
+def byte_rows(executors: dict[str, LocalExecutor]) -> list[Row]:
+    num_weights = executors["int4"].weights.num_quantised
     file_bytes = {"int4": num_weights * (0.5 + 2 / GROUP), "fp8": num_weights * (1 + 4 / 128**2)}
     return [
         {
             "case": f"{form}, bytes",
-            "resident_mb": round(bytes_of_layers(runners[form]) / 1e6, 2),
+            "resident_mb": round(bytes_of_layers(executors[form]) / 1e6, 2),
             "file_mb": round(stored / 1e6, 2),
-            "over_file": round(bytes_of_layers(runners[form]) / stored, 4),
-            "over_bf16": round(bytes_of_layers(runners[form]) / (2 * num_weights), 4),
+            "over_file": round(bytes_of_layers(executors[form]) / stored, 4),
+            "over_bf16": round(bytes_of_layers(executors[form]) / (2 * num_weights), 4),
         }
         for form, stored in file_bytes.items()
     ]
@@ -170,8 +172,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cpu_host()  # its compiled code stays where it is
         os.environ["HEARTH_CACHE_DIR"] = folder
-        runners = {
-            form: load_runner(
+        executors = {
+            form: load_executor(
                 write_config(Path(folder, form), options, quantised),
                 dtype="bfloat16",
                 load_format="dummy",
@@ -180,8 +182,8 @@ def main(argv: list[str]) -> None:
             )
             for form, quantised in CONFIGS.items()
         }
-        rows = rows_of(measure(runners, options.rounds), runners)
-        sizes = byte_rows(runners)
+        rows = rows_of(measure(executors, options.rounds), executors)
+        sizes = byte_rows(executors)
     speeds = {row["case"]: row["speed_over_bf16"] for row in rows}
     bars = [at_least(f"{case} / BF16", speeds[case], least, "") for case, least in BARS.items()]
     bars += [

@@ -31,10 +31,10 @@ from shared.block_hash import root_hash
 from shared.config import CPU_BATCH_TOKENS
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
+from shared.engine.executors.load import load_executor
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.weight_source import read_tensor
@@ -87,18 +87,20 @@ def resident_bytes(field: str) -> int:
 def load(folder: Path) -> tuple[Any, Engine]:
     layout = kv_layout_of(read_config(folder), "bfloat16", BLOCK)
     num_blocks = PROMPT_TOKENS // BLOCK + 1
-    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=num_blocks * layout.block_bytes)
+    executor = load_executor(
+        folder, dtype="bfloat16", kv_cache_bytes=num_blocks * layout.block_bytes
+    )
     engine = Engine(
-        num_blocks=runner.num_blocks,
+        num_blocks=executor.num_blocks,
         block_size=BLOCK,
-        max_context_tokens=runner.max_context_tokens,
+        max_context_tokens=executor.max_context_tokens,
         max_batch_tokens=CPU_BATCH_TOKENS,
         max_sequences=1,
     )
-    return runner, engine
+    return executor, engine
 
 
-async def prefill(runner: Any, engine: Engine) -> None:
+async def prefill(executor: Any, engine: Engine) -> None:
     engine.add(
         Sequence(
             sequence_id=bytes(24),
@@ -111,27 +113,27 @@ async def prefill(runner: Any, engine: Engine) -> None:
     )
     while not engine.is_idle:
         rows, _ = engine.schedule()
-        engine.apply(rows, await runner.run(build_inputs(rows, BLOCK)))
+        engine.apply(rows, await executor.run(build_inputs(rows, BLOCK)))
 
 
 def measured(small: Path, large: Path) -> dict[str, int]:
     """Bytes, in this process."""
-    runner, engine = load(small)
-    asyncio.run(prefill(runner, engine))
-    del runner, engine
+    executor, engine = load(small)
+    asyncio.run(prefill(executor, engine))
+    del executor, engine
     gc.collect()
     before = resident_bytes("VmRSS")
-    runner, engine = load(large)
+    executor, engine = load(large)
     loaded = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    asyncio.run(prefill(runner, engine))
+    asyncio.run(prefill(executor, engine))
     return {
         "before": before,
         "loaded": loaded - before,
         "peak": resident_bytes("VmHWM") - before,
         "after": resident_bytes("VmRSS") - before,
         "file": (large / "model.safetensors").stat().st_size,
-        "kv": runner.executor.kv_cache.nbytes,
+        "kv": executor.computer.kv_cache.nbytes,
     }
 
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from benchmarks.report import Row, at_least, at_most, write_result
-from shared.engine.runner import StepInputs
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.runners.warm_up import idle_step
+from shared.engine.step import StepInputs
 
 BATCH = 8
 STEPS = 5  # of ours, a round
@@ -84,7 +84,7 @@ class Peer:
 
     @torch.inference_mode()
     def step(self) -> Tensor:
-        torch.set_num_threads(self._num_threads)  # the runner has set another number
+        torch.set_num_threads(self._num_threads)  # the executor has set another number
         position = torch.full((BATCH, 1), self._context.num_tokens)
         logits: Tensor = self._model(
             self._context.token_ids.unsqueeze(1),
@@ -96,14 +96,14 @@ class Peer:
 
 
 class Hearth:
-    """One step of the model's runner over blocks that no two sequences share."""
+    """One step of the model's executor over blocks that no two sequences share."""
 
-    def __init__(self, runner: ModelRunner, context: Context) -> None:
-        self._runner = runner
-        size = runner.kv_layout.block_size
+    def __init__(self, executor: LocalExecutor, context: Context) -> None:
+        self._executor = executor
+        size = executor.kv_layout.block_size
         num_blocks = -(-(context.num_tokens + 1) // size)
         tables = torch.randperm(BATCH * num_blocks).view(BATCH, num_blocks)
-        cache = runner.executor.kv_cache  # [layers, 1, num_blocks, 1, block_size, row]
+        cache = executor.computer.kv_cache  # [layers, 1, num_blocks, 1, block_size, row]
         padded = torch.nn.functional.pad(
             context.rows, (0, 0, 0, num_blocks * size - context.num_tokens)
         )
@@ -111,7 +111,7 @@ class Hearth:
         self._inputs = _step(size, context, tables)
 
     def step(self) -> Tensor:
-        return self._runner.step_logits(self._inputs)
+        return self._executor.step_logits(self._inputs)
 
 
 def _step(block_size: int, context: Context, tables: Tensor) -> StepInputs:
@@ -132,10 +132,10 @@ def compare(model_dir: Path, options: argparse.Namespace) -> Row:
     context = Context(options.context)
     peer = Peer(model_dir, context, options.threads)
     num_bytes = 2 * BATCH * (options.context + 64) * len(context.rows) * (LATENT + ROPE) * 2
-    runner = load_runner(
+    executor = load_executor(
         model_dir, dtype="bfloat16", num_threads=options.threads, kv_cache_bytes=num_bytes
     )
-    hearth = Hearth(runner, context)
+    hearth = Hearth(executor, context)
     found, expected = hearth.step(), peer.step()
     error = float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
     pairs = []

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from benchmarks.engine_cpu import Case, Hearth
 from benchmarks.report import Row, at_least, write_result
 from shared.engine.engine import StepProgress
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -64,7 +64,7 @@ class Peer:
     @torch.inference_mode()
     def decode_s(self, case: Case, implementation: str) -> float:
         """Seconds for all tokens but the first of each sequence."""
-        torch.set_num_threads(self._num_threads)  # the runner has set another number
+        torch.set_num_threads(self._num_threads)  # the executor has set another number
         self._model.set_experts_implementation("eager")
         out = self._model(torch.tensor(case.prompts), use_cache=True)
         self._model.set_experts_implementation(implementation)
@@ -79,8 +79,8 @@ class Peer:
 class TimedHearth(Hearth):
     """Notes when the first step of a case, which computes all of its prompts, has ended."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner)
+    def __init__(self, executor: LocalExecutor) -> None:
+        super().__init__(executor)
         self._first_at: float | None = None
 
     async def decode_s(self, case: Case) -> float:
@@ -108,7 +108,7 @@ def make_case(size: int, num_tokens: int, seed: int) -> Case:
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
     """One row per batch size: rates in tokens/s, medians of the rounds."""
     peer = Peer(model_dir, options.dtype, options.threads)
-    hearth = TimedHearth(load_runner(model_dir, dtype=options.dtype, num_threads=options.threads))
+    hearth = TimedHearth(load_executor(model_dir, dtype=options.dtype, num_threads=options.threads))
     hearth.loop.start()
     warm = {
         size: await rates_of(hearth, peer, make_case(size, WARM_TOKENS, size)) for size in BATCHES

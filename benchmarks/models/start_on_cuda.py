@@ -22,10 +22,10 @@ from benchmarks.gpu_kit.dry.dry_device import dry_device
 from benchmarks.gpu_kit.model_steps.loading import cpu_as_cuda
 from benchmarks.gpu_kit.shapes import CONFIG_8B
 from benchmarks.report import Row, at_most, write_result
-from shared.engine.runners import cuda_runner
+from shared.engine.executors import cuda_executor
 from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.runners.model_loading import LoadOptions
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
 
 MAX_BATCH_TOKENS = 8192
 KV_BYTES = 1 << 31
@@ -43,14 +43,14 @@ def measure(folder: Path, mode: str) -> Row:
     )
     with (
         dry_device("ttir") as driver,
-        patch.object(cuda_runner, "load_weights", lambda *_: None),
-        patch.object(ModelExecutor, "run", autospec=True, side_effect=ModelExecutor.run) as run,
+        patch.object(cuda_executor, "load_weights", lambda *_: None),
+        patch.object(StepComputer, "run", autospec=True, side_effect=StepComputer.run) as run,
     ):
-        runner = cuda_runner.CudaRunner.load(folder, options, cpu_as_cuda())
+        executor = cuda_executor.CudaExecutor.load(folder, options, cpu_as_cuda())
         num_launches, num_kernels = driver.num_launches, len(driver.compiled)
         began = time.thread_time()
-        for num_blocks in (1, runner.num_blocks):  # as `load` does
-            kernels = StepKernels(runner.executor.model, runner.kv_layout, num_blocks, options)
+        for num_blocks in (1, executor.num_blocks):  # as `load` does
+            kernels = StepKernels(executor.computer.model, executor.kv_layout, num_blocks, options)
             compile_kernels(kernels)
         python_s = time.thread_time() - began
     return {

@@ -31,9 +31,8 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
-from shared.engine.executors.in_process_executor import InProcessExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.runner import StepOutput
+from shared.engine.step import StepOutput
 from shared.messages import SamplingParams
 
 LLAMA = {
@@ -136,8 +135,8 @@ async def prefill_rate(drive: Drive) -> float:
 
 
 async def measure(case: Case, model_dir: str) -> dict[str, Any]:
+    from shared.engine.executors.load import load_executor
     from shared.engine.ranks.load_group import load_group
-    from shared.engine.runners.load import load_runner
 
     options: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -146,9 +145,9 @@ async def measure(case: Case, model_dir: str) -> dict[str, Any]:
     }
     shape, began_at = MeshShape(case.tp, case.pp), time.perf_counter()
     if shape.num_ranks == 1:
-        runner = load_runner(model_dir, "cpu", **options)
-        executor: Executor = InProcessExecutor(runner)
-        num_blocks, pids = runner.num_blocks, ["self"]
+        executor = load_executor(model_dir, "cpu", **options)
+        executor: Executor = executor
+        num_blocks, pids = executor.num_blocks, ["self"]
     else:
         group = load_group(model_dir, "cpu", shape, **options)
         executor, num_blocks, pids = group, group.num_blocks, [str(pid) for pid in group.pids]

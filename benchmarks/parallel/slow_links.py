@@ -46,7 +46,7 @@ from shared.engine.parallel.planning.parallel_plan import (
 from shared.engine.parallel.planning.step_bytes import SUMS_PER_LAYER
 from shared.engine.parallel.rank_mesh import RankMesh
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_executor import load_rank
+from shared.engine.ranks.rank_computer import load_rank
 from shared.engine.runners.warm_up import idle_step
 from shared.log import configure_logging
 from shared.numerics import Activations, exchange_of

@@ -39,7 +39,7 @@ from benchmarks.roles.colocation_plot import svg_of
 from benchmarks.roles.real_fleet import run_real_fleet
 from benchmarks.roles.step_costs import OverlapCost
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, run_fleet
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.log import configure_logging
 from shared.messages import Role
 

@@ -20,7 +20,7 @@ from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Time
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import hearth
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from shared.engine.runners.timing_runner import STATE_BYTES
+from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.messages import Role
 from shared.subjects import CredentialRole
 

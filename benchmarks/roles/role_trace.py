@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.report import Row, at_least, at_most, write_result
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Timeline, run_fleet
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.log import configure_logging
 from shared.messages import Role
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.engine.runner import StepInputs
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
+from shared.engine.step import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

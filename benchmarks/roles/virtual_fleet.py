@@ -19,7 +19,7 @@ from services.gateway.streams.stream_driver import StreamDriver
 from services.scheduler.service import SchedulerService
 from shared.block_hash import extend_chain, root_hash
 from shared.config import SchedulerConfig
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
 from shared.messages import Choice, Finish, Request, Role, SamplingParams, Served, TokenLogprobs

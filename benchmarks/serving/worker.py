@@ -19,8 +19,8 @@ from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
+from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor
+from shared.engine.step import StepInputs, StepOutput
 from shared.lifecycle.process import run_service
 from shared.messages import Role, TokenLogprobs
 
@@ -31,7 +31,7 @@ ROLES: dict[str, tuple[Role, ...]] = {
 }
 
 
-class IdleRunner(TimingRunner):
+class IdleExecutor(TimingExecutor):
     revision = "idle"
     eos_token_ids = (4,)
     has_head = True
@@ -83,7 +83,7 @@ def main() -> None:
         config = msgspec.structs.replace(config, device="cpu")
         return run_service(
             config.process_id,
-            lambda: build_worker(config, ROLES[role], lambda each: IdleRunner(each, cost)),
+            lambda: build_worker(config, ROLES[role], lambda each: IdleExecutor(each, cost)),
             drain_timeout_s=config.drain_timeout_s,
         )
 

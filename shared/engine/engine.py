@@ -1,7 +1,7 @@
 """The engine core: sequences, blocks and batches, synchronous and torch-free.
 
-The owner calls `schedule`, has a runner compute the step, and calls `apply` with the step's output.
-All other methods may be called between the two, while the step computes, and so may `schedule` for
+The owner calls `schedule`, has an executor compute the step, and calls `apply` with its output. All
+other methods may be called between the two, while the step computes, and so may `schedule` for
 steps after it: all apply in order. Blocks become free only once no step in flight uses them, so a
 sequence that ends, or is aborted, may keep them longer than its state says.
 """
@@ -19,8 +19,8 @@ from shared.block_hash import PUBLIC_TENANT_ID, extend_chain
 from shared.engine.batching.batcher import Batcher, ScheduledSequence
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.runner import StepOutput
 from shared.engine.sampling.checks import check_sampling
+from shared.engine.step import StepOutput
 from shared.errors import ConfigError, ContextFull, HearthError, InvalidRequest
 from shared.kv_layout import Reach, first_sent
 from shared.messages import FinishReason, SamplingParams, TokenLogprobs
@@ -56,8 +56,8 @@ class Engine:
         """`max_context_tokens`: of the model. A sequence may also be no longer than a pool of
         `num_floor_blocks` holds, the fewest that it has while it serves; None: `num_blocks`, and 0
         of these are for an engine that serves after `resize`.
-        `reaches` are those of the runner's groups of layers. With `zeroes_freed_blocks` the owner
-        has the runner zero freed blocks before they are written again: see
+        `reaches` are those of the executor's groups of layers. With `zeroes_freed_blocks` the owner
+        has the executor zero freed blocks before they are written again: see
         `EngineLoop.zero_freed_blocks`. Raises ConfigError if the pool is too small.
         """
         self.pool = BlockPool(

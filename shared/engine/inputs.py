@@ -1,4 +1,4 @@
-"""Builds the flat arrays that a runner computes with from the rows of a step."""
+"""Builds the flat arrays that an executor computes with from the rows of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import (
+from shared.engine.sampling.token_counts import TokenCounts
+from shared.engine.step import (
     LogitBias,
     Penalties,
     PoolingInputs,
@@ -20,7 +21,6 @@ from shared.engine.runner import (
     TokenMask,
     TokenMasks,
 )
-from shared.engine.sampling.token_counts import TokenCounts
 from shared.messages import LogprobsMode, SamplingParams
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.ops import gather_blocks, scatter_blocks
 from shared.engine.kv_cache import release_blocks
-from shared.engine.runner import KvRun
+from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, KvShard
 
 

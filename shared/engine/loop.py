@@ -33,7 +33,7 @@ from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.expert_load import ExpertLoad
 from shared.engine.failed_steps import FailedSteps
-from shared.engine.runner import StepOutput
+from shared.engine.step import StepOutput
 from shared.errors import DeviceFailed, StepFailed
 from shared.messages import STEP_TOKENS, WorkerLoad
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.runner import StepOutput
+from shared.engine.step import StepOutput
 from shared.messages import Pooling, SamplingParams
 
 INT_BYTES = 4

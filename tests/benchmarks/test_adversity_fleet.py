@@ -15,7 +15,7 @@ from benchmarks.adversity.distance import MAX_ROUND_TRIPS, NUM_REQUESTS, bars_of
 from benchmarks.adversity.load import completion, is_full, num_moves
 from benchmarks.adversity.worker import POISON_OUTPUT_POSITION, StepFaults
 from benchmarks.report import Bar
-from shared.engine.runner import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs
 from tests.chaos.world.clients import Exchange
 
 MAX_TOKENS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, run_fleet
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 
 OPTIONS = FleetOptions(
     workers=(("prefill",), ("decode",), ("decode",)),

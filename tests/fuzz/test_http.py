@@ -193,14 +193,14 @@ class FuzzedGateway:
         self.patience_s = patience_s
         self.max_body_bytes = max_body_bytes
         self.broken: list[dict[str, Any]] = []
-        self.runner = asyncio.Runner()
-        self.runner.get_loop().set_exception_handler(lambda _, each: self.broken.append(each))
-        self.runner.run(self._start())
+        self.executor = asyncio.Runner()
+        self.executor.get_loop().set_exception_handler(lambda _, each: self.broken.append(each))
+        self.executor.run(self._start())
         atexit.register(self._close)
 
     def _close(self) -> None:
-        self.runner.run(self._stop())
-        self.runner.close()
+        self.executor.run(self._stop())
+        self.executor.close()
 
     async def _stop(self) -> None:
         for each in (self.gateway, *self.peers):
@@ -357,7 +357,7 @@ def malformed_requests(draw: st.DrawFn) -> bytes:
 @given(json_requests())
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
-    answer = patient.runner.run(patient.play(data))
+    answer = patient.executor.run(patient.play(data))
     assert answer or len(data) > MAX_BODY_BYTES  # whose rejection the reset may overtake
     if answer:
         check(answer)
@@ -367,7 +367,7 @@ def test_bodies(data: bytes) -> None:
 @given(header_requests())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
-    answer = impatient.runner.run(impatient.play(data))
+    answer = impatient.executor.run(impatient.play(data))
     if answer:
         check(answer)
 
@@ -376,7 +376,7 @@ def test_methods_paths_headers_and_sizes(data: bytes) -> None:
 @given(malformed_requests())
 def test_malformed_http(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
-    answer = impatient.runner.run(impatient.play(data))
+    answer = impatient.executor.run(impatient.play(data))
     if answer:
         check(answer)
 
@@ -443,6 +443,6 @@ async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
 def test_no_body_holds_the_event_loop(data: bytes) -> None:
     """CPU time, which a busy machine does not change."""
     large = gateway_client(PATIENT_S, max_body_bytes=4 << 20)
-    answer, turn_s = large.runner.run(longest_turn_s(large.send(data)))
+    answer, turn_s = large.executor.run(longest_turn_s(large.send(data)))
     check(answer)
     assert turn_s <= MAX_TURN_S

@@ -23,12 +23,12 @@ from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.kv_quantisation.kv_scales import set_kv_scales
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runner import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import AllTokens, idle_step
+from shared.engine.step import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import compress_weights
 from shared.kv_layout import FP8
@@ -50,37 +50,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def executor_of(folder: Path, kv_dtype: str = "bfloat16", block_size: int = 16) -> ModelExecutor:
+def computer_of(folder: Path, kv_dtype: str = "bfloat16", block_size: int = 16) -> StepComputer:
     config = read_config(folder)
     kv_layout = kv_layout_of(config, kv_dtype, block_size)
     model = Decoder(config, dtype=torch.bfloat16, num_positions=4096).eval()
     if kv_dtype == FP8:
         set_kv_scales(model, torch.ones(config.num_layers, 2, config.num_kv_heads))
-    return ModelExecutor(model, allocate_kv_cache(kv_layout, 64, torch.device("cpu")), kv_layout)
+    return StepComputer(model, allocate_kv_cache(kv_layout, 64, torch.device("cpu")), kv_layout)
 
 
 @pytest.fixture(scope="module")
-def executor(folder: Path) -> ModelExecutor:
-    return executor_of(folder, "bfloat16")
+def computer(folder: Path) -> StepComputer:
+    return computer_of(folder, "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def fake(executor: ModelExecutor) -> Iterator[FakeDriver]:
-    """A driver on which the executor is warm."""
+def fake(computer: StepComputer) -> Iterator[FakeDriver]:
+    """A driver on which the computer is warm."""
     with triton_ops() as driver:
-        finish_model(executor.model, OPTIONS.mode, is_compressed=False)
-        warm_up(executor, driver)
+        finish_model(computer.model, OPTIONS.mode, is_compressed=False)
+        warm_up(computer, driver)
         yield driver
 
 
-def warm_up(executor: ModelExecutor, driver: FakeDriver) -> None:
+def warm_up(computer: StepComputer, driver: FakeDriver) -> None:
     """As a worker's start does: compiles by key, runs one step."""
-    num_blocks = executor.kv_cache.shape[2]
-    compile_kernels(StepKernels(executor.model, executor.kv_layout, num_blocks, OPTIONS))
+    num_blocks = computer.kv_cache.shape[2]
+    compile_kernels(StepKernels(computer.model, computer.kv_layout, num_blocks, OPTIONS))
     names = {each.name for each in driver.compiled}
     assert "_decode_attention_kernel" in names
     assert driver.num_launches == 0
-    run_largest_step(executor, OPTIONS)
+    run_largest_step(computer, OPTIONS)
     driver.compiled.clear()
 
 
@@ -92,39 +92,39 @@ def test_each_family_is_compiled_by_key(
     """Groups of layers have inputs of their own, at odd places of one array. Nothing is computed,
     so routers choose at random.
     """
-    monkeypatch.setattr(ModelExecutor, "_check_routing", lambda *_: None)
+    monkeypatch.setattr(StepComputer, "_check_routing", lambda *_: None)
     FAMILIES[family].write(tmp_path / "model")
     folder = tmp_path / "model"
     if is_quantised:
         folder = quantise(folder, tmp_path / "quantised", "fp8")
-    executor = executor_of(folder, block_size=64)
+    computer = computer_of(folder, block_size=64)
     with triton_ops() as driver:
-        finish_model(executor.model, OPTIONS.mode, is_compressed=False)
-        if is_quantised and executor.model.config.has_experts:  # whose steps need real choices
-            compile_kernels(StepKernels(executor.model, executor.kv_layout, 64, OPTIONS))
+        finish_model(computer.model, OPTIONS.mode, is_compressed=False)
+        if is_quantised and computer.model.config.has_experts:  # whose steps need real choices
+            compile_kernels(StepKernels(computer.model, computer.kv_layout, 64, OPTIONS))
             assert "_grouped_kernel" in {each.name for each in driver.compiled}
             return
-        warm_up(executor, driver)
-        groups = len(executor.kv_layout.groups)
+        warm_up(computer, driver)
+        groups = len(computer.kv_layout.groups)
         for query_lens in ([1, 1, 1], [65], [7, 1, 1]):
             for context in (0, 700):
                 step = idle_step(64, query_lens, context_tokens=context, num_groups=groups)
-                executor.run(step)
+                computer.run(step)
         assert Counter(each.name for each in driver.compiled) == {}
 
 
 def test_compressed_weights_are_compiled_by_key(tmp_path: Path) -> None:
     fields = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 640, "vocab_size": 512}
     write_llama(tmp_path, num_hidden_layers=1, **fields)
-    executor = executor_of(tmp_path, block_size=16)
-    model = executor.model
+    computer = computer_of(tmp_path, block_size=16)
+    model = computer.model
     with triton_ops() as driver, open_checkpoint(tmp_path) as tensors:
         compress_weights(model, model.weight_destinations(), tensors)
         assert isinstance(model.lm_head.weight, SplitWeight)
         finish_model(model, OPTIONS.mode, is_compressed=True)
-        warm_up(executor, driver)
+        warm_up(computer, driver)
         for step in all_chunks():
-            executor.run(step)
+            computer.run(step)
         assert Counter(each.name for each in driver.compiled) == {}
 
 
@@ -173,11 +173,11 @@ def all_samplers() -> Iterator[StepInputs]:
 
 
 @pytest.mark.parametrize("steps", [all_batches, all_chunks, all_samplers])
-def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver, steps) -> None:  # type: ignore[no-untyped-def]
+def test_warm_worker_compiles_nothing(computer: StepComputer, fake: FakeDriver, steps) -> None:  # type: ignore[no-untyped-def]
     fake.compiled.clear()
     num_launches = fake.num_launches
     for step in steps():
-        executor.run(step)
+        computer.run(step)
     assert fake.num_launches > num_launches
     assert Counter(each.name for each in fake.compiled) == {}
 
@@ -186,23 +186,23 @@ def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver,
 def test_warm_worker_with_an_fp8_cache_compiles_nothing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelExecutor, "_check_routing", lambda *_: None)
+    monkeypatch.setattr(StepComputer, "_check_routing", lambda *_: None)
     FAMILIES[family].write(tmp_path)
-    executor = executor_of(tmp_path, FP8)
+    computer = computer_of(tmp_path, FP8)
     with triton_ops() as driver:
-        finish_model(executor.model, OPTIONS.mode, is_compressed=False)
-        warm_up(executor, driver)
+        finish_model(computer.model, OPTIONS.mode, is_compressed=False)
+        warm_up(computer, driver)
         for rows in ([1], [1] * 4, [32], [7, 1, 1]):
             for context in (0, 513):
-                executor.run(idle_step(16, rows, context_tokens=context))
-        executor.zero_blocks([0])
+                computer.run(idle_step(16, rows, context_tokens=context))
+        computer.zero_blocks([0])
         assert Counter(each.name for each in driver.compiled) == {}
 
 
-def test_pushes_of_a_warm_worker_compile_nothing(executor: ModelExecutor, fake: FakeDriver) -> None:
+def test_pushes_of_a_warm_worker_compile_nothing(computer: StepComputer, fake: FakeDriver) -> None:
     fake.compiled.clear()
     for first, num_tokens in ((0, 1), (0, 16), (3, 20), (16, 300)):
-        wire = memoryview(bytearray(num_tokens * executor.kv_layout.bytes_per_token))
-        executor.read_kv(KvRun(list(range(20)), first, num_tokens), wire)
-        executor.write_kv(KvRun(list(range(20)), first, num_tokens), wire)
+        wire = memoryview(bytearray(num_tokens * computer.kv_layout.bytes_per_token))
+        computer.read_kv(KvRun(list(range(20)), first, num_tokens), wire)
+        computer.write_kv(KvRun(list(range(20)), first, num_tokens), wire)
     assert Counter(each.name for each in fake.compiled) == {}

@@ -24,7 +24,7 @@ from services.scheduler.service import SchedulerService, build_scheduler
 from services.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
-from shared.engine.runners.timing_runner import TimingRunner
+from shared.engine.executors.timing_executor import TimingExecutor
 from shared.lifecycle.process import Service
 from shared.messages import Role
 from shared.packing import pack_token_ids
@@ -49,7 +49,7 @@ PREFIX = "you are the assistant of a bank whose vault opens with the word marzip
 PROCESSES: tuple[Role, ...] = ("gateway", "scheduler", "kv_index", "prefill", "decode")
 
 
-class LiveRunner(TimingRunner):
+class LiveExecutor(TimingExecutor):
     revision = "r1"
     eos_token_ids = ()
     has_head = True
@@ -59,7 +59,7 @@ class LiveRunner(TimingRunner):
 class LiveCluster:
     gateway: GatewayService
     http: httpx.AsyncClient
-    runners: dict[str, TimingRunner]
+    executors: dict[str, TimingExecutor]
     relays: dict[Link, RecordingRelay]
     scheduler: SchedulerService
     index: KvIndexService
@@ -92,7 +92,7 @@ class _Cluster:
         self._authority = authority
         self._server = TlsFiles() if authority is None else authority.issue("server")
         self._relays: dict[Link, RecordingRelay] = {}
-        self._runners: dict[str, TimingRunner] = {}
+        self._executors: dict[str, TimingExecutor] = {}
 
     async def start_servers(self) -> None:
         nats_port = free_port()
@@ -136,7 +136,9 @@ class _Cluster:
             ):
                 await asyncio.sleep(0.01)
         relays = self._relays
-        return LiveCluster(gateway, http, self._runners, relays, scheduler, index, prefill, decode)
+        return LiveCluster(
+            gateway, http, self._executors, relays, scheduler, index, prefill, decode
+        )
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,10 +206,10 @@ class _Cluster:
         await service.start()
 
     async def _worker(self, role: Role, security: str) -> WorkerProcess:
-        def load(config: WorkerConfig) -> LiveRunner:
-            runner = LiveRunner(MonotonicClock(), num_blocks=64, vocab_size=400)
-            self._runners[role] = runner
-            return runner
+        def load(config: WorkerConfig) -> LiveExecutor:
+            executor = LiveExecutor(MonotonicClock(), num_blocks=64, vocab_size=400)
+            self._executors[role] = executor
+            return executor
 
         config = WorkerConfig(
             **self._common(role),
@@ -233,7 +235,7 @@ async def secrets_of(cluster: LiveCluster) -> dict[str, list[bytes]]:
     response = await cluster.chat(PROMPT)
     served = response.json()["hearth"]
     assert served["prefill_worker"] == "prefill-1"
-    states = [bytes(row) for row in cluster.runners["prefill"]._kv if row.any()]
+    states = [bytes(row) for row in cluster.executors["prefill"]._kv if row.any()]
     assert len(states) == served["num_pushed_tokens"] > 64
     prefix = {"model": "tiny", "system": PREFIX}
     (await cluster.http.put("/v1/prefixes/bank", json=prefix)).raise_for_status()

@@ -15,7 +15,7 @@ from services.worker import WorkerProcess, build_worker
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.runners.timing_runner import TimingRunner
+from shared.engine.executors.timing_executor import TimingExecutor
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     Choice,
@@ -43,7 +43,7 @@ DEADLINE_S = 20.0
 MODEL, REVISION = "timing", "r1"
 
 
-class LiveRunner(TimingRunner):
+class LiveExecutor(TimingExecutor):
     revision = REVISION
     eos_token_ids = ()
     has_head = True
@@ -56,13 +56,13 @@ class LiveWorkers:
     gateway: NatsBus
     monitor: HealthMonitor  # of the gateway
     processes: dict[str, WorkerProcess]
-    runners: dict[str, TimingRunner]
+    executors: dict[str, TimingExecutor]
     batches: list[TokenBatch] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def kv_format(self) -> str:
-        return self.runners["decode-1"].kv_layout.key
+        return self.executors["decode-1"].kv_layout.key
 
     @property
     def data_plane(self) -> DataPlaneAddress:
@@ -101,14 +101,14 @@ async def live_workers(
     nats: NatsServer, folder: Path, *, advertised_host: str = "", security: str = "aead"
 ) -> AsyncIterator[LiveWorkers]:
     """Without a unix socket to the decode worker if it advertises a host."""
-    runners: dict[str, TimingRunner] = {}
+    executors: dict[str, TimingExecutor] = {}
     processes: dict[str, WorkerProcess] = {}
 
     async def start(worker_id: str, role: Role) -> None:
-        def load(config: WorkerConfig) -> LiveRunner:
-            runner = LiveRunner(MonotonicClock(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-            runners[worker_id] = runner
-            return runner
+        def load(config: WorkerConfig) -> LiveExecutor:
+            executor = LiveExecutor(MonotonicClock(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+            executors[worker_id] = executor
+            return executor
 
         config = WorkerConfig(
             nats_url=nats.url(worker_id),
@@ -132,7 +132,7 @@ async def live_workers(
     await monitor.transition_to("ready")
     await start("prefill-1", "prefill")
     await start("decode-1", "decode")
-    it = LiveWorkers(nats, scheduler, gateway, monitor, processes, runners)
+    it = LiveWorkers(nats, scheduler, gateway, monitor, processes, executors)
     if advertised_host:
         os.unlink(it.data_plane.unix_path)  # noqa: PTH108
     await gateway.subscribe(tokens("gateway-1"), TokenBatch, it._on_tokens)
@@ -182,6 +182,6 @@ def run_prefill_of(it: LiveWorkers, prompt: list[int], **changes: object) -> Run
         targets=it.targets,
         lease_s=3.0,
         deadline_s=60.0,
-        numerics=it.runners["prefill-1"].numerics,
+        numerics=it.executors["prefill-1"].numerics,
     )
     return msgspec.structs.replace(command, **changes)

@@ -52,7 +52,7 @@ async def worker_pair() -> AsyncIterator[WorkerPair]:
     with computing_threads(1):
         both = WorkerPair(*(Worker(DEMO_MODEL, "bfloat16", budget=512) for _ in range(2)))
         yield both
-        await asyncio.gather(both.prefill.runner.close(), both.decode.runner.close())
+        await asyncio.gather(both.prefill.executor.close(), both.decode.executor.close())
 
 
 async def hand_off(both: WorkerPair, pair: ThrottledPair, address: DataPlaneAddress) -> Sequence:
@@ -60,7 +60,7 @@ async def hand_off(both: WorkerPair, pair: ThrottledPair, address: DataPlaneAddr
     source, target = new_sequence(PROMPT[:-1], None), new_sequence(PROMPT, GREEDY)
     await both.prefill.run(source)
     assert both.decode.engine.reserve(target)
-    kv_writer = KvWriter(target, both.decode.runner, num_held_tokens=0)
+    kv_writer = KvWriter(target, both.decode.executor, num_held_tokens=0)
     pair.server.expect(PLACEMENT, kv_writer)
     link = await pair.dialer.link(address)
 
@@ -71,7 +71,7 @@ async def hand_off(both: WorkerPair, pair: ThrottledPair, address: DataPlaneAddr
         PLACEMENT,
         source,
         first_token=0,
-        memory=both.prefill.runner,
+        memory=both.prefill.executor,
         dial=dial,
         clock=pair.clock,
         counts=PushCounts(),
@@ -103,5 +103,5 @@ async def test_handoff_gives_the_same_tokens(
         num_coded = (NUM_PAIRS + 1) // 2 + NUM_CHUNKS - (NUM_NEEDED + NUM_PAIRS + 1)
         compressed = pair.dialer.compressed
         assert compressed.num_frames == (num_coded if is_compressed else 0)
-        frame_bytes = CHUNK * both.prefill.runner.kv_layout.bytes_per_token
+        frame_bytes = CHUNK * both.prefill.executor.kv_layout.bytes_per_token
         assert (compressed.num_saved_bytes > 0.25 * num_coded * frame_bytes) is is_compressed

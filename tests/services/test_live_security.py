@@ -39,7 +39,7 @@ async def test_relay_between_workers_sees_no_kv_of_the_prompt(
             await it.place(request_of(PROMPT))
             finish = await it.finish()
         assert finish.served.num_pushed_tokens == len(PROMPT) - 1
-        states = [bytes(row) for row in it.runners["prefill-1"]._kv if row.any()]
+        states = [bytes(row) for row in it.executors["prefill-1"]._kv if row.any()]
         assert len(states) == len(PROMPT) - 1
         keys_and_values = [half for state in states for half in (state[:8], state[8:])]
         assert any(each in relay.recorded for each in keys_and_values) is is_readable

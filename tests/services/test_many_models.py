@@ -19,7 +19,7 @@ from services.worker import WorkerProcess, build_worker
 from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, SchedulerConfig, WorkerConfig
-from shared.engine.runners.timing_runner import TimingRunner
+from shared.engine.executors.timing_executor import TimingExecutor
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import store_api_key
 from tests.servers import NatsServer, RedisServer
@@ -30,7 +30,7 @@ GERMAN = ["hallo Welt, der schnelle braune Fuchs"] * 4
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-class NamedRunner(TimingRunner):
+class NamedExecutor(TimingExecutor):
     eos_token_ids = ()
     has_head = True
 
@@ -50,8 +50,8 @@ class Cluster:
     async def worker(self, process_id: str, name: str, path: Path) -> None:
         """Starts a worker of both roles."""
 
-        def load(config: WorkerConfig) -> NamedRunner:
-            return NamedRunner(f"digest-{name}")
+        def load(config: WorkerConfig) -> NamedExecutor:
+            return NamedExecutor(f"digest-{name}")
 
         config = WorkerConfig(
             **self.process(process_id), model_dir=path, model_name=name, device="cpu"

@@ -14,7 +14,7 @@ from services.cli.roles.role_change import change_roles
 from services.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.errors import ConfigError, InvalidRequest, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
@@ -33,7 +33,7 @@ from shared.randomness import SystemRandomness
 from shared.subjects import alive, start_decode, tokens
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
-from tests.services.live_workers import BLOCK_SIZE, DEADLINE_S, MODEL, LiveRunner, request_of
+from tests.services.live_workers import BLOCK_SIZE, DEADLINE_S, MODEL, LiveExecutor, request_of
 
 NUM_STREAMS, NUM_TOKENS, STEP_S = 6, 25, 0.01
 USERS = (
@@ -121,9 +121,9 @@ def prompt_of(number: int) -> list[int]:
     return list(range(first, first + 40))
 
 
-def _load(config: WorkerConfig) -> LiveRunner:
+def _load(config: WorkerConfig) -> LiveExecutor:
     cost = StepCost(STEP_S)
-    return LiveRunner(MonotonicClock(), num_blocks=256, block_size=BLOCK_SIZE, cost=cost)
+    return LiveExecutor(MonotonicClock(), num_blocks=256, block_size=BLOCK_SIZE, cost=cost)
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_error_names_all_invalid_fields() -> None:
     [
         ("cpu", False, 256 << 20, 512, 16),
         ("cpu", True, 256 << 20, 512, 16),
-        ("cuda", False, None, 2048, 64),  # None: the runner measures the free memory
+        ("cuda", False, None, 2048, 64),  # None: the executor measures the free memory
         ("cuda:1", True, None, 8192, 64),
     ],
 )

@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
 from tests.simulation.checks.expected import expected_choice, states_of
 from tests.simulation.plan import (

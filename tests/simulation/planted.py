@@ -35,11 +35,11 @@ from services.scheduler.admission import Admission
 from services.scheduler.placement import Decision
 from services.scheduler.worker_table import WorkerTable
 from shared import block_hash
-from shared.engine import inputs
 from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
+from shared.engine.executors.rank_state import RankState
 from shared.engine.loop import EngineLoop
-from shared.engine.runner import PoolingInputs
+from shared.engine.step import PoolingInputs
 from shared.errors import HearthError, StepFailed
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.lifecycle.health import Fleet
@@ -184,8 +184,9 @@ def _impatient(right: Any) -> Any:
 
 
 def _pooled_anew(right: Any) -> Any:
-    def pooling(rows: Any) -> Any:
-        return {row: PoolingInputs(row_inputs.how, None) for row, row_inputs in right(rows).items()}
+    def pooling(self: RankState, *args: Any) -> Any:
+        found = right(self, *args)
+        return {row: PoolingInputs(each.how, None) for row, each in found.items()}
 
     return pooling
 
@@ -270,7 +271,7 @@ BUGS = (
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 25),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 22),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 47),
-    Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
+    Bug("an embedding begins anew at each chunk", RankState, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 122),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 127),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import PATIENT_S, POISON, Fault
 from tests.simulation.planted import BUGS, Bug

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID
 from shared.kv_layout import Reach, Window
 from shared.lifecycle.worker_roles import BOTH
 from shared.messages import WorkerRole

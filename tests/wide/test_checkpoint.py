@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from services.gateway.tools.call_grammars import call_grammar
 from services.gateway.tools.family import Family
 from services.gateway.tools.tool import Tool, ToolOptions
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from tests.shared.engine.support.steps import Blocks, generate
 from tests.wide.checkpoint import ANSWER, END, MAX_POSITIONS, OPEN, TEMPLATE, write_wide_checkpoint
 
@@ -52,10 +52,10 @@ def prompt(tokenizer: Tokenizer, messages: list[dict], *, tools: list[dict]) -> 
 def test_calls_where_tools_are_offered_and_answers_after_a_result(
     folder: Path, tokenizer: Tokenizer
 ) -> None:
-    runner = load_runner(folder, dtype="float32", kv_cache_bytes=4 << 20)
+    executor = load_executor(folder, dtype="float32", kv_cache_bytes=4 << 20)
     assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 131_072
     assert MAX_POSITIONS == 131_072
-    blocks, tools = Blocks(runner.num_blocks), [{"function": {"name": "clock"}}]
+    blocks, tools = Blocks(executor.num_blocks), [{"function": {"name": "clock"}}]
     answer = [*tokenizer.encode(ANSWER, add_special_tokens=False).ids, tokenizer.token_to_id(END)]
     cases = [
         (ASKED, tools, [tokenizer.token_to_id(OPEN)]),
@@ -64,7 +64,7 @@ def test_calls_where_tools_are_offered_and_answers_after_a_result(
     ]
     for messages, offered, expected in cases:
         line = blocks.line(prompt(tokenizer, messages, tools=offered), room=len(expected))
-        assert generate(runner, line, len(expected)) == expected
+        assert generate(executor, line, len(expected)) == expected
 
 
 def test_arguments_come_from_the_grammar(folder: Path, tokenizer: Tokenizer) -> None:

@@ -17,8 +17,8 @@ from benchmarks.gpu_kit.session import Session
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shared.engine.runner import StepInputs
-    from shared.engine.runners.model_runner import ModelExecutor
+    from shared.engine.runners.step_computer import StepComputer
+    from shared.engine.step import StepInputs
 
 NUM_LAYERS = 2
 NUM_BLOCKS = 2  # of the prompt, which all sequences share; each has a block of its own behind it
@@ -46,7 +46,7 @@ def compare(verdict: Verdict) -> None:
         verdict.compare(f"logits, {batch} sequences", found, most[:batch], KERNELS)
 
 
-def executor_of(session: Session) -> ModelExecutor:
+def executor_of(session: Session) -> StepComputer:
     num_blocks = NUM_BLOCKS + max(BATCHES)
     return make_executor(
         session,
@@ -64,7 +64,7 @@ class Steps:
         self.block_size = block_size
         self.prompt = NUM_BLOCKS * block_size  # tokens
 
-    def prompt_logits(self, executor: ModelExecutor, chunk: int) -> Tensor:
+    def prompt_logits(self, executor: StepComputer, chunk: int) -> Tensor:
         """Of every token: [prompt, vocab]."""
         firsts = range(0, self.prompt, chunk)
         return torch.cat([executor.step_logits(self.prefill(each, chunk)) for each in firsts])

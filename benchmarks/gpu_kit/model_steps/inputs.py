@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.runner import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs
 
 Integers = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Loads a CUDA worker's runner, with the time of each stage; in a dry run with tensors on the CPU.
+"""Loads a CUDA worker's executor, with the time of each stage; a dry run has tensors on the CPU.
 
 There the stages run, up to the last one, and only the weights stay unset.
 """
@@ -16,13 +16,13 @@ import torch
 
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.session import Session
-from shared.engine.runners import cuda_runner
+from shared.engine.executors import cuda_executor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.runners.cuda_device import CudaDevice
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import LoadOptions
-from shared.engine.runners.model_runner import ModelRunner
 
-# Functions that `CudaRunner.load` calls; kernels are compiled while the weights are read.
+# Functions that `CudaExecutor.load` calls; kernels are compiled while the weights are read.
 STAGES = (
     "empty_model",
     "load_weights",
@@ -35,22 +35,22 @@ STAGES = (
 Seconds = dict[str, list[float]]
 
 
-def load(session: Session, folder: Path, mode: Any) -> tuple[ModelRunner, Seconds]:
-    """Returns the runner, and the seconds of each call of a stage."""
+def load(session: Session, folder: Path, mode: Any) -> tuple[LocalExecutor, Seconds]:
+    """Returns the executor, and the seconds of each call of a stage."""
     options: dict[str, Any] = {
         "load_format": "dummy",
         "mode": mode,
         "max_batch_tokens": max(session.shapes.chunks),
         "block_size": session.shapes.block_size,
     }
-    with timed(cuda_runner, STAGES) as seconds:
+    with timed(cuda_executor, STAGES) as seconds:
         if not session.is_dry:
-            return load_runner(folder, device="cuda", **options), seconds
+            return load_executor(folder, device="cuda", **options), seconds
         tokens = max(session.shapes.prompt, session.shapes.context)
         num_bytes = tokens * roofline.kv_bytes_per_token(session.shapes.config)
         chosen = LoadOptions(dtype="bfloat16", kv_cache_bytes=num_bytes, **options)
-        with patch.object(cuda_runner, "load_weights", lambda *_: None):
-            return cuda_runner.CudaRunner.load(folder, chosen, cpu_as_cuda()), seconds
+        with patch.object(cuda_executor, "load_weights", lambda *_: None):
+            return cuda_executor.CudaExecutor.load(folder, chosen, cpu_as_cuda()), seconds
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., 
 
 
 class NoCuda:
-    """The part of `torch.cuda` that a runner uses, without a device."""
+    """The part of `torch.cuda` that an executor uses, without a device."""
 
     def set_device(self, device: int, /) -> None: ...
     def synchronize(self) -> None: ...

@@ -13,7 +13,7 @@ from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
     from shared.engine.models.decoder import Decoder
-    from shared.engine.runners.model_runner import ModelExecutor
+    from shared.engine.runners.step_computer import StepComputer
     from shared.numerics import Mode
 
 WEIGHT_SCALE = 0.02
@@ -21,12 +21,12 @@ WEIGHT_SCALE = 0.02
 
 def make_executor(
     session: Session, config: dict[str, Any], mode: Mode, *, num_blocks: int, num_positions: int
-) -> ModelExecutor:
+) -> StepComputer:
     """Without a device its weights are unset, in memory that nothing touches."""
     from shared.engine.kv_cache import allocate_kv_cache
     from shared.engine.models.checkpoint_config import read_config
     from shared.engine.runners.model_loading import empty_model, finish_model, kv_layout_of
-    from shared.engine.runners.model_runner import ModelExecutor
+    from shared.engine.runners.step_computer import StepComputer
 
     device = session.device
     with tempfile.TemporaryDirectory() as name:
@@ -38,7 +38,7 @@ def make_executor(
     if not session.is_dry:
         fill(model)
     finish_model(model, mode, is_compressed=False)
-    return ModelExecutor(model, allocate_kv_cache(layout, num_blocks, device), layout)
+    return StepComputer(model, allocate_kv_cache(layout, num_blocks, device), layout)
 
 
 @torch.inference_mode()

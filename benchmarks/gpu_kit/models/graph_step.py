@@ -15,7 +15,7 @@ from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import Shapes
 
 if TYPE_CHECKING:
-    from shared.engine.runners.model_runner import ModelExecutor
+    from shared.engine.runners.step_computer import StepComputer
     from shared.numerics import Mode
 
 MODES: tuple[Mode, ...] = ("exact", "fast")
@@ -127,7 +127,7 @@ def kv_room(session: Session, cases: Sequence[tuple[int, int]]) -> int:
     return max((each for each in tokens if each * token_bytes <= room), default=min(tokens))
 
 
-def fill_kv(session: Session, executor: ModelExecutor) -> None:
+def fill_kv(session: Session, executor: StepComputer) -> None:
     """Random keys and values: a GPU is faster on zeros."""
     if not session.is_dry:
         for slot in executor.kv_cache.unbind(0):
@@ -135,7 +135,7 @@ def fill_kv(session: Session, executor: ModelExecutor) -> None:
 
 
 def measure(
-    session: Session, executor: ModelExecutor, mode: Mode, batch: int, context: int
+    session: Session, executor: StepComputer, mode: Mode, batch: int, context: int
 ) -> dict[str, Any]:
     """Adds the row of a decode step, and returns it."""
     from shared.engine.runners.model_loading import set_mode
@@ -151,7 +151,7 @@ def measure(
     )
 
 
-def _times(session: Session, executor: ModelExecutor, batch: int, context: int) -> dict[str, Any]:
+def _times(session: Session, executor: StepComputer, batch: int, context: int) -> dict[str, Any]:
     """The columns of a row: launches, the device's and the host's time."""
     from benchmarks.gpu_kit.model_steps.inputs import decode_step
     from benchmarks.gpu_kit.model_steps.times import count_launches, device_time, host_time

@@ -1,8 +1,9 @@
 """A model of Llama-3.1-8B's shape with dummy weights, as a worker loads it: start, decode, prefill.
 
-Times are those of `Runner.run`, from the plan of a step to its token ids on the host; `device_ms`
-is between events on the device in that time, which may wait for the host's launches. `of_roofline`:
-the least time for the bytes (decode) or operations (prefill) at the ceilings, by the measured one.
+Times are those of `LocalExecutor.run`, from the inputs of a step to its token ids on the host.
+`device_ms` is between events on the device in that time, which may wait for the host's launches.
+`of_roofline`: the least time for the bytes (decode) or operations (prefill) at the ceilings, by the
+measured one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
     from benchmarks.gpu_kit.model_steps.events import StepEvents
-    from shared.engine.runner import StepInputs
-    from shared.engine.runners.model_runner import ModelRunner
+    from shared.engine.executors.local_executor import LocalExecutor
+    from shared.engine.step import StepInputs
 
 WARM_UP_STEPS, STEPS, PROMPTS = 3, 20, 3
 
@@ -35,12 +36,12 @@ def run(session: Session, mode: str) -> None:
 
     with folder_of(graph_step.model_config(session)) as folder:
         started = time.perf_counter()
-        runner, stages = load(session, folder, mode)
+        executor, stages = load(session, folder, mode)
         seconds = time.perf_counter() - started
-    kv_tokens = runner.num_blocks * runner.kv_layout.block_size
+    kv_tokens = executor.num_blocks * executor.kv_layout.block_size
     figures = {} if session.is_dry else {"seconds": round(seconds, 2), **stages, **memory()}
     session.add(case="start", mode=mode, kv_tokens=kv_tokens, **figures)
-    asyncio.run(Measurement(session, runner, mode).run())
+    asyncio.run(Measurement(session, executor, mode).run())
 
 
 @contextmanager
@@ -65,14 +66,14 @@ def memory() -> dict[str, float]:
 class Measurement:
     """`watch`: events on the device; None where there are none."""
 
-    def __init__(self, session: Session, runner: ModelRunner, mode: str) -> None:
-        self._session, self._runner, self._mode = session, runner, mode
-        self._block_size = runner.kv_layout.block_size
+    def __init__(self, session: Session, executor: LocalExecutor, mode: str) -> None:
+        self._session, self._executor, self._mode = session, executor, mode
+        self._block_size = executor.kv_layout.block_size
         self._events: StepEvents | None = None
         if not session.is_dry:
             from benchmarks.gpu_kit.model_steps.events import StepEvents
 
-            self._events = StepEvents(runner.executor.model)
+            self._events = StepEvents(executor.computer.model)
 
     async def run(self) -> None:
         shapes = self._session.shapes
@@ -84,11 +85,11 @@ class Measurement:
             heading = {"case": prefill.case_name(self._session, chunk)}
             if not self._is_left_out(heading, shapes.prompt):
                 await self._prefill(heading, chunk)
-        await self._runner.close()
+        await self._executor.close()
 
     def _is_left_out(self, heading: dict[str, Any], num_tokens: int) -> bool:
         """Adds a row with the reason."""
-        room = self._runner.num_blocks * self._block_size
+        room = self._executor.num_blocks * self._block_size
         reason = graph_step.reason_left_out(self._session, num_tokens, room)
         if reason:
             self._session.add(**heading, mode=self._mode, left_out=reason)
@@ -137,7 +138,7 @@ class Measurement:
         seconds, stages = 0.0, defaultdict[str, float](float)
         for step in steps:
             started = time.perf_counter()
-            await self._runner.run(step)
+            await self._executor.run(step)
             seconds += time.perf_counter() - started
             if self._events is not None:
                 for stage, each in self._events.milliseconds().items():

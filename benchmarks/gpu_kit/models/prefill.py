@@ -9,7 +9,7 @@ from benchmarks.gpu_kit.models.graph_step import MODES, model_config
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
-    from shared.engine.runners.model_runner import ModelExecutor
+    from shared.engine.runners.step_computer import StepComputer
     from shared.numerics import Mode
 
 LEAST_S = 3  # a case with less time is left out
@@ -40,7 +40,7 @@ def case_name(session: Session, chunk: int) -> str:
     return f"prefill of {session.shapes.prompt} in chunks of {chunk}"
 
 
-def measure(session: Session, executor: ModelExecutor, mode: Mode, chunk: int) -> dict[str, Any]:
+def measure(session: Session, executor: StepComputer, mode: Mode, chunk: int) -> dict[str, Any]:
     """Adds the row of a prompt in chunks, and returns it."""
     from benchmarks.gpu_kit.model_steps.inputs import prefill_steps
     from benchmarks.gpu_kit.model_steps.times import count_launches, device_time

@@ -82,8 +82,8 @@ def quality(
     max_tokens = config.max_position_embeddings
     ids = token_ids_of(found, model_dir, vocab_size=config.vocab_size, max_tokens=max_tokens)
     longest = max(map(len, ids))
-    with comparisons.loaded(longest, device=device, load_format=load_format.value) as runners:
-        results = compare(runners, [*comparisons.pairs.values()], ids)
+    with comparisons.loaded(longest, device=device, load_format=load_format.value) as executors:
+        results = compare(executors, [*comparisons.pairs.values()], ids)
     _show(dict(zip(comparisons.pairs, map(summary, results), strict=True)), found, is_json=json)
 
 

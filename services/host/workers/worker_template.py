@@ -31,8 +31,8 @@ STDIN, STDOUT = 0, 1
 MODULES = (
     "services.worker",
     "shared.engine.grammar.worker_grammars",
-    "shared.engine.runners.load",
-    "shared.engine.runners.cpu_runner",
+    "shared.engine.executors.load",
+    "shared.engine.executors.cpu_executor",
     "shared.lifecycle.process",
 )
 

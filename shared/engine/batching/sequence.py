@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.block_hash import root_after_public
-from shared.engine.runner import TokenMask
 from shared.engine.sampling.token_counts import TokenCounts
+from shared.engine.step import TokenMask
 from shared.errors import HearthError
 from shared.messages import (
     PinPrefix,

@@ -11,16 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.runner import StepOutput
+from shared.engine.step import StepOutput
 from shared.kv_layout import KvLayout
+from shared.numerics import Numerics
 
 
 class Executor(Protocol):
     depth: int  # steps in flight
     num_stages: int  # of a pipeline; only with one are drawn tokens where the next step needs them
+
     kv_layout: KvLayout  # of the whole model
-    max_blocks: int  # the largest size of its KV cache
+    numerics: Numerics
+    num_blocks: int  # of its KV cache at the start, if it does not start parked
+    max_blocks: int  # the largest size of that cache
     is_elastic: bool  # whether that size may change while it holds KV
+
+    max_context_tokens: int  # of the model
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_head: bool  # False: the model gives embeddings only
+    revision: str
 
     @property
     def has_ended(self) -> bool:

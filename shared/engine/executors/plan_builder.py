@@ -16,7 +16,7 @@ import msgspec
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.inputs import successors_of
-from shared.engine.runner import TokenMask
+from shared.engine.step import TokenMask
 from shared.engine.step_plan import Fed, Grown, NewRow, StepPlan, Successors, pack
 
 NOT_DRAWN = -1

@@ -21,7 +21,8 @@ from shared.engine.inputs import (
     sampling_extras,
     sampling_row,
 )
-from shared.engine.runner import (
+from shared.engine.sampling.token_counts import TokenCounts
+from shared.engine.step import (
     PoolingInputs,
     PromptSuccessors,
     SamplingInputs,
@@ -29,7 +30,6 @@ from shared.engine.runner import (
     StepOutput,
     TokenMask,
 )
-from shared.engine.sampling.token_counts import TokenCounts
 from shared.engine.step_plan import Fed, NewRow, StepPlan, unpack
 from shared.errors import StepFailed
 from shared.messages import Pooling, SamplingParams

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shared.engine.batching.sequence import SequenceGrammar
 from shared.engine.grammar.thinking_position import ThinkingPosition
-from shared.engine.runner import TokenMask
+from shared.engine.step import TokenMask
 from shared.errors import HearthError
 from shared.grammar.thinking import ThinkingBudget
 

@@ -20,7 +20,7 @@ def load_codec(kv_compression: str, dtype: str) -> FrameCodec | None:
         from shared.engine.kv_codec import Bf16FrameCodec  # imports numba, not needed by others
 
         return Bf16FrameCodec()
-    except DependencyUnavailable as error:  # a CPU runner has already warned
+    except DependencyUnavailable as error:  # a CPU executor has already warned
         log.info("kv_codec_unavailable", reason=error.message)
         return None
     except Exception:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shared.background import start_awaited
 from shared.clock import Clock
-from shared.engine.runner import KvMemory, KvRun
+from shared.engine.step import KvMemory, KvRun
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
 from shared.kv_wire.shards import in_groups, parts_of_groups

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from shared.engine.runner import KvMemory, KvRun
+from shared.engine.step import KvMemory, KvRun
 from shared.errors import FrameRefused, KvMismatch
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.coverage import Coverage

@@ -9,7 +9,7 @@ from shared.engine.kv_transfer.joined_push import JoinedPush
 from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts, PushedSequence
 from shared.engine.kv_transfer.kv_writer import KvWriter, ReservedSequence
 from shared.engine.kv_transfer.ports import Push
-from shared.engine.runner import KvMemory
+from shared.engine.step import KvMemory
 from shared.kv_layout import KvShard
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.kv_wire.link import CompressionCounts, KvDialer, KvReceiver

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
 from shared.engine.model_config import QueryTemperature
-from shared.engine.runner import StepInputs
+from shared.engine.step import StepInputs
 from shared.kv_layout import Chunk, Reach, Window
 
 ALIGNMENT = 16  # bytes

@@ -22,8 +22,8 @@ from shared.engine.layers.attention_inputs import (
 )
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.rank_decoder import RankDecoder
-from shared.engine.runner import StepInputs
 from shared.engine.sampling.sampler import sampling_columns
+from shared.engine.step import StepInputs
 
 MISROUTED = -1  # in place of a token id
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.engine.runner import SamplingInputs, StepInputs
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.local_executor import LocalExecutor
+from shared.engine.step import SamplingInputs, StepInputs
 from shared.errors import CheckpointError
 from shared.kv_layout import KvLayout
 
@@ -67,7 +67,7 @@ def summary(prompts: Sequence[PromptQuality]) -> Summary:
 
 
 def compare(
-    runners: Mapping[str, ModelRunner],
+    executors: Mapping[str, LocalExecutor],
     pairs: Sequence[tuple[str, str]],
     prompts: Sequence[Sequence[int]],
 ) -> list[list[PromptQuality]]:
@@ -76,11 +76,11 @@ def compare(
     """
     found = [[PromptQuality() for _ in prompts] for _ in pairs]
     for index, token_ids in enumerate(prompts):
-        steps = [prompt_logits(runner, token_ids) for runner in runners.values()]
+        steps = [prompt_logits(executor, token_ids) for executor in executors.values()]
         for logits in zip(*steps, strict=True):
             logprobs = {
                 name: _logprobs(name, index, each)
-                for name, each in zip(runners, logits, strict=True)
+                for name, each in zip(executors, logits, strict=True)
             }
             for results, (reference, judged) in zip(found, pairs, strict=True):
                 _add(results[index], logprobs[reference], logprobs[judged])
@@ -106,10 +106,10 @@ def num_blocks(kv_layout: KvLayout, num_tokens: int) -> int:
     return len(kv_layout.groups) * -(-num_tokens // kv_layout.block_size)
 
 
-def prompt_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Iterator[Tensor]:
+def prompt_logits(executor: LocalExecutor, token_ids: Sequence[int]) -> Iterator[Tensor]:
     """[up to CHUNK_TOKENS, vocab_size] FP32 of consecutive positions."""
     for start, end in pairwise([*range(0, len(token_ids), CHUNK_TOKENS), len(token_ids)]):
-        yield runner.step_logits(_step(runner.kv_layout, token_ids, start, end)).cpu()
+        yield executor.step_logits(_step(executor.kv_layout, token_ids, start, end)).cpu()
 
 
 def _step(layout: KvLayout, token_ids: Sequence[int], start: int, end: int) -> StepInputs:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.engine.executors.load import load_executor, resolve_device
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.quality.compare import CHUNK_TOKENS, num_blocks
-from shared.engine.runners.load import load_runner, resolve_device
 from shared.engine.runners.model_loading import kv_layout_of
-from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import ConfigError
 from shared.numerics import KvDtype
 
@@ -29,12 +29,12 @@ class Variant:
     model_dir: Path
     kv_dtype: KvDtype
 
-    def load(self, num_tokens: int, *, device: str, load_format: str) -> ModelRunner:
+    def load(self, num_tokens: int, *, device: str, load_format: str) -> LocalExecutor:
         """Raises CheckpointError, ConfigError."""
         config, target = read_config(self.model_dir), resolve_device(device)
         kv_dtype = resolve_kv_dtype(self.kv_dtype, DTYPE, config, target)
         layout = kv_layout_of(config, kv_dtype, BLOCK_TOKENS)
-        return load_runner(
+        return load_executor(
             self.model_dir,
             device,
             dtype=DTYPE,
@@ -74,30 +74,30 @@ class Comparisons:
     @contextmanager
     def loaded(
         self, num_tokens: int, *, device: str, load_format: str
-    ) -> Iterator[dict[str, ModelRunner]]:
+    ) -> Iterator[dict[str, LocalExecutor]]:
         """By name; all at once. Raises CheckpointError, ConfigError."""
-        runners: dict[str, ModelRunner] = {}
+        executors: dict[str, LocalExecutor] = {}
         try:
             for name, variant in self.variants.items():
-                runners[name] = variant.load(num_tokens, device=device, load_format=load_format)
-            _expect_one_vocabulary(runners, self.variants)
-            yield runners
+                executors[name] = variant.load(num_tokens, device=device, load_format=load_format)
+            _expect_one_vocabulary(executors, self.variants)
+            yield executors
         finally:
-            asyncio.run(_close([*runners.values()]))
+            asyncio.run(_close([*executors.values()]))
 
 
 def _expect_one_vocabulary(
-    runners: Mapping[str, ModelRunner], variants: Mapping[str, Variant]
+    executors: Mapping[str, LocalExecutor], variants: Mapping[str, Variant]
 ) -> None:
-    sizes = {name: runner.vocab_size for name, runner in runners.items()}
+    sizes = {name: executor.vocab_size for name, executor in executors.items()}
     if len(set(sizes.values())) > 1:
         named = ", ".join(f"{variants[name].model_dir} {size}" for name, size in sizes.items())
         raise ConfigError(f"vocabularies differ: {named}", param="against")
-    headless = [name for name, runner in runners.items() if not runner.has_head]
+    headless = [name for name, executor in executors.items() if not executor.has_head]
     if headless:
         raise ConfigError(f"{variants[headless[0]].model_dir} has no output head")
 
 
-async def _close(runners: Sequence[ModelRunner]) -> None:
-    for runner in runners:
-        await runner.close()
+async def _close(executors: Sequence[LocalExecutor]) -> None:
+    for executor in executors:
+        await executor.close()

@@ -32,8 +32,8 @@ from shared.engine.ranks.messages import (
     RunStep,
     ZeroBlocks,
 )
-from shared.engine.runner import StepOutput
 from shared.engine.runners.step_deadline import StepBudget, units_of
+from shared.engine.step import StepOutput
 from shared.engine.step_plan import decode_result, encode
 from shared.errors import StepFailed
 from shared.kv_layout import KvLayout

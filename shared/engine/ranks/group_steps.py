@@ -18,7 +18,7 @@ from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.ranks.channel import Channel, ChannelClosed
 from shared.engine.ranks.messages import Command, Masks, MasksWanted
 from shared.engine.ranks.remote_masks import mask_words
-from shared.engine.runner import TokenMask
+from shared.engine.step import TokenMask
 from shared.errors import DeviceFailed
 
 COMMAND_TIMEOUT_S = 30.0  # of a check, a copy, or zeroing

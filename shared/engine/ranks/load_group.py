@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import torch
 
+from shared.engine.executors.cpu_executor import DEFAULT_KV_CACHE_BYTES
+from shared.engine.executors.load import resolve_device
 from shared.engine.kv_cache import num_blocks_for
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
@@ -26,9 +28,7 @@ from shared.engine.ranks.joined_hosts import JoinedHosts, RankChannels
 from shared.engine.ranks.kv.rank_links import RankLinks
 from shared.engine.ranks.link_report import report_links
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.runners.cpu_runner import DEFAULT_KV_CACHE_BYTES
 from shared.engine.runners.device_numerics import device_numerics
-from shared.engine.runners.load import resolve_device
 from shared.engine.runners.mode_choice import resolve_mode
 from shared.engine.runners.model_loading import (
     LoadOptions,

@@ -21,7 +21,7 @@ from shared.engine.ranks.messages import (
     RunStep,
     ZeroBlocks,
 )
-from shared.engine.ranks.rank_executor import load_rank
+from shared.engine.ranks.rank_computer import load_rank
 from shared.engine.ranks.remote_masks import RemoteMasks
 from shared.engine.runners.freed_memory import return_freed_memory
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
@@ -41,8 +41,8 @@ class ModelWork:
         torch.set_num_threads(setup.num_threads)
         self._mesh = context.mesh(exchange=exchange_of(setup.activations))
         loaded = load_rank(setup, self._mesh)
-        self._executor, self.identity = loaded.executor, loaded.identity
-        layout = self._executor.kv_layout
+        self._computer, self.identity = loaded.computer, loaded.identity
+        layout = self._computer.kv_layout
         self._state = RankState(layout.block_size, len(layout.groups))
         self._masks = RemoteMasks(None if setup.masks < 0 else Channel.of(setup.masks))
         start_rank_kv(
@@ -54,12 +54,12 @@ class ModelWork:
             case RunStep(plan=plan):
                 return encode(self._computed(step, decode_plan(plan)))
             case CheckDevice():
-                self._executor.run_idle([2, 1], temperature=1.0)
+                self._computer.run_idle([2, 1], temperature=1.0)
             case ZeroBlocks(block_ids=block_ids):
-                self._executor.zero_blocks(block_ids)
+                self._computer.zero_blocks(block_ids)
                 _wait_for_all(self._mesh)
             case GiveBackBlocks(block_ids=block_ids):
-                self._executor.give_back(block_ids)
+                self._computer.give_back(block_ids)
                 _wait_for_all(self._mesh)
             case ReturnFreedMemory():
                 return_freed_memory()
@@ -68,16 +68,16 @@ class ModelWork:
         return b""
 
     def _counted(self) -> bytes:
-        counts = self._executor.expert_counts()
+        counts = self._computer.expert_counts()
         if counts is None:
             return b""
         return msgspec.msgpack.encode(ExpertCounts(counts.shape[1], counts.tobytes()))
 
     def _computed(self, step: int, plan: StepPlan) -> StepResult:
         masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)
-        output = self._executor.run(self._state.apply(plan, masks))
+        output = self._computer.run(self._state.apply(plan, masks))
         self._state.record(output)
-        return StepResult(plan.step, output, self._executor.failure)
+        return StepResult(plan.step, output, self._computer.failure)
 
 
 def _wait_for_all(mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shared.clock import Clock
 from shared.engine.ranks.channel import Channel
 from shared.engine.ranks.messages import Masks, MasksWanted
-from shared.engine.runner import TokenMask
+from shared.engine.step import TokenMask
 
 Words = NDArray[np.int32]
 

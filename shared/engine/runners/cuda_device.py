@@ -1,4 +1,4 @@
-"""One CUDA device of a runner: binds threads to it and measures its memory.
+"""One CUDA device of an executor: binds threads to it and measures its memory.
 
 A new thread starts on device 0, and Triton launches on the thread's current device: with tensors on
 another device, kernels would run on the wrong GPU.

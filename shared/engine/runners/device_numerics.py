@@ -1,4 +1,4 @@
-"""The numerics of a runner, from its device, dtype and mode."""
+"""The numerics of an executor, from its device, dtype and mode."""
 
 from __future__ import annotations
 

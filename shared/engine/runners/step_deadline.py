@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.engine.runner import StepInputs
+from shared.engine.step import StepInputs
 
 FLOOR_S = 1.0
 SLACK = 10.0

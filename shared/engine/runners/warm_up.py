@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.runner import (
+from shared.engine.step import (
     Penalties,
     PoolingInputs,
     PromptSuccessors,

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.engine.runner import PromptSuccessors, StepInputs
 from shared.engine.sampling.logprobs import token_logprobs
+from shared.engine.step import PromptSuccessors, StepInputs
 from shared.messages import TokenLogprobs
 
 # Rows times vocabulary whose logits are computed at once: 16 MiB, and 100 MiB for ranking them.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.clock import Clock
-from shared.engine.runner import TokenMasks
+from shared.engine.step import TokenMasks
 
 Words = NDArray[np.int32]  # [⌈vocab_size / 32⌉]: bit t % 32 of word t // 32 is set if t is allowed
 

@@ -32,7 +32,6 @@ from kernels.ops import (
     sample_among,
     scale_logits,
 )
-from shared.engine.runner import SamplingInputs
 from shared.engine.sampling.checks import LARGEST
 from shared.engine.sampling.logprobs import token_logprobs
 from shared.engine.sampling.mask_words import (
@@ -43,6 +42,7 @@ from shared.engine.sampling.mask_words import (
     few_tokens,
     without_banned,
 )
+from shared.engine.step import SamplingInputs
 from shared.messages import TokenLogprobs
 
 

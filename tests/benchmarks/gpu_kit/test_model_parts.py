@@ -61,12 +61,12 @@ def test_kernels_are_compiled_for_the_blocks_that_a_device_runs(
 
         return load
 
-    def load_runner(folder: Path, *, device: str, **options: Any) -> None:
+    def load_executor(folder: Path, *, device: str, **options: Any) -> None:
         note("device")(folder, LoadOptions(**options), device)
 
-    monkeypatch.setattr(loading, "load_runner", load_runner)
+    monkeypatch.setattr(loading, "load_executor", load_executor)
     for mode in ("device", "compile"):
-        monkeypatch.setattr(loading.cuda_runner.CudaRunner, "load", note(mode))
+        monkeypatch.setattr(loading.cuda_executor.CudaExecutor, "load", note(mode))
         loading.load(Session("8b_exact", tmp_path / "rows.jsonl", mode=mode), tmp_path, "exact")
     assert found["device"] == found["compile"]
     sizes = {found["device"].block_size, EIGHT_B.block_size, SMALL.block_size}
@@ -104,7 +104,7 @@ class Stages:
 
 
 class Worker:
-    """Stands for a runner with 64 blocks of KV. Counts steps."""
+    """Stands for an executor with 64 blocks of KV. Counts steps."""
 
     num_blocks = 64
     kv_layout = SimpleNamespace(block_size=16)

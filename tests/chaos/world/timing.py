@@ -13,15 +13,15 @@ from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
+from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor
+from shared.engine.step import StepInputs, StepOutput
 from shared.lifecycle.process import run_service
 
 VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways use
 SECONDS_PER_TOKEN = 60e-6
 
 
-class ModelledTimingRunner(TimingRunner):
+class ModelledTimingExecutor(TimingExecutor):
     """After SIGUSR2 its device fails: every step and check raises."""
 
     revision = "timing"
@@ -48,7 +48,7 @@ def _break_device_on_signal() -> None:
 
     def wait() -> None:
         signal.sigwait({signal.SIGUSR2})
-        ModelledTimingRunner.has_device = False
+        ModelledTimingExecutor.has_device = False
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -57,9 +57,9 @@ def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None
     """Takes the options of `hearth ROLE` from the command line."""
     _break_device_on_signal()
 
-    def load(config: WorkerConfig) -> ModelledTimingRunner:
+    def load(config: WorkerConfig) -> ModelledTimingExecutor:
         assert config.kv_cache_bytes is not None
-        return ModelledTimingRunner(
+        return ModelledTimingExecutor(
             MonotonicClock(),
             num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
             block_size=config.block_size,

@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.device import IS_INTERPRETED
 from kernels.split_weight import SplitWeight
 from kernels.torch_ops.sample import sample
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.steps import Blocks, advance, generate, prefill, step_of
 
@@ -61,18 +61,18 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, li
 def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device) -> None:
     assert ops.HAS_TRITON
     folder, expected = checkpoint
-    runner = load_runner(
+    executor = load_executor(
         folder, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
-    blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
-    assert generate(runner, blocks.line(prompt, room=NUM_NEW), NUM_NEW) == expected
+    blocks, prompt = Blocks(executor.num_blocks), prompt_of(NUM_PROMPT)
+    assert generate(executor, blocks.line(prompt, room=NUM_NEW), NUM_NEW) == expected
     # in chunks, and together with another
     line, other = blocks.line(prompt, room=NUM_NEW), blocks.line(prompt_of(5), room=NUM_NEW)
-    prefill(runner, line, 8)
-    prefill(runner, other, 2)
+    prefill(executor, line, 8)
+    prefill(executor, other, 2)
     other.token_ids.append(7)
     line.token_ids.append(expected[0])
-    logits = advance(runner, [(other, 1), (line, 1)])
+    logits = advance(executor, [(other, 1), (line, 1)])
     assert int(logits[1].argmax()) == expected[1]
 
 
@@ -91,26 +91,26 @@ def test_logits_are_bit_equal_for_every_batch_and_chunking(
     write_model(tmp_path, family, **{**SMALL, "vocab_size": 203, **FAMILIES[family]})
     dtype = "float32" if IS_INTERPRETED else "bfloat16"
     num_tokens = 131 if IS_INTERPRETED else 1100
-    runner = load_runner(
+    executor = load_executor(
         tmp_path, dtype=dtype, kv_cache_bytes=1 << 22, device=str(device), num_threads=1
     )
-    blocks, prompt = Blocks(runner.num_blocks), prompt_of(num_tokens)
-    unchunked = prefill(runner, blocks.line(prompt), num_tokens)
-    chunked = prefill(runner, blocks.line(prompt), 64)
+    blocks, prompt = Blocks(executor.num_blocks), prompt_of(num_tokens)
+    unchunked = prefill(executor, blocks.line(prompt), num_tokens)
+    chunked = prefill(executor, blocks.line(prompt), 64)
     assert torch.equal(chunked, unchunked)
     line, others = blocks.line(prompt), [blocks.line(prompt_of(n)) for n in (9, 3)]
-    advance(runner, [(line, num_tokens - 2)])
+    advance(executor, [(line, num_tokens - 2)])
     for position in (num_tokens - 2, num_tokens - 1):  # compared with prefill, one token at a time
-        logits = advance(runner, [(others[0], 1), (line, 1), (others[1], 1)])
+        logits = advance(executor, [(others[0], 1), (line, 1), (others[1], 1)])
         assert torch.equal(logits[1], unchunked[position])
 
 
 def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SMALL)
-    runner = load_runner(
+    executor = load_executor(
         tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
-    inputs = step_of([(Blocks(runner.num_blocks).line(prompt_of(9)), 9)])
+    inputs = step_of([(Blocks(executor.num_blocks).line(prompt_of(9)), 9)])
     sampling = replace(
         inputs.sampling,
         temperature=np.full(9, 0.9, dtype=np.float32),
@@ -118,7 +118,7 @@ def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
         top_p=np.full(9, 0.8, dtype=np.float32),
         seed=np.arange(9, dtype=np.uint64),
     )
-    sampled = asyncio.run(runner.run(replace(inputs, sampling=sampling))).token_ids
+    sampled = asyncio.run(executor.run(replace(inputs, sampling=sampling))).token_ids
     columns = (
         torch.from_numpy(column).to(device)
         for column in (
@@ -126,7 +126,7 @@ def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
             *(sampling.seed.view(np.int64), sampling.choice_index, sampling.output_position),
         )
     )
-    assert sampled == sample(runner.step_logits(inputs), *columns).tolist()
+    assert sampled == sample(executor.step_logits(inputs), *columns).tolist()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -138,7 +138,7 @@ def test_split_weights_give_the_same_logits(
     write_model(tmp_path, "LlamaForCausalLM", **shape, tie_word_embeddings=is_tied)
     logits = []
     for weights in ("dense", "compressed"):
-        runner = load_runner(
+        executor = load_executor(
             tmp_path,
             dtype="bfloat16",
             kv_cache_bytes=1 << 20,
@@ -146,7 +146,7 @@ def test_split_weights_give_the_same_logits(
             num_threads=1,
             weights=weights,
         )
-        blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
-        logits.append(prefill(runner, blocks.line(prompt), 8))
-    assert isinstance(runner.executor.model.lm_head.weight, SplitWeight)
+        blocks, prompt = Blocks(executor.num_blocks), prompt_of(NUM_PROMPT)
+        logits.append(prefill(executor, blocks.line(prompt), 8))
+    assert isinstance(executor.computer.model.lm_head.weight, SplitWeight)
     assert torch.equal(*logits)

@@ -8,7 +8,7 @@ from functools import cache
 import msgspec
 import pytest
 
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.errors import InvalidRequest
 from shared.messages import TokenLogprobs
 from tests.services.decode.test_handoff import PROMPT, cluster
@@ -161,13 +161,13 @@ def test_only_the_first_choice_has_prompt_logprobs(num_blocks, indices, candidat
 def test_prompt_with_prompt_logprobs_is_computed_once(max_batch_tokens):
     async def main():
         async with cluster(max_batch_tokens=max_batch_tokens) as it:
-            compute, counts = it.decode.runner.run, []
+            compute, counts = it.decode.executor.run, []
 
             async def counted(inputs):
                 counts.append(len(inputs.input_ids))
                 return await compute(inputs)
 
-            it.decode.runner.run = counted
+            it.decode.executor.run = counted
             request = choices_request({n: [] for n in range(8)}, num_prompt_logprobs=0)
             placement_id = await it.peer.place("decode-1", request, ("prefill-1",))
             await results_of(it, placement_id, range(8))

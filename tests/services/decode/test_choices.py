@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.errors import InvalidRequest, UnknownPlacement
 from shared.messages import Choice
 from tests.services.decode.test_handoff import PROMPT, cluster
@@ -262,7 +262,7 @@ def test_failed_step_fails_all_choices(failing_step):
 
     async def main():
         async with cluster() as it:
-            compute, num_steps = it.decode.runner.run, 0
+            compute, num_steps = it.decode.executor.run, 0
 
             async def fail_from(inputs):
                 nonlocal num_steps
@@ -271,7 +271,7 @@ def test_failed_step_fails_all_choices(failing_step):
                     raise RuntimeError("out of memory")
                 return await compute(inputs)
 
-            it.decode.runner.run = fail_from
+            it.decode.executor.run = fail_from
             placement_id = await it.peer.place("decode-1", choices_request())
             for choice_index in range(3):
                 received = await it.peer.finished(placement_id, choice_index)
@@ -279,7 +279,7 @@ def test_failed_step_fails_all_choices(failing_step):
                 assert received.finish.failure is not None
                 assert received.output == []
             await it.settled()
-            it.decode.runner.run = compute
+            it.decode.executor.run = compute
             again = await it.peer.place("decode-1", choices_request())
             await finished(it, again)
 

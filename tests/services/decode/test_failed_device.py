@@ -13,7 +13,7 @@ POISON = 999
 
 
 def make_sick(worker: SimulatedWorker) -> None:
-    worker.runner.step_raises, worker.runner.check_raises = lambda: True, True
+    worker.executor.step_raises, worker.executor.check_raises = lambda: True, True
 
 
 def is_known(it: Cluster, worker: SimulatedWorker) -> bool:
@@ -60,7 +60,7 @@ def test_poisonous_prompt_fails_alone() -> None:
 
     async def main() -> None:
         async with cluster() as it:
-            it.decode.runner.poison = frozenset({POISON})
+            it.decode.executor.poison = frozenset({POISON})
             good = await it.peer.place("decode-1", request_of(PROMPT))
             bad = await it.peer.place("decode-1", request_of([POISON, *PROMPT[:20]]))
             failure: Any = (await it.peer.finished(bad)).finish.failure

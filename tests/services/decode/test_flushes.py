@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shared.engine.runners.timing_runner import STATE_BYTES
+from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.errors import InvalidRequest
 from shared.messages import Request
 from tests.services.decode.test_handoff import PROMPT, cluster

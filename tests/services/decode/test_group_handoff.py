@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
 from shared.engine.kv_transfer.kv_writer import KvWriter
-from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
 from shared.kv_wire.link import Fill, FrameHeader
@@ -43,7 +43,7 @@ async def push(
 ) -> tuple[DirectLink, KvWriter]:
     """Computes and pushes, step by step, what the reserved `sequence` of `target` lacks."""
     first = sequence.num_computed_tokens
-    writer = KvWriter(sequence, target.runner, num_held_tokens=first)
+    writer = KvWriter(sequence, target.executor, num_held_tokens=first)
     link = DirectLink(writer, fails_at=fails_at)
     prefill = source.add(new_sequence(sequence.token_ids[: sequence.num_prefill_tokens], None))
 
@@ -54,7 +54,7 @@ async def push(
         b"p" * 16,
         prefill,
         first_token=first,
-        memory=source.runner,
+        memory=source.executor,
         dial=dial,
         clock=VirtualClock(),
         counts=PushCounts(),
@@ -144,7 +144,7 @@ def test_frame_of_an_unknown_group_is_refused(group: int) -> None:
         target = Rig(reaches=FULL_AND_WINDOW)
         sequence = new_sequence(prompt(20), seeded(1))
         assert target.reserve(sequence)
-        writer = KvWriter(sequence, target.runner, num_held_tokens=0)
+        writer = KvWriter(sequence, target.executor, num_held_tokens=0)
         header = FrameHeader(
             placement_id=b"p" * 16,
             sequence_number=0,
@@ -154,11 +154,11 @@ def test_frame_of_an_unknown_group_is_refused(group: int) -> None:
             num_layers=1,
             first_head=0,
             num_heads=1,
-            kv_format=target.runner.kv_layout.key,
+            kv_format=target.executor.kv_layout.key,
             group=group,
             num_cached_tokens=0,
             payload_bytes=4 * STATE_BYTES,
-            numerics=target.runner.numerics,
+            numerics=target.executor.numerics,
         )
         with pytest.raises(FrameRefused, match=f"group {group} is not one of 2"):
             await writer.frame(header, memoryview(bytes(header.payload_bytes)))

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.errors import (
     ContextFull,
     HearthError,
@@ -165,7 +165,7 @@ def test_frozen_prefill_is_replaced_by_the_next_candidate():
             await asyncio.sleep(0.2)
             assert it.decode.worker.health_monitor.describe().load.num_handoffs_in_flight == 1
             it.network.freeze("prefill-1")
-            it.prefills[0].runner._cost = StepCost(base_s=20.0)  # its step hangs, too
+            it.prefills[0].executor._cost = StepCost(base_s=20.0)  # its step hangs, too
             received = await it.peer.finished(placement_id)
             assert received.output == expected
             assert received.finish.served.prefill_worker_id == "prefill-2"
@@ -525,7 +525,7 @@ def run_prefill_of(it, *, first_token=0):
         decode_worker_id="decode-1",
         model="timing",
         revision="r1",
-        kv_format=it.decode.runner.kv_layout.key,
+        kv_format=it.decode.executor.kv_layout.key,
         cache_root=b"r" * 16,
         token_ids=bytes(4 * 40),
         block_hashes=b"",
@@ -533,7 +533,7 @@ def run_prefill_of(it, *, first_token=0):
         targets=it.decode.worker.kv_targets,
         lease_s=3,
         deadline_s=60,
-        numerics=it.decode.runner.numerics,
+        numerics=it.decode.executor.numerics,
     )
 
 
@@ -559,7 +559,7 @@ def test_prefill_with_a_failed_step_is_replaced():
 
     async def main():
         async with cluster() as it:
-            broken = it.prefills[0].runner
+            broken = it.prefills[0].executor
             step, num_steps = broken.run, 0
 
             async def fail_from_second(inputs):
@@ -581,15 +581,15 @@ def test_prefill_with_a_failed_step_is_replaced():
 def test_failed_step_ends_only_its_own_sequences():
     async def main():
         async with cluster() as it:
-            step = it.decode.runner.run
+            step = it.decode.executor.run
 
             async def broken(inputs):
                 raise HearthError("out of memory")
 
-            it.decode.runner.run = broken
+            it.decode.executor.run = broken
             failed = await it.run(request_of(PROMPT[:10]), ())
             assert failed.finish.reason == "failed" and failed.finish.failure is not None
-            it.decode.runner.run = step
+            it.decode.executor.run = step
             fine = await it.run(request_of(PROMPT[:10]), ())
             assert fine.finish.reason == "length"
             await it.settled()

@@ -7,22 +7,22 @@ import msgspec
 import pytest
 
 from shared.engine.batching.sequence import Sequence
+from shared.engine.executors.timing_executor import STATE_BYTES, TimingExecutor
 from shared.engine.kv_transfer.kv_writer import KvWriter
-from shared.engine.runner import KvRun
-from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
+from shared.engine.step import KvRun
 from shared.errors import FrameRefused
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.link import FrameHeader
 from tests.simulation.world.clock import VirtualClock, run
 
 
-class SlowRunner(TimingRunner):
+class SlowExecutor(TimingExecutor):
     async def write_kv(self, run: KvRun, payload: memoryview) -> None:
         await asyncio.sleep(0.1)  # virtual
         await super().write_kv(run, payload)
 
 
-def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:
+def writer_of(executor: TimingExecutor) -> tuple[KvWriter, FrameHeader]:
     """A writer of a prompt of 33 tokens, and the header of its first frame of 16."""
     sequence = Sequence(
         sequence_id=b"p" * 16,
@@ -42,17 +42,17 @@ def writer_of(runner: TimingRunner) -> tuple[KvWriter, FrameHeader]:
         num_layers=1,
         first_head=0,
         num_heads=1,
-        kv_format=runner.kv_layout.key,
+        kv_format=executor.kv_layout.key,
         num_cached_tokens=0,
         payload_bytes=16 * STATE_BYTES,
-        numerics=runner.numerics,
+        numerics=executor.numerics,
     )
-    return KvWriter(sequence, runner, num_held_tokens=0), header
+    return KvWriter(sequence, executor, num_held_tokens=0), header
 
 
 def test_concurrent_duplicate_frame_is_counted_once() -> None:
     async def main() -> None:
-        kv_writer, header = writer_of(SlowRunner(VirtualClock(), num_blocks=3))
+        kv_writer, header = writer_of(SlowExecutor(VirtualClock(), num_blocks=3))
         payload = memoryview(bytes(header.payload_bytes))
         writes = [kv_writer.frame(header, payload) for _ in range(2)]
         results = await asyncio.gather(*writes, return_exceptions=True)
@@ -67,9 +67,9 @@ def test_frame_of_unlike_numerics_is_refused() -> None:
     """A sender is not trusted to have compared them."""
 
     async def main() -> None:
-        runner = TimingRunner(VirtualClock(), num_blocks=3)
-        kv_writer, header = writer_of(runner)
-        unlike = msgspec.structs.replace(runner.numerics, device="sm90")
+        executor = TimingExecutor(VirtualClock(), num_blocks=3)
+        kv_writer, header = writer_of(executor)
+        unlike = msgspec.structs.replace(executor.numerics, device="sm90")
         sent = msgspec.structs.replace(header, numerics=unlike)
         with pytest.raises(FrameRefused, match="sm90"):
             await kv_writer.frame(sent, memoryview(bytes(header.payload_bytes)))
@@ -80,8 +80,8 @@ def test_frame_of_unlike_numerics_is_refused() -> None:
 
 def test_rejected_format_is_counted_apart() -> None:
     async def main() -> None:
-        runner = TimingRunner(VirtualClock(), num_blocks=3)
-        kv_writer, header = writer_of(runner)
+        executor = TimingExecutor(VirtualClock(), num_blocks=3)
+        kv_writer, header = writer_of(executor)
         pushes = ExpectedPushes()
         pushes.expect(header.placement_id, kv_writer)
         payload = memoryview(bytes(header.payload_bytes))

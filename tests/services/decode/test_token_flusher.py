@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.decode.token_flusher import ENTRY_INTERVAL_S, INTERVAL_S
-from shared.engine.runners.timing_runner import StepCost
+from shared.engine.executors.timing_executor import StepCost
 from shared.messages import TokenBatch
 from shared.subjects import tokens
 from tests.services.decode.test_handoff import PROMPT, Cluster, cluster
@@ -86,7 +86,7 @@ def test_long_step_does_not_delay_tokens_of_earlier_steps():
         async with cluster(cost=every_step(0.0003)) as it:
             placement_id = await it.peer.place("decode-1", request_of(PROMPT[:4]))
             await it.peer.has_tokens(placement_id, 5)
-            it.decode.runner._cost = every_step(0.5)
+            it.decode.executor._cost = every_step(0.5)
             await asyncio.sleep(3 * INTERVAL_S)  # virtual: last short step, flush interval, latency
             num_sampled = it.decode.engine.num_generated_tokens
             assert 5 < num_sampled < 20

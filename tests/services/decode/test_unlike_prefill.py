@@ -16,7 +16,7 @@ from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import run
 from tests.simulation.world.kv_link import DataPlane
 from tests.simulation.world.workers import (
-    CopyingRunner,
+    CopyingExecutor,
     Peer,
     Received,
     SimulatedWorker,
@@ -28,7 +28,7 @@ def received_from(mode: Mode, *, prefill_variant: int) -> Received:
     return run_with(mode, prefill_variant=prefill_variant)[0]
 
 
-class Fp8Runner(CopyingRunner):
+class Fp8Executor(CopyingExecutor):
     """Its KV is in another dtype, and the layout of what it reads and writes is the same."""
 
     def __init__(self, clock: Clock, **options: Any) -> None:
@@ -37,7 +37,7 @@ class Fp8Runner(CopyingRunner):
 
 
 def run_with(
-    mode: Mode, *, prefill_variant: int, prefill_runner: type[CopyingRunner] = CopyingRunner
+    mode: Mode, *, prefill_variant: int, prefill_executor: type[CopyingExecutor] = CopyingExecutor
 ) -> tuple[Received, list[WorkerLoad]]:
     """And the loads of both workers afterwards."""
 
@@ -48,7 +48,7 @@ def run_with(
                 *(network, plane, "prefill-1", ("prefill",)),
                 mode=mode,
                 variant=prefill_variant,
-                runner_type=prefill_runner,
+                executor_type=prefill_executor,
             ),
             SimulatedWorker(network, plane, "decode-1", ("decode",), mode=mode),
         ]
@@ -86,7 +86,7 @@ def test_fast_decode_uses_kv_of_unlike_hardware() -> None:
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_decode_takes_no_kv_of_a_worker_that_stores_another_dtype(mode: Mode) -> None:
-    received, loads = run_with(mode, prefill_variant=0, prefill_runner=Fp8Runner)
+    received, loads = run_with(mode, prefill_variant=0, prefill_executor=Fp8Executor)
     assert served_of(received).num_pushed_tokens == 0
     assert received.output == received_from(mode, prefill_variant=0).output
     assert loads[0].num_kv_mismatches == 1

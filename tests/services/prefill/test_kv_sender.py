@@ -7,8 +7,8 @@ import gc
 from array import array
 
 from shared.engine.batching.sequence import Sequence
+from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
-from shared.engine.runners.timing_runner import TimingRunner
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
 from tests.simulation.world.clock import VirtualClock, run
@@ -42,12 +42,12 @@ def _sender_over(link: FailingLink) -> KvSender:
         block_tables=[array("q", [0, 1, 2])],
         first_blocks=[0],
     )
-    runner = TimingRunner(VirtualClock(), num_blocks=4, block_size=BLOCK_SIZE)
+    executor = TimingExecutor(VirtualClock(), num_blocks=4, block_size=BLOCK_SIZE)
     return KvSender(
         b"p",
         sequence,
         first_token=0,
-        memory=runner,
+        memory=executor,
         dial=dial,  # type: ignore[arg-type]
         clock=VirtualClock(),
         counts=PushCounts(),

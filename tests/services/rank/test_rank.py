@@ -47,25 +47,25 @@ def worker_config(nats: NatsServer, **changes: object) -> WorkerConfig:
 async def test_worker_lives_and_dies_with_its_rank_on_another_host(
     nats_server: NatsServer,
 ) -> None:
-    runners: list[GroupExecutor] = []
+    executors: list[GroupExecutor] = []
 
     def load(config: WorkerConfig, hosts: HostListener) -> GroupExecutor:
-        runner = load_model(config, hosts)
-        assert isinstance(runner, GroupExecutor)
-        runners.append(runner)
-        return runner
+        executor = load_model(config, hosts)
+        assert isinstance(executor, GroupExecutor)
+        executors.append(executor)
+        return executor
 
     rank = await hearth_rank(nats_server)
     async with asyncio.timeout(2 * WAIT_S):
         worker = await build_worker(worker_config(nats_server), ("prefill", "decode"), load)
-        (runner,) = runners
-        await runner.check()
+        (executor,) = executors
+        await executor.check()
         rank.send_signal(signal.SIGTERM)
         await rank.wait()
-        while not runner.has_ended:
+        while not executor.has_ended:
             await asyncio.sleep(0.01)
     with pytest.raises(DeviceFailed, match=r"the connection to .* is lost"):
-        await runner.check()
+        await executor.check()
     await worker.stop()
 
 

@@ -50,7 +50,7 @@ def test_embedding_matches_transformers_in_any_chunks(
     worker = Worker(model_dir, "float32", budget=budget)
     sequence = new_sequence(PROMPT, None, pooling=pooling)
     asyncio.run(worker.run(sequence, new_sequence(PROMPT[:20], greedy())))
-    asyncio.run(worker.runner.close())
+    asyncio.run(worker.executor.close())
     actual = embedding_of(worker.endings[sequence.sequence_id])
     np.testing.assert_allclose(actual, expected, atol=1e-4)
     assert worker.tokens[sequence.sequence_id] == []
@@ -66,7 +66,7 @@ def test_chunks_change_no_bit(
         worker = Worker(model_dir, dtype, budget=budget)
         sequence = new_sequence(PROMPT, None, pooling=pooling)
         asyncio.run(worker.run(sequence))
-        asyncio.run(worker.runner.close())
+        asyncio.run(worker.executor.close())
         vectors.append(embedding_of(worker.endings[sequence.sequence_id]).tolist())
     assert vectors[0] == vectors[1] == vectors[2] == vectors[3]
 

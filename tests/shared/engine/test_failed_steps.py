@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.failed_steps import MAX_IN_A_ROW
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
-from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from shared.engine.step import StepInputs, StepOutput
 from shared.errors import DeviceFailed, HearthError, StepFailed
 from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
@@ -36,7 +35,7 @@ POISON = 999
 NUM_BLOCKS = 512
 
 
-class FailingRunner(TimingRunner):
+class FailingExecutor(TimingExecutor):
     """Raises in steps with a poisonous token, in every step if sick, and in the check if lost."""
 
     def __init__(self, poison: Collection[int] = (POISON,)) -> None:
@@ -75,17 +74,17 @@ class FailingRunner(TimingRunner):
 
 
 class Worker:
-    def __init__(self, runner: FailingRunner, *, zeroes_freed_blocks: bool = False) -> None:
-        self.runner = runner
+    def __init__(self, executor: FailingExecutor, *, zeroes_freed_blocks: bool = False) -> None:
+        self.executor = executor
         self.engine = Engine(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            max_context_tokens=runner.max_context_tokens,
+            max_context_tokens=executor.max_context_tokens,
             max_batch_tokens=2048,
             max_sequences=64,
             zeroes_freed_blocks=zeroes_freed_blocks,
         )
-        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), VirtualClock())
+        self.loop = EngineLoop(self.engine, executor, VirtualClock())
         self.loop.listen(self._record)
         self.loop.on_device_lost(self._record_loss)
         self.tokens: dict[bytes, list[int]] = {}
@@ -122,8 +121,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def working(runner: FailingRunner) -> AsyncIterator[Worker]:
-    worker = Worker(runner)
+async def working(executor: FailingExecutor) -> AsyncIterator[Worker]:
+    worker = Worker(executor)
     worker.loop.start()
     try:
         yield worker
@@ -145,7 +144,7 @@ def test_good_rows_are_bit_equal_beside_bad_rows(num_rows: int, bad: set[int], b
     poison = {prompts[n][0] if bad_at == 0 else outputs[n][bad_at - 1] for n in bad}
 
     async def scenario() -> None:
-        async with working(FailingRunner(poison)) as worker:
+        async with working(FailingExecutor(poison)) as worker:
             sequences = [worker.add(new_sequence(each, seeded(5))) for each in prompts]
             await worker.settled()
             for token_ids, output, sequence in zip(prompts, outputs, sequences, strict=True):
@@ -166,24 +165,24 @@ def until_poison(token_ids: list[int], poison: set[int]) -> list[int]:
 @pytest.mark.parametrize("num_rows", [2, 3, 8, 33, 64])
 def test_one_bad_row_takes_few_steps(num_rows: int) -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             for n in range(num_rows - 1):
                 worker.add(new_sequence(prompt(3, start=10 * n), greedy(1)))
             bad = worker.add(new_sequence([POISON], greedy(1)))
             await worker.settled()
-            assert worker.runner.num_runs <= 1 + 2 * ceil(log2(num_rows))
+            assert worker.executor.num_runs <= 1 + 2 * ceil(log2(num_rows))
             assert isinstance(worker.error(bad), StepFailed)
             assert len(worker.errors) == 1
             load = worker.loop.load()
             assert (load.num_failed_steps, load.num_busy_steps, load.busy_s) == (1, 0, 0.0)
-            assert load.step >= worker.runner.num_runs  # each part is progress
+            assert load.step >= worker.executor.num_runs  # each part is progress
 
     run(scenario())
 
 
 def test_prefill_and_choices_beside_a_bad_row_continue() -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             parent = worker.add(new_sequence(prompt(6), None))
             while parent.state is not SequenceState.HELD:
                 await asyncio.sleep(STEP_S)
@@ -205,7 +204,7 @@ def test_prefill_and_choices_beside_a_bad_row_continue() -> None:
 
 def test_failed_prefill_is_held_until_released() -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             prefill = worker.add(new_sequence([POISON, 2, 3], None))
             while prefill.sequence_id not in worker.errors:
                 await asyncio.sleep(STEP_S)
@@ -219,8 +218,8 @@ def test_failed_prefill_is_held_until_released() -> None:
 def test_passing_error_costs_no_row() -> None:
     async def scenario() -> None:
         for num_rows in (1, 4):
-            async with working(FailingRunner()) as worker:
-                worker.runner.num_passing_errors = 1
+            async with working(FailingExecutor()) as worker:
+                worker.executor.num_passing_errors = 1
                 rows = [new_sequence(prompt(5, start=50 * n), greedy()) for n in range(num_rows)]
                 for each in rows:
                     worker.add(each)
@@ -236,8 +235,8 @@ def test_rows_are_not_blamed_for_the_device() -> None:
     """A request for which the device is to blame may be tried on any number of workers."""
 
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
-            worker.runner.is_sick = True
+        async with working(FailingExecutor()) as worker:
+            worker.executor.is_sick = True
             rows = [worker.add(new_sequence(prompt(5, start=50 * n), greedy())) for n in range(4)]
             await worker.settled()
             assert all(isinstance(worker.error(each), DeviceFailed) for each in rows)
@@ -247,7 +246,7 @@ def test_rows_are_not_blamed_for_the_device() -> None:
 
 def test_choices_of_one_request_do_not_blame_the_device() -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             ids = count()
             rows = [new_sequence([POISON, n], greedy(), choice_index=n) for n in range(4)]
             for each in rows:
@@ -261,15 +260,15 @@ def test_choices_of_one_request_do_not_blame_the_device() -> None:
 
 def test_device_that_fails_its_check_is_lost_at_once() -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
-            worker.runner.is_sick = worker.runner.is_lost = True
+        async with working(FailingExecutor()) as worker:
+            worker.executor.is_sick = worker.executor.is_lost = True
             only = worker.add(new_sequence(prompt(5), greedy()))
             await asyncio.sleep(10 * STEP_S)
             assert isinstance(worker.error(only), DeviceFailed)
-            assert (worker.num_losses, worker.runner.num_runs) == (1, 1)
+            assert (worker.num_losses, worker.executor.num_runs) == (1, 1)
             worker.add(new_sequence(prompt(5), greedy()))
             await asyncio.sleep(10 * IDLE_TICK_S)
-            assert (worker.num_losses, worker.runner.num_runs) == (1, 1)  # computes no more
+            assert (worker.num_losses, worker.executor.num_runs) == (1, 1)  # computes no more
 
     run(scenario())
 
@@ -281,7 +280,7 @@ def failures(
     losses = []
 
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             for tenant_id in tenants:
                 bad = new_sequence([POISON], greedy(), tenant_id=tenant_id)
                 bad.sequence_id = b"p" * 16 if same_placement else bad.sequence_id
@@ -308,7 +307,7 @@ def test_one_request_does_not_cost_a_device() -> None:
 
 def test_one_tenant_does_not_cost_others_a_device() -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             worker.add(new_sequence(prompt(5), greedy(), tenant_id="other"))
             await worker.settled()
             for _ in range(2 * MAX_IN_A_ROW):
@@ -324,7 +323,7 @@ def test_one_tenant_does_not_cost_others_a_device() -> None:
 
 def test_success_ends_a_row_of_failed_steps() -> None:
     async def scenario() -> None:
-        async with working(FailingRunner()) as worker:
+        async with working(FailingExecutor()) as worker:
             for _ in range(2 * MAX_IN_A_ROW):
                 worker.add(new_sequence([POISON], greedy()))
                 await worker.settled()
@@ -338,11 +337,11 @@ def test_success_ends_a_row_of_failed_steps() -> None:
 
 def test_device_that_cannot_zero_blocks_is_lost() -> None:
     async def scenario() -> None:
-        worker = Worker(FailingRunner(), zeroes_freed_blocks=True)
+        worker = Worker(FailingExecutor(), zeroes_freed_blocks=True)
         worker.loop.start()
         worker.add(new_sequence(prompt(5), greedy(1)))
         await asyncio.sleep(STEP_S / 2)
-        worker.runner.is_lost = True
+        worker.executor.is_lost = True
         await asyncio.sleep(10 * IDLE_TICK_S)
         assert (worker.num_losses, worker.loop.load().num_failed_zeroings) == (1, 1)
         await worker.loop.stop()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from tests.shared.engine.support.checkpoints import write_llama, write_model
 from tests.shared.engine.support.steps import Blocks, Line, advance, prefill
 from tests.threads import computing_threads
@@ -72,29 +72,31 @@ CASES = [
 ]
 
 
-def _load(folder: Path, shape: str, dtype: str) -> ModelRunner:
+def _load(folder: Path, shape: str, dtype: str) -> LocalExecutor:
     write_model(folder, **{"architecture": "LlamaForCausalLM", **SHAPES[shape]})
-    return load_runner(folder, dtype=dtype, kv_cache_bytes=64 << 20)
+    return load_executor(folder, dtype=dtype, kv_cache_bytes=64 << 20)
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def executor(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LocalExecutor:
     return _load(tmp_path_factory.mktemp("model"), *request.param)
 
 
 @pytest.fixture(scope="module")
-def one_step_logits(runner: ModelRunner) -> torch.Tensor:
+def one_step_logits(executor: LocalExecutor) -> torch.Tensor:
     """The logits of a prompt that one thread computed in one step."""
-    logits = prefill(runner, Blocks(runner.num_blocks).line(_prompt(1, PROMPT_TOKENS)), 150)
+    logits = prefill(executor, Blocks(executor.num_blocks).line(_prompt(1, PROMPT_TOKENS)), 150)
     assert torch.isfinite(logits).all()
     return logits
 
 
 @pytest.fixture(scope="module")
-def solo_logits(runner: ModelRunner) -> list[torch.Tensor]:
+def solo_logits(executor: LocalExecutor) -> list[torch.Tensor]:
     """The last logits of each of 32 prompts, each computed alone on one thread."""
-    blocks = Blocks(runner.num_blocks)
-    return [prefill(runner, blocks.line(prompt), 64)[-1] for prompt in _prompts()]
+    blocks = Blocks(executor.num_blocks)
+    return [prefill(executor, blocks.line(prompt), 64)[-1] for prompt in _prompts()]
 
 
 def _prompts() -> list[list[int]]:
@@ -115,49 +117,49 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
     ],
 )
 def test_logits_are_bit_equal_for_every_chunking(
-    runner: ModelRunner, one_step_logits: torch.Tensor, num_threads: int, chunk: int
+    executor: LocalExecutor, one_step_logits: torch.Tensor, num_threads: int, chunk: int
 ) -> None:
-    line = Blocks(runner.num_blocks).line(_prompt(1, PROMPT_TOKENS))
+    line = Blocks(executor.num_blocks).line(_prompt(1, PROMPT_TOKENS))
     with computing_threads(num_threads):
-        assert torch.equal(prefill(runner, line, chunk), one_step_logits)
+        assert torch.equal(prefill(executor, line, chunk), one_step_logits)
 
 
 def test_tiles_skipped_before_a_window_change_no_bit(tmp_path: Path) -> None:
     """Smaller chunks skip more tiles, sometimes an odd number."""
-    runner = _load(tmp_path, "window, soft caps", "float32")
-    blocks = Blocks(runner.num_blocks)
+    executor = _load(tmp_path, "window, soft caps", "float32")
+    blocks = Blocks(executor.num_blocks)
     prompt = _prompt(1, 400)
-    one_step_logits = prefill(runner, blocks.line(prompt), 400)
+    one_step_logits = prefill(executor, blocks.line(prompt), 400)
     for chunk in (1, 7, 64):
-        assert torch.equal(prefill(runner, blocks.line(prompt), chunk), one_step_logits), (
+        assert torch.equal(prefill(executor, blocks.line(prompt), chunk), one_step_logits), (
             f"chunks of {chunk}"
         )
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_logits_are_bit_equal_for_every_batch(
-    runner: ModelRunner, solo_logits: list[torch.Tensor], num_threads: int
+    executor: LocalExecutor, solo_logits: list[torch.Tensor], num_threads: int
 ) -> None:
     """Decode rows with contexts of 1 to 300 tokens, beside a prefill chunk."""
     for batch_size in (7, 32):
-        blocks = Blocks(runner.num_blocks, seed=batch_size)
+        blocks = Blocks(executor.num_blocks, seed=batch_size)
         lines = [blocks.line(prompt) for prompt in _prompts()[:batch_size]]
         for line in lines:
-            _prefill_all_but_last(runner, line)
+            _prefill_all_but_last(executor, line)
         beside = blocks.line(_prompt(5, 20))
         work = [(line, 1) for line in lines]
         work.insert(3, (beside, 20))
         with computing_threads(num_threads):
-            logits = advance(runner, work)
+            logits = advance(executor, work)
         logits = torch.cat((logits[:3], logits[23:]))
         for index in range(batch_size):
             assert torch.equal(logits[index], solo_logits[index]), f"row {index} of {batch_size}"
 
 
-def _prefill_all_but_last(runner: ModelRunner, line: Line) -> None:
+def _prefill_all_but_last(executor: LocalExecutor, line: Line) -> None:
     num_tokens = len(line.token_ids) - 1
     if num_tokens:
-        advance(runner, [(line, num_tokens)])
+        advance(executor, [(line, num_tokens)])
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
@@ -167,20 +169,20 @@ def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture
     prompt = _prompt(2, 200)
     logits = []
     for size in (16, block_size):
-        runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20, block_size=size)
-        line = Blocks(runner.num_blocks).line(prompt, block_size=size)
-        logits.append(prefill(runner, line, 33))
+        executor = load_executor(tmp_path, dtype="float32", kv_cache_bytes=4 << 20, block_size=size)
+        line = Blocks(executor.num_blocks).line(prompt, block_size=size)
+        logits.append(prefill(executor, line, 33))
     assert torch.equal(logits[0], logits[1])
 
 
 def test_stale_kv_after_the_context_is_not_read(tmp_path: Path) -> None:
     """Blocks are not zeroed between sequences."""
     write_llama(tmp_path)
-    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
-    blocks = Blocks(runner.num_blocks)
+    executor = load_executor(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+    blocks = Blocks(executor.num_blocks)
     prompt = _prompt(3, 70)
-    fresh = prefill(runner, blocks.line(prompt), 70)
+    fresh = prefill(executor, blocks.line(prompt), 70)
     used = blocks.line(_prompt(4, 80))
-    prefill(runner, used, 80)
-    again = prefill(runner, replace(used, token_ids=prompt, num_computed=0), 13)
+    prefill(executor, used, 80)
+    again = prefill(executor, replace(used, token_ids=prompt, num_computed=0), 13)
     assert torch.equal(fresh, again)

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.expert_load import HALF_LIFE_S, LEAST_MEAN, ExpertLoad
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.loop import COUNT_EXPERTS_S, IDLE_TICK_S, EngineLoop
-from shared.engine.runner import StepInputs
-from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from shared.engine.step import StepInputs
 from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -30,7 +29,7 @@ from tests.simulation.world.clock import VirtualClock, run
 STEP_S = 0.01
 
 
-class RecordingRunner(TimingRunner):
+class RecordingExecutor(TimingExecutor):
     """Records when each step began."""
 
     def __init__(self, *, step_s: float = STEP_S) -> None:
@@ -57,16 +56,16 @@ class RecordingRunner(TimingRunner):
 
 
 class Bench:
-    def __init__(self, runner: RecordingRunner, *, max_sequences: int = 8) -> None:
-        self.runner = runner
+    def __init__(self, executor: RecordingExecutor, *, max_sequences: int = 8) -> None:
+        self.executor = executor
         self.engine = Engine(
-            num_blocks=runner.num_blocks,
+            num_blocks=executor.num_blocks,
             block_size=BLOCK_SIZE,
-            max_context_tokens=runner.max_context_tokens,
+            max_context_tokens=executor.max_context_tokens,
             max_batch_tokens=64,
             max_sequences=max_sequences,
         )
-        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), VirtualClock())
+        self.loop = EngineLoop(self.engine, executor, VirtualClock())
         self.loop.listen(self._record)
         self.received: list[StepProgress] = []
         self.changed = asyncio.Event()
@@ -95,8 +94,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(runner: RecordingRunner, *, max_sequences: int = 8) -> AsyncIterator[Bench]:
-    bench = Bench(runner, max_sequences=max_sequences)
+async def running(executor: RecordingExecutor, *, max_sequences: int = 8) -> AsyncIterator[Bench]:
+    bench = Bench(executor, max_sequences=max_sequences)
     bench.loop.start()
     try:
         yield bench
@@ -106,7 +105,7 @@ async def running(runner: RecordingRunner, *, max_sequences: int = 8) -> AsyncIt
 
 def test_loop_runs_all_added_sequences() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             sequences = [bench.add(new_sequence(prompt(n + 1), greedy())) for n in range(5)]
             for n, sequence in enumerate(sequences):
                 assert (await bench.wait_until_finished(sequence)).finish_reason == "length"
@@ -121,23 +120,23 @@ def test_loop_runs_all_added_sequences() -> None:
 
 def test_step_counter_increases_while_idle() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             await asyncio.sleep(10 * IDLE_TICK_S + IDLE_TICK_S / 2)
             load = bench.loop.load()
             assert load.step == 10
             assert load.step_budget_s == IDLE_TICK_S
-            assert bench.runner.began_s == []
+            assert bench.executor.began_s == []
 
     run(scenario())
 
 
 def test_wake_starts_a_step_at_once() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             await asyncio.sleep(IDLE_TICK_S / 3)
             woken_s = VirtualClock().now()
             await bench.wait_until_finished(bench.add(new_sequence(prompt(3), greedy(1))))
-            assert bench.runner.began_s == [woken_s]
+            assert bench.executor.began_s == [woken_s]
             assert VirtualClock().now() - woken_s == pytest.approx(STEP_S)
 
     run(scenario())
@@ -145,20 +144,20 @@ def test_wake_starts_a_step_at_once() -> None:
 
 def test_wake_during_a_step_is_not_lost() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             first = bench.add(new_sequence(prompt(3), greedy(1)))
             await asyncio.sleep(STEP_S / 2)
             second = bench.add(new_sequence(prompt(5), greedy(1)))
             await bench.wait_until_finished(first)
             await bench.wait_until_finished(second)
-            assert bench.runner.began_s == [0.0, pytest.approx(STEP_S)]
+            assert bench.executor.began_s == [0.0, pytest.approx(STEP_S)]
 
     run(scenario())
 
 
 def test_one_wake_causes_no_busy_loop() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             await bench.wait_until_finished(bench.add(new_sequence(prompt(3), greedy(1))))
             bench.loop.wake()
             num_steps = bench.loop.load().step
@@ -171,7 +170,7 @@ def test_one_wake_causes_no_busy_loop() -> None:
 
 def test_load_reports_the_budget_of_the_current_step() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner(step_s=30.0)) as bench:
+        async with running(RecordingExecutor(step_s=30.0)) as bench:
             bench.add(new_sequence(prompt(3), greedy(1)))
             await asyncio.sleep(1.0)
             load = bench.loop.load()
@@ -184,7 +183,7 @@ def test_load_reports_the_budget_of_the_current_step() -> None:
     run(scenario())
 
 
-class RoutingRunner(RecordingRunner):
+class RoutingExecutor(RecordingExecutor):
     """Of every four tokens three go to the first of two experts."""
 
     async def expert_counts(self) -> NDArray[np.int64]:
@@ -193,7 +192,7 @@ class RoutingRunner(RecordingRunner):
 
 def test_load_has_the_imbalance_of_the_experts() -> None:
     async def main() -> None:
-        async with running(RoutingRunner()) as bench:
+        async with running(RoutingExecutor()) as bench:
             assert bench.loop.load().expert_imbalance == 0.0
             await bench.wait_until_finished(bench.add(new_sequence(prompt(3), greedy(4))))
             await VirtualClock().sleep(2 * COUNT_EXPERTS_S)
@@ -204,7 +203,7 @@ def test_load_has_the_imbalance_of_the_experts() -> None:
 
 def test_load_counts_waiting_running_and_reserved() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner(step_s=1.0), max_sequences=1) as bench:
+        async with running(RecordingExecutor(step_s=1.0), max_sequences=1) as bench:
             bench.add(new_sequence(prompt(9), greedy()))
             bench.add(new_sequence(prompt(7, start=500), greedy()))
             assert bench.engine.reserve(new_sequence(prompt(5, start=700), greedy()))
@@ -220,11 +219,11 @@ def test_load_counts_waiting_running_and_reserved() -> None:
 
 def test_cached_prefill_is_reported_without_a_step() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             for num_steps in (1, 1):
                 prefill = bench.add(new_sequence(prompt(8), None))
                 await bench.wait_for_state(prefill, SequenceState.HELD)
-                assert len(bench.runner.began_s) == num_steps
+                assert len(bench.executor.began_s) == num_steps
                 bench.engine.release(prefill)
 
     run(scenario())
@@ -232,14 +231,14 @@ def test_cached_prefill_is_reported_without_a_step() -> None:
 
 def test_stop_waits_for_the_step_and_leaves_no_task() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             sequence = bench.add(new_sequence(prompt(3), greedy()))
             await asyncio.sleep(STEP_S / 2)
             assert sequence.is_in_step
             await bench.loop.stop()
-            assert bench.runner.num_done == 1
+            assert bench.executor.num_done == 1
             assert bench.tokens(sequence) == solo(tuple(prompt(3)), greedy())[:1]
-            assert bench.runner.is_closed
+            assert bench.executor.is_closed
             assert not sequence.is_in_step
             assert asyncio.all_tasks() == {asyncio.current_task()}
             bench.engine.abort(sequence)
@@ -250,7 +249,7 @@ def test_stop_waits_for_the_step_and_leaves_no_task() -> None:
 
 def test_stop_while_idle_is_immediate_and_leaves_no_task() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             await asyncio.sleep(1.0)
             before_s = VirtualClock().now()
             await bench.loop.stop()
@@ -262,7 +261,7 @@ def test_stop_while_idle_is_immediate_and_leaves_no_task() -> None:
 
 def test_idle_loop_does_not_accumulate_tasks() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             await asyncio.sleep(50 * IDLE_TICK_S)
             # tasks of the test and of the loop, and the two that the loop awaits: tick and wake
             assert len(asyncio.all_tasks()) <= 4
@@ -271,18 +270,18 @@ def test_idle_loop_does_not_accumulate_tasks() -> None:
     run(scenario())
 
 
-def test_stop_before_start_closes_the_runner() -> None:
+def test_stop_before_start_closes_the_executor() -> None:
     async def scenario() -> None:
-        bench = Bench(RecordingRunner())
+        bench = Bench(RecordingExecutor())
         await bench.loop.stop()
-        assert bench.runner.is_closed
+        assert bench.executor.is_closed
 
     run(scenario())
 
 
 def test_load_counts_tokens_since_start() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             for num_cached in (0, 2 * BLOCK_SIZE):
                 before = bench.loop.load()
                 await bench.wait_until_finished(
@@ -300,7 +299,7 @@ def test_load_counts_tokens_since_start() -> None:
 
 def test_resumed_output_does_not_count_as_prompt() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             sequence = new_sequence(prompt(6), greedy(8), output_ids=prompt(3, start=500))
             await bench.wait_until_finished(bench.add(sequence))
             load = bench.loop.load()
@@ -310,12 +309,12 @@ def test_resumed_output_does_not_count_as_prompt() -> None:
     run(scenario())
 
 
-def test_lost_runner_is_noticed_without_work() -> None:
+def test_lost_executor_is_noticed_without_work() -> None:
     async def scenario() -> None:
-        async with running(RecordingRunner()) as bench:
+        async with running(RecordingExecutor()) as bench:
             lost = asyncio.Event()
             bench.loop.on_device_lost(lost.set)
-            bench.runner.has_ended = True
+            bench.executor.has_ended = True
             async with asyncio.timeout(2 * IDLE_TICK_S):
                 await lost.wait()
 

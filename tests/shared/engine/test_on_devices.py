@@ -14,10 +14,10 @@ import torch
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.inputs import build_inputs
-from shared.engine.runner import KvRun
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.step import KvRun
 from shared.errors import HearthError
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.rig import new_sequence, seeded
@@ -46,8 +46,8 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def load(folder: Path, device: str, *, num_blocks: int = 64) -> ModelRunner:
-    return load_runner(
+def load(folder: Path, device: str, *, num_blocks: int = 64) -> LocalExecutor:
+    return load_executor(
         folder,
         device,
         dtype="float32",
@@ -57,14 +57,14 @@ def load(folder: Path, device: str, *, num_blocks: int = 64) -> ModelRunner:
 
 
 class Driver:
-    """An engine with a runner, stepped until all sequences finish."""
+    """An engine with an executor, stepped until all sequences finish."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor = executor
         self.engine = Engine(
-            num_blocks=runner.num_blocks,
+            num_blocks=executor.num_blocks,
             block_size=16,
-            max_context_tokens=runner.max_context_tokens,
+            max_context_tokens=executor.max_context_tokens,
             max_batch_tokens=32,
             max_sequences=8,
         )
@@ -82,28 +82,28 @@ class Driver:
             rows, _ = self.engine.schedule()
             if not rows:
                 return
-            output = await self.runner.run(build_inputs(rows, 16))
+            output = await self.executor.run(build_inputs(rows, 16))
             for progress in self.engine.apply(rows, output):
                 self.tokens[progress.sequence.sequence_id] += progress.token_ids
             self.engine.pool.check()
 
 
-def solo(runner: ModelRunner, prompt: list[int], *, choice_index: int = 0) -> list[int]:
-    return Driver(runner).run(new_sequence(prompt, seeded(NUM_NEW), choice_index=choice_index))[0]
+def solo(executor: LocalExecutor, prompt: list[int], *, choice_index: int = 0) -> list[int]:
+    return Driver(executor).run(new_sequence(prompt, seeded(NUM_NEW), choice_index=choice_index))[0]
 
 
 def test_tokens_equal_those_of_the_cpu(model_dir: Path, device: str) -> None:
-    runner, cpu_runner = load(model_dir, device), load(model_dir, "cpu")
+    executor, cpu_executor = load(model_dir, device), load(model_dir, "cpu")
     found, expected = (
         generate(each, Blocks(each.num_blocks).line(PROMPT, room=NUM_NEW), NUM_NEW)
-        for each in (runner, cpu_runner)
+        for each in (executor, cpu_executor)
     )
     assert found == expected
 
 
 def test_forked_choices_equal_solo_runs(model_dir: Path, device: str) -> None:
-    runner = load(model_dir, device)
-    driver, parent = Driver(runner), new_sequence(PROMPT[:-1], None)
+    executor = load(model_dir, device)
+    driver, parent = Driver(executor), new_sequence(PROMPT[:-1], None)
     driver.run(parent)
     assert parent.state is SequenceState.HELD
     children = [new_sequence(PROMPT, seeded(NUM_NEW), choice_index=index) for index in range(3)]
@@ -112,7 +112,7 @@ def test_forked_choices_equal_solo_runs(model_dir: Path, device: str) -> None:
     driver.engine.fork(parent, children)
     driver.run()
     found = [driver.tokens[child.sequence_id] for child in children]
-    assert found == [solo(runner, PROMPT, choice_index=index) for index in range(3)]
+    assert found == [solo(executor, PROMPT, choice_index=index) for index in range(3)]
 
 
 def test_preempted_sequences_equal_solo_runs(model_dir: Path, device: str) -> None:
@@ -125,7 +125,7 @@ def test_preempted_sequences_equal_solo_runs(model_dir: Path, device: str) -> No
 
 
 def test_moved_kv_gives_the_same_tokens(model_dir: Path, device: str) -> None:
-    """KV moves through host memory between the scattered blocks of two runners."""
+    """KV moves through host memory between the scattered blocks of two executors."""
     source, target = load(model_dir, device), load(model_dir, device)
     line = Blocks(source.num_blocks).line(PROMPT, room=NUM_NEW)
     expected = generate(source, line, NUM_NEW)

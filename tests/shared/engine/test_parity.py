@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
 from tests.shared.engine.support.reference import margin_checked_prompt
 from tests.shared.engine.support.steps import Blocks, generate, prefill
@@ -43,50 +43,50 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no grouping, head_dim from hidden": {"num_key_value_heads": 4, "head_dim": None},
 }
 NUM_TOKENS = 12
-Loaded = Callable[[str], tuple[PreTrainedModel, ModelRunner]]
+Loaded = Callable[[str], tuple[PreTrainedModel, LocalExecutor]]
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """Returns, for a shape, the model of transformers and the runner of all tests."""
+    """Returns, for a shape, the model of transformers and the executor of all tests."""
 
     @cache
-    def load(shape: str) -> tuple[PreTrainedModel, ModelRunner]:
+    def load(shape: str) -> tuple[PreTrainedModel, LocalExecutor]:
         folder = tmp_path_factory.mktemp("model")
         model = write_llama(folder, **SHAPES[shape])
-        return model, load_runner(folder, dtype="float32", kv_cache_bytes=8 << 20)
+        return model, load_executor(folder, dtype="float32", kv_cache_bytes=8 << 20)
 
     return load
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_tokens_equal_transformers(loaded: Loaded, shape: str) -> None:
-    model, runner = loaded(shape)
-    blocks = Blocks(runner.num_blocks)
+    model, executor = loaded(shape)
+    blocks = Blocks(executor.num_blocks)
     for num_tokens in (1, 15, 16, 17, 1000):
-        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, NUM_TOKENS)
+        prompt, expected = margin_checked_prompt(model, num_tokens, executor.vocab_size, NUM_TOKENS)
         line = blocks.line(prompt, room=NUM_TOKENS)
-        assert generate(runner, line, NUM_TOKENS) == expected, f"prompt of {num_tokens}"
+        assert generate(executor, line, NUM_TOKENS) == expected, f"prompt of {num_tokens}"
         is_tied = "tied" in shape  # a tied model repeats itself
         assert is_tied or len(set(expected)) > 3, "the output has too few different tokens"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_close_to_transformers(loaded: Loaded, shape: str) -> None:
-    model, runner = loaded(shape)
+    model, executor = loaded(shape)
     prompt = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
-    actual = prefill(runner, Blocks(runner.num_blocks).line(prompt), 64)
+    actual = prefill(executor, Blocks(executor.num_blocks).line(prompt), 64)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     model = write_llama(tmp_path, dtype=torch.bfloat16)
-    runner = load_runner(tmp_path, dtype="bfloat16", kv_cache_bytes=4 << 20)
+    executor = load_executor(tmp_path, dtype="bfloat16", kv_cache_bytes=4 << 20)
     prompt = torch.randint(3, 199, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
-    actual = prefill(runner, Blocks(runner.num_blocks).line(prompt), 64)
+    actual = prefill(executor, Blocks(executor.num_blocks).line(prompt), 64)
     error = (actual - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     assert error < 0.03

@@ -43,7 +43,7 @@ class Pinned:
             rows, progress = engine.schedule()
             self.pins.on_step(progress)
             if rows:
-                sampled = finish(self.rig.runner.run(build_inputs(rows, BLOCK_SIZE)))
+                sampled = finish(self.rig.executor.run(build_inputs(rows, BLOCK_SIZE)))
                 self.pins.on_step(engine.apply(rows, sampled))
 
     def fill(self, start: int) -> None:

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 
 from kernels.cpu.gemm.linear import linear
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import PromptSuccessors
 from shared.engine.sampling.hidden_state_outputs import prompt_logprobs
+from shared.engine.step import PromptSuccessors
 from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.model_worker import Worker
@@ -45,7 +45,7 @@ def test_prompt_logprobs_match_transformers_in_any_chunks(
     worker = Worker(model_dir, "float32", budget=budget)
     sequence = new_sequence(PROMPT, WITH_LOGPROBS)
     asyncio.run(worker.run(sequence, new_sequence(PROMPT[:20], WITHOUT_LOGPROBS)))
-    asyncio.run(worker.runner.close())
+    asyncio.run(worker.executor.close())
     logprobs = worker.prompt_logprobs[sequence.sequence_id]
     assert len(logprobs) == len(PROMPT) - 1
     own = expected[:-1].gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, STATE_BYTES
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, STATE_BYTES
 from shared.messages import SamplingParams, TokenLogprobs
 from tests.simulation.plan import RequestPlan
 

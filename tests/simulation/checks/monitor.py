@@ -126,7 +126,7 @@ class Monitor:
         for group, first in enumerate(sequence.first_blocks):
             table = np.array(sequence.block_tables[group], dtype=np.int64)
             slots = (table[:, None] * size + np.arange(size)).ravel()[first * size : count]
-            if worker.runner._kv[slots].tobytes() != b"".join(expected[first * size :]):
+            if worker.executor._kv[slots].tobytes() != b"".join(expected[first * size :]):
                 self.record(f"{worker.worker_id}: wrong KV of group {group} from {source}")
 
     def _watch_runs(self, worker: SimulatedWorker) -> None:

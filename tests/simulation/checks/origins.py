@@ -18,12 +18,12 @@ from services.kv_index.registry import HOLDER
 from shared.block_hash import extend_chain
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
-from shared.engine.runner import KvRun, StepInputs, StepOutput
-from shared.engine.runners.timing_runner import STATE_BYTES
+from shared.engine.executors.timing_executor import STATE_BYTES
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.messages import BlocksStored, KvEvents, Request
 from shared.packing import unpack_hashes
 from tests.simulation.world.store import MemoryStore
-from tests.simulation.world.workers import BLOCK_SIZE, CopyingRunner
+from tests.simulation.world.workers import BLOCK_SIZE, CopyingExecutor
 
 MARK = STATE_BYTES - 1  # the byte of a token's KV that has the owner's number; 0: no owner
 
@@ -109,7 +109,7 @@ class Origins:
             self.record(f"registry: {sorted(set(store.data) - allowed_keys)} are no tenant's")
 
 
-class MarkedRunner(CopyingRunner):
+class MarkedExecutor(CopyingExecutor):
     """Marks the KV it computes; checks the marks of everything read, copied and received."""
 
     engine: Engine

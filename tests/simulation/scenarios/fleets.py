@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
 from tests.simulation.plan import PATIENT_S, POISON, Fault, FleetPlan, Plan, RequestPlan
 

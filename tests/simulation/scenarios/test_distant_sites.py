@@ -14,7 +14,7 @@ import pytest
 from services.scheduler.backlog import QueuedRequest
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.placement import Target
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID
 from shared.transport.round_trips import RoundTrips
 from tests.simulation.plan import Fault, FleetPlan, Plan, RequestPlan
 from tests.simulation.scenarios import fleets

@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.worker_table import WorkerTable
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.scenarios import fleets
 from tests.simulation.scenarios.fleets import patient_request

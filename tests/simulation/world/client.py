@@ -139,6 +139,6 @@ class Client:
 
 
 def variant_of(served: Served) -> int:
-    """The variant of the timing runner that its numerics name."""
+    """The variant of the timing executor that its numerics name."""
     assert served.numerics is not None
     return int(served.numerics.device.partition("-")[2] or 0)

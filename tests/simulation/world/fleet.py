@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 
 from services.gateway.streams.actions import Report
-from shared.engine.runners.timing_runner import STATE_BYTES
+from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.errors import HearthError
 from shared.kv_wire.link import FrameHeader
 from shared.messages import ChangeRoles, Done, Role
@@ -37,7 +37,7 @@ from tests.simulation.world.members import (
     SimulatedScheduler,
     health_monitor_of,
 )
-from tests.simulation.world.ranks import STOPPED_S, SimulatedGroup
+from tests.simulation.world.ranks import STOPPED_S
 from tests.simulation.world.store import MemoryStore
 from tests.simulation.world.workers import SimulatedWorker
 
@@ -189,7 +189,7 @@ class Fleet:
                     is_older=fleet.is_older(process_id, num_restarts),
                     group=fleet.groups.get(process_id),
                 )
-                worker.runner.poison = frozenset({POISON})
+                worker.executor.poison = frozenset({POISON})
                 self._watch_roles(worker)
                 return worker
 
@@ -378,15 +378,15 @@ class Fleet:
         host = member.host
         if not member.is_up or not isinstance(host, SimulatedWorker):
             return
-        host.runner.step_raises = lambda: self._random.random() < fault.amount
-        host.runner.check_raises = fault.amount == 1
+        host.executor.step_raises = lambda: self._random.random() < fault.amount
+        host.executor.check_raises = fault.amount == 1
         await asyncio.sleep(fault.duration_s)
-        host.runner.step_raises, host.runner.check_raises = lambda: False, False
+        host.executor.step_raises, host.executor.check_raises = lambda: False, False
 
     async def _lose_rank(self, fault: Fault) -> None:
         """Returns once the worker has left, if it was up."""
         host = self.members[fault.target].host
-        if isinstance(host, SimulatedWorker) and isinstance(host.executor, SimulatedGroup):
+        if isinstance(host, SimulatedWorker) and host.executor.group is not None:
             if fault.kind == "rank_killed":
                 host.executor.kill_rank()
             else:

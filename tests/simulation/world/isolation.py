@@ -24,7 +24,7 @@ from shared.messages import (
     SamplingParams,
 )
 from shared.tenancy.tenant import TenantRecord
-from tests.simulation.checks.origins import MarkedRunner, Origins
+from tests.simulation.checks.origins import MarkedExecutor, Origins
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.kv_link import DataPlane
 from tests.simulation.world.members import SimulatedIndex
@@ -64,12 +64,12 @@ class Isolation:
             roles,
             num_blocks=NUM_BLOCKS,
             max_batch_tokens=48,
-            runner_type=MarkedRunner,
+            executor_type=MarkedExecutor,
             **options,
         )
-        assert isinstance(worker.runner, MarkedRunner)
-        worker.runner.engine, worker.runner.origins = worker.engine, self.origins
-        worker.runner.worker_id = worker_id
+        assert isinstance(worker.executor, MarkedExecutor)
+        worker.executor.engine, worker.executor.origins = worker.engine, self.origins
+        worker.executor.worker_id = worker_id
         return worker
 
     async def start(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.timing_executor import TimingExecutor
-from shared.engine.runner import StepOutput, TokenMask
-from shared.engine.runners.timing_runner import TimingRunner
+from shared.engine.step import StepOutput, TokenMask
 from shared.errors import DeviceFailed
 from tests.simulation.world.process import SimulatedProcess
 
@@ -16,13 +17,16 @@ STOPPED_S = 1.25  # until the leader ends a group of which a rank is stopped
 
 
 class SimulatedGroup(TimingExecutor):
-    """Plans are encoded and applied as by ranks. Whatever happens to one rank ends the group."""
+    """`group`: the leader of several ranks; None: there are none. Whatever happens to one rank ends
+    the group.
+    """
 
     def __init__(
-        self, runner: TimingRunner, process: SimulatedProcess, *, depth: int, num_stages: int
+        self, clock: Clock, *, group: SimulatedProcess | None = None, **options: Any
     ) -> None:
-        super().__init__(runner, depth=depth, num_stages=num_stages)
-        self._process = process
+        super().__init__(clock, **options)
+        self.group = group
+        self._runs_ahead = group is not None
         self._lost = asyncio.Event()
         self._is_frozen = False
 
@@ -35,14 +39,17 @@ class SimulatedGroup(TimingExecutor):
 
     def freeze_rank(self) -> None:
         """Steps no longer end, until the watchdog ends the group."""
+        assert self.group is not None
         self._is_frozen = True
-        self._process.call_later(min(STOPPED_S, self.step_budget_s or STOPPED_S), self._lost.set)
+        self.group.call_later(min(STOPPED_S, self.step_budget_s or STOPPED_S), self._lost.set)
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         self._check_group()
         return super().submit(rows)
 
     async def result(self, step: int) -> StepOutput:
+        if self.group is None:
+            return await super().result(step)
         task, lost = self._steps[step], asyncio.create_task(self._lost.wait())
         try:
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -61,10 +68,10 @@ class SimulatedGroup(TimingExecutor):
         await super().check()
         self._check_group()
 
-    async def _compute(
+    async def _answer(
         self, payload: bytes, masks: Sequence[TokenMask], previous: asyncio.Task[bytes] | None
     ) -> bytes:
-        answer = await super()._compute(payload, masks, previous)
+        answer = await super()._answer(payload, masks, previous)
         if self._is_frozen:
             await self._lost.wait()
         return answer

@@ -15,13 +15,11 @@ from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
-from shared.engine.executors.executor import Executor
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.timing_executor import StepCost
 from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.loop import EngineLoop
-from shared.engine.runner import KvRun, StepInputs, StepOutput
-from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.kv_layout import Reach
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -60,7 +58,7 @@ REVISION, EOS = "r1", 2
 __all__ = ["BLOCK_SIZE", "MODEL"]  # also of plans
 
 
-class CopyingRunner(TimingRunner):
+class CopyingExecutor(SimulatedGroup):
     """Copies take time, so that blocks freed during a copy are detected. Its device may fail: steps
     raise after they have written KV.
     """
@@ -101,7 +99,7 @@ class CopyingRunner(TimingRunner):
 
 
 class SimulatedWorker:
-    """A full worker process: real handlers, real engine core, timing runner."""
+    """A full worker process: real handlers, real engine core, timing executor."""
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class SimulatedWorker:
         copy_s: float = 0.0,
         seed: int | None = None,
         zeroes_freed_blocks: bool = False,
-        runner_type: type[CopyingRunner] = CopyingRunner,
+        executor_type: type[CopyingExecutor] = CopyingExecutor,
         mode: Mode = "exact",
         variant: int = 0,
         features: tuple[str, ...] = (),
@@ -132,8 +130,8 @@ class SimulatedWorker:
         num_floor_blocks: int | None = None,
     ) -> None:
         """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
-        `TimingRunner`. `is_older`: the worker does not check what a request needs. `grammars`: of a
-        vocabulary of 32,000 tokens whose end is `EOS`. `group`: see `FleetPlan.groups`.
+        `TimingExecutor`. `is_older`: the worker does not check what a request needs. `grammars`: of
+        a vocabulary of 32,000 tokens whose end is `EOS`. `group`: see `FleetPlan.groups`.
         `max_blocks`: of a worker that a host resizes, parks and wakes.
         """
         self.process = SimulatedProcess(worker_id)
@@ -141,7 +139,8 @@ class SimulatedWorker:
         randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
         self.worker_id, self.variant = worker_id, variant
         self.bus = network.bus(worker_id, self.process)
-        self.runner = runner_type(
+        depth, num_stages = group or (1, 1)
+        self.executor = executor_type(
             ProcessClock(self.process, is_engine=True),
             copy_s=copy_s,
             num_blocks=num_blocks,
@@ -151,17 +150,14 @@ class SimulatedWorker:
             mode=mode,
             variant=variant,
             max_blocks=max_blocks,
+            group=None if group is None else self.process,
+            depth=depth,
+            num_stages=num_stages,
         )
-        self.executor: Executor = InProcessExecutor(self.runner)
-        if group is not None:
-            depth, num_stages = group
-            self.executor = SimulatedGroup(
-                self.runner, self.process, depth=depth, num_stages=num_stages
-            )
         self.engine = Engine(
             num_blocks=num_blocks,
             block_size=block_size,
-            max_context_tokens=self.runner.max_context_tokens,
+            max_context_tokens=self.executor.max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
             reaches=reaches,
@@ -170,17 +166,17 @@ class SimulatedWorker:
         )
         self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
         self.dialer = SimulatedDialer(data_plane, self.process)
-        receive_port = LocalReceivePort(self.receiver, self.runner)
+        receive_port = LocalReceivePort(self.receiver, self.executor)
         card = ModelCard(
             name=model,
             revision=REVISION,
             kv_reaches=reaches,
-            kv_format=self.runner.kv_layout.key,
+            kv_format=self.executor.kv_layout.key,
             block_size=block_size,
             max_context_tokens=self.engine.max_context_tokens,
-            vocab_size=self.runner.vocab_size,
+            vocab_size=self.executor.vocab_size,
             model_context_tokens=self.engine.model_context_tokens,
-            numerics=self.runner.numerics,
+            numerics=self.executor.numerics,
             features=features,
         )
         self.worker = EngineWorker(
@@ -197,7 +193,7 @@ class SimulatedWorker:
             self.worker.check_needs = lambda needs: None  # type: ignore[method-assign]
         self.prefill: PrefillService | None = None
         if "prefill" in roles:
-            push_port = LocalPushPort(self.dialer, self.runner, clock)
+            push_port = LocalPushPort(self.dialer, self.executor, clock)
             self.prefill = PrefillService(self.worker, push_port)
         self.decode: DecodeService | None = None
         if "decode" in roles:

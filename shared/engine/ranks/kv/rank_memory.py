@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec.structs import replace
 
 from shared.engine.kv_copies import KvCopies
-from shared.engine.runner import KvRun
+from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, KvShard
 from shared.kv_wire.shards import in_groups
 from shared.numerics import Numerics

@@ -25,11 +25,11 @@ from shared.engine.layers.linear import ProductModule
 from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
-from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda.meta_model import META, distinct_layers, meta_model
 from shared.engine.runners.model_loading import LoadOptions
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import COPIES, warm_up_steps
+from shared.engine.step import StepInputs
 from shared.kv_layout import KvLayout
 
 
@@ -37,7 +37,7 @@ class StepKernels:
     """All kernels that the layers, the head, plain sampling and pushes of KV can need with a cache
     of `num_blocks`. Layers that launch the same kernels count once; weights may be unset.
 
-    `executor`: gives inputs and caches of steps. `twin` has only `layers` of its model.
+    `computer`: gives inputs and caches of steps. `twin` has only `layers` of its model.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class StepKernels:
         """The model may change afterwards."""
         self.options = options
         cache = allocate_kv_cache(kv_layout, num_blocks, META)
-        self.executor = ModelExecutor(model, cache, kv_layout)
-        self.layers = distinct_layers(model, self.executor.kind_of_layer)
+        self.computer = StepComputer(model, cache, kv_layout)
+        self.layers = distinct_layers(model, self.computer.kind_of_layer)
         self.twin = meta_model(model, self.layers)
 
     def steps(self) -> Iterator[StepInputs]:
@@ -57,7 +57,7 @@ class StepKernels:
             self.options.max_batch_tokens,
             is_batch_invariant=self.options.mode == "exact",
         )
-        layout = self.executor.kv_layout
+        layout = self.computer.kv_layout
         return warm_up_steps(
             layout.block_size,
             row_counts,
@@ -72,14 +72,14 @@ def compile_kernels(kernels: StepKernels) -> None:
     """Compiles and loads them on the thread's device; those in Triton's cache are loaded."""
     if IS_INTERPRETED or not ops.HAS_TRITON:  # nothing is compiled
         return
-    executor, layers = kernels.executor, kernels.layers
-    slots = executor.kv_slots()
+    computer, layers = kernels.computer, kernels.layers
+    slots = computer.kv_slots()
     with compiling_on_meta():
         for step in kernels.steps():
-            inputs = executor.device_inputs(step, is_drawn=step.sampling.is_plain)
+            inputs = computer.device_inputs(step, is_drawn=step.sampling.is_plain)
             own = replace(inputs, attention=tuple(inputs.attention[layer] for layer in layers))
             device_step(kernels.twin, [slots[layer] for layer in layers], own)
-        _compile_copies(executor.kv_cache)
+        _compile_copies(computer.kv_cache)
 
 
 def _multiplied(twin: Decoder) -> Iterator[tuple[Weight, SumLanes | None]]:

@@ -132,7 +132,7 @@ def test_model_reads_no_dropped_block(
         assert [crowded.tokens[each.sequence_id] for each in together] == alone
         assert all(each.num_preemptions == 0 for each in together)
         for worker in (roomy, crowded):
-            await worker.runner.close()
+            await worker.executor.close()
 
     asyncio.run(main())
 
@@ -141,6 +141,6 @@ async def poisoned_step(worker: Worker) -> None:
     engine = worker.engine
     rows, _ = engine.schedule()
     free = [n for n in range(engine.pool.num_blocks) if engine.pool.ref_count(n) == 0]
-    worker.runner.executor.kv_cache[:, :, free] = float("nan")
-    for each in engine.apply(rows, await worker.runner.run(build_inputs(rows, 16))):
+    worker.executor.computer.kv_cache[:, :, free] = float("nan")
+    for each in engine.apply(rows, await worker.executor.run(build_inputs(rows, 16))):
         worker.tokens[each.sequence.sequence_id] += each.token_ids

@@ -13,18 +13,17 @@ from shared.clock import MonotonicClock
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.loop import EngineLoop
-from shared.engine.runner import KvRun, StepInputs, StepOutput
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import WorkerBusy
 from tests.services.decode.test_handoff import cluster
 from tests.shared.engine.batching.test_tenant_quota import cached
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.rig import greedy, new_sequence, prompt
 from tests.simulation.world.clock import run
-from tests.simulation.world.workers import BLOCK_SIZE, CopyingRunner, request_of
+from tests.simulation.world.workers import BLOCK_SIZE, CopyingExecutor, request_of
 
 NUM_BLOCKS = 12
 
@@ -39,17 +38,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Bench:
     """An engine with a model; its loop runs on real threads."""
 
-    def __init__(self, runner: ModelRunner, *, zeroes_freed_blocks: bool) -> None:
-        self.runner = runner
+    def __init__(self, executor: LocalExecutor, *, zeroes_freed_blocks: bool) -> None:
+        self.executor = executor
         self.engine = Engine(
-            num_blocks=runner.num_blocks,
+            num_blocks=executor.num_blocks,
             block_size=16,
-            max_context_tokens=runner.max_context_tokens,
+            max_context_tokens=executor.max_context_tokens,
             max_batch_tokens=64,
             max_sequences=8,
             zeroes_freed_blocks=zeroes_freed_blocks,
         )
-        self.loop = EngineLoop(self.engine, InProcessExecutor(runner), MonotonicClock())
+        self.loop = EngineLoop(self.engine, executor, MonotonicClock())
         self.loop.listen(self._record)
         self.changed = asyncio.Event()
 
@@ -66,7 +65,7 @@ class Bench:
 
     def filled_blocks(self) -> set[int]:
         """Blocks with a nonzero KV value in any layer."""
-        by_block = self.runner.executor.kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
+        by_block = self.executor.computer.kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
         return set(by_block.nonzero().flatten().tolist())
 
     def findable_blocks(self) -> set[int]:
@@ -77,9 +76,9 @@ class Bench:
 @asynccontextmanager
 async def bench(model_dir: Path, *, zeroes_freed_blocks: bool) -> AsyncIterator[Bench]:
     size = 2 * 2 * 16 * 2 * 12 * 4  # layers, K and V, tokens, heads, head_dim, FP32
-    runner = load_runner(model_dir, dtype="float32", kv_cache_bytes=NUM_BLOCKS * size)
-    assert runner.num_blocks == NUM_BLOCKS
-    made = Bench(runner, zeroes_freed_blocks=zeroes_freed_blocks)
+    executor = load_executor(model_dir, dtype="float32", kv_cache_bytes=NUM_BLOCKS * size)
+    assert executor.num_blocks == NUM_BLOCKS
+    made = Bench(executor, zeroes_freed_blocks=zeroes_freed_blocks)
     made.loop.start()
     try:
         yield made
@@ -112,14 +111,14 @@ async def test_tenant_with_quota_below_a_block_leaves_no_kv(model_dir: Path, zer
 async def test_idle_loop_zeroes_freed_blocks(model_dir: Path) -> None:
     async with bench(model_dir, zeroes_freed_blocks=True) as it:
         zeroed: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        zero_blocks = it.runner.zero_blocks
+        zero_blocks = it.executor.zero_blocks
 
         async def zero_and_notify(block_ids: list[int]) -> None:
             await zero_blocks(block_ids)
             if not zeroed.done():
                 zeroed.set_result(block_ids)
 
-        it.runner.zero_blocks = zero_and_notify  # type: ignore[method-assign]
+        it.executor.zero_blocks = zero_and_notify  # type: ignore[method-assign]
         sequence = new_sequence(prompt(5), greedy(4))
         await it.complete(sequence)
         block_ids = await asyncio.wait_for(zeroed, 30)
@@ -129,7 +128,7 @@ async def test_idle_loop_zeroes_freed_blocks(model_dir: Path) -> None:
 
 async def test_failed_zeroing_is_retried(model_dir: Path) -> None:
     async with bench(model_dir, zeroes_freed_blocks=True) as it:
-        zero_blocks, attempts, done = it.runner.zero_blocks, [], asyncio.Event()
+        zero_blocks, attempts, done = it.executor.zero_blocks, [], asyncio.Event()
 
         async def fail_once(block_ids: list[int]) -> None:
             attempts.append(list(block_ids))
@@ -138,7 +137,7 @@ async def test_failed_zeroing_is_retried(model_dir: Path) -> None:
             await zero_blocks(block_ids)
             done.set()
 
-        it.runner.zero_blocks = fail_once  # type: ignore[method-assign]
+        it.executor.zero_blocks = fail_once  # type: ignore[method-assign]
         await it.complete(new_sequence(prompt(5), greedy(4)))
         await asyncio.wait_for(done.wait(), 30)
         assert attempts == [attempts[0], attempts[0]]
@@ -161,7 +160,7 @@ def test_pool_records_freed_blocks_only_if_enabled() -> None:
     assert without_notes.take_freed() == []
 
 
-class ZeroCheckingRunner(CopyingRunner):
+class ZeroCheckingExecutor(CopyingExecutor):
     """Checks before each KV write that the slots from there to the end of the blocks are zero."""
 
     num_checked = 0
@@ -193,7 +192,7 @@ def test_blocks_are_zeroed_before_they_are_written(copy_s: float, zeroes: bool) 
 
     async def main() -> None:
         options = {"num_blocks": 24, "copy_s": copy_s, "zeroes_freed_blocks": zeroes}
-        async with cluster(**options, runner_type=ZeroCheckingRunner) as it:
+        async with cluster(**options, executor_type=ZeroCheckingExecutor) as it:
             placed = []
             for number in range(24):
                 tenant_id = f"tenant-{number % 2}"
@@ -212,10 +211,10 @@ def test_blocks_are_zeroed_before_they_are_written(copy_s: float, zeroes: bool) 
                 assert received.finish.reason == "length"
             await it.settled()
 
-    ZeroCheckingRunner.num_checked = 0
+    ZeroCheckingExecutor.num_checked = 0
     if zeroes:
         run(main())
-        assert ZeroCheckingRunner.num_checked > 100
+        assert ZeroCheckingExecutor.num_checked > 100
     else:
         with pytest.raises((AssertionError, TimeoutError)):
             run(main())

@@ -33,7 +33,7 @@ def resize(rig: Rig, num_blocks: int) -> None:
 def give_back(rig: Rig) -> None:
     """As an allocator that gives the memory to another process, whose bytes come back."""
     retired = rig.engine.pool.take_retired()
-    rig.runner._kv.reshape(rig.runner.max_blocks, -1)[retired] = GARBAGE
+    rig.executor._kv.reshape(rig.executor.max_blocks, -1)[retired] = GARBAGE
 
 
 class ResizedEngineMachine(EngineMachine):

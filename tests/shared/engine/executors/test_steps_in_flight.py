@@ -14,10 +14,9 @@ from structlog.testing import capture_logs
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.executors.timing_executor import TimingExecutor
+from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.loop import EngineLoop
-from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from shared.engine.step import StepInputs, StepOutput
 from shared.kv_layout import Reach, Window, first_seen
 from shared.messages import SamplingParams
 from tests.shared.engine.support.rig import BLOCK_SIZE, greedy, new_sequence, prompt, seeded, solo
@@ -36,15 +35,20 @@ POISON = 777
 SHAPES = [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3)]  # depth, stages
 
 
-class CheckedRunner(TimingRunner):
-    """Raises in the steps `fail_at`, and with a poisonous token. Blocks of a step stay held."""
+class CheckedExecutor(TimingExecutor):
+    """Raises in the steps `fail_at`, and with a poisonous token. Blocks of a step stay held.
+
+    Records how many steps were in flight, and in how many of them each row was.
+    """
 
     def __init__(
         self,
         num_blocks: int,
         fail_at: frozenset[int] = frozenset(),
         reaches: tuple[Reach, ...] = (None,),
+        shape: tuple[int, int] = (1, 1),
     ) -> None:
+        depth, num_stages = shape
         super().__init__(
             VirtualClock(),
             num_blocks=num_blocks,
@@ -52,11 +56,15 @@ class CheckedRunner(TimingRunner):
             vocab_size=VOCAB_SIZE,
             cost=StepCost(STEP_S, 0.0, 0.0),
             reaches=reaches,
+            depth=depth,
+            num_stages=num_stages,
         )
         self.fail_at = fail_at
         self.num_runs = 0
         self.wrongs: list[str] = []
         self.engine: Engine | None = None
+        self.most_in_flight = 0
+        self.rows: dict[int, list[ScheduledSequence]] = {}
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         self.num_runs += 1
@@ -84,18 +92,9 @@ class CheckedRunner(TimingRunner):
         if not all(pool.ref_count(each) - sources.count(each) == 1 for each in written):
             self.wrongs.append("a written block is shared")
 
-
-class RecordingExecutor(TimingExecutor):
-    """Records how many steps were in flight, and in how many of them each row was."""
-
-    def __init__(self, runner: TimingRunner, depth: int, num_stages: int) -> None:
-        super().__init__(runner, depth=depth, num_stages=num_stages)
-        self.most_in_flight = 0
-        self.rows: dict[int, list[ScheduledSequence]] = {}
-
     def submit(self, rows: list[ScheduledSequence]) -> int:
         step = super().submit(rows)
-        self.most_in_flight = max(self.most_in_flight, len(self._steps))
+        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
         self.rows[step] = rows
         if self.num_stages > 1:
             self.check_draws_alone()
@@ -110,18 +109,17 @@ class RecordingExecutor(TimingExecutor):
 
 
 class Worker:
-    def __init__(self, shape: tuple[int, int], runner: CheckedRunner, **options: Any) -> None:
-        self.runner = runner
-        self.executor = RecordingExecutor(runner, *shape)
+    def __init__(self, executor: CheckedExecutor, **options: Any) -> None:
+        self.executor = executor
         limits = {"max_batch_tokens": 64, "max_sequences": 8, **options}
-        self.engine = runner.engine = Engine(
-            num_blocks=runner.num_blocks,
+        self.engine = executor.engine = Engine(
+            num_blocks=executor.num_blocks,
             block_size=BLOCK_SIZE,
-            max_context_tokens=runner.max_context_tokens,
-            reaches=runner.kv_layout.reaches,
+            max_context_tokens=executor.max_context_tokens,
+            reaches=executor.kv_layout.reaches,
             **limits,
         )
-        self.loop = EngineLoop(self.engine, self.executor, VirtualClock())
+        self.loop = EngineLoop(self.engine, executor, VirtualClock())
         self.loop.listen(self.record)
         self.tokens: dict[Sequence, list[int]] = {}
         self.endings: dict[Sequence, StepProgress] = {}
@@ -259,8 +257,7 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
 
     async def scenario() -> None:
         worker = Worker(
-            shape,
-            CheckedRunner(num_blocks * len(reaches), fail_at, reaches),
+            CheckedExecutor(num_blocks * len(reaches), fail_at, reaches, shape),
             max_batch_tokens=budget,
             max_sequences=num_sequences,
         )
@@ -270,7 +267,7 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
         assert worker.engine.pool.num_free_blocks == num_blocks * len(reaches)
         assert worker.executor.most_in_flight <= shape[0]
         await worker.loop.stop()
-        assert worker.runner.wrongs == []
+        assert worker.executor.wrongs == []
         for each in [*submissions, *forks]:
             each.check(worker)
 
@@ -283,14 +280,14 @@ def test_decode_runs_ahead_where_the_device_holds_its_token(
     shape: tuple[int, int], most: int
 ) -> None:
     async def scenario() -> None:
-        worker = Worker(shape, CheckedRunner(40))
+        worker = Worker(CheckedExecutor(40, shape=shape))
         sequence = new_sequence(prompt(3), greedy(12))
         worker.add(sequence)
         worker.loop.start()
         await worker.idle()
         await worker.loop.stop()
         assert worker.executor.most_in_flight == most
-        assert worker.runner.num_runs == 12, "max_tokens is known ahead: no step is in vain"
+        assert worker.executor.num_runs == 12, "max_tokens is known ahead: no step is in vain"
         assert worker.tokens[sequence] == solo(tuple(prompt(3)), greedy(12), vocab_size=VOCAB_SIZE)
 
     run(scenario())
@@ -298,12 +295,12 @@ def test_decode_runs_ahead_where_the_device_holds_its_token(
 
 def test_chunks_of_a_prompt_fill_a_pipeline() -> None:
     async def scenario() -> None:
-        worker = Worker((3, 3), CheckedRunner(40), max_batch_tokens=4)
+        worker = Worker(CheckedExecutor(40, shape=(3, 3)), max_batch_tokens=4)
         worker.add(new_sequence(prompt(20), greedy(1)))
         worker.loop.start()
         await worker.idle()
         await worker.loop.stop()
-        assert (worker.executor.most_in_flight, worker.runner.num_runs) == (3, 5)
+        assert (worker.executor.most_in_flight, worker.executor.num_runs) == (3, 5)
 
     run(scenario())
 
@@ -313,7 +310,7 @@ def test_rows_of_a_pipeline_are_spread_over_its_steps(num_stages: int) -> None:
     """All in one step would leave all stages but one idle."""
 
     async def scenario() -> None:
-        worker = Worker((num_stages, num_stages), CheckedRunner(80))
+        worker = Worker(CheckedExecutor(80, shape=(num_stages, num_stages)))
         for n in range(7):
             worker.add(new_sequence(prompt(3, start=100 + 9 * n), greedy(10)))
         worker.loop.start()
@@ -333,7 +330,7 @@ def test_a_stop_is_seen_one_step_late_and_its_blocks_stay_until_then() -> None:
         expected = solo(tuple(prompt(4)), greedy(30), vocab_size=VOCAB_SIZE)
         stop = expected[4]
         num_tokens = expected.index(stop)
-        worker = Worker((2, 1), CheckedRunner(40))
+        worker = Worker(CheckedExecutor(40, shape=(2, 1)))
         sequence = new_sequence(prompt(4), greedy(30), stop=(stop,))
         worker.add(sequence)
         worker.loop.start()
@@ -346,7 +343,7 @@ def test_a_stop_is_seen_one_step_late_and_its_blocks_stay_until_then() -> None:
         assert not worker.engine.is_idle
         await worker.idle()
         assert worker.engine.pool.num_free_blocks == 40
-        assert worker.runner.num_runs == num_tokens + 2
+        assert worker.executor.num_runs == num_tokens + 2
         await worker.loop.stop()
 
     run(scenario())
@@ -354,7 +351,7 @@ def test_a_stop_is_seen_one_step_late_and_its_blocks_stay_until_then() -> None:
 
 def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again() -> None:
     async def scenario() -> None:
-        worker = Worker((2, 1), CheckedRunner(40, frozenset({4})))
+        worker = Worker(CheckedExecutor(40, frozenset({4}), shape=(2, 1)))
         sequences = [new_sequence(prompt(3, start=n), greedy(8)) for n in (100, 300)]
         for each in sequences:
             worker.add(each)
@@ -365,7 +362,7 @@ def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again() -> Non
             assert worker.tokens[each] == solo(ids, greedy(8), vocab_size=VOCAB_SIZE)
         assert worker.loop.load().num_failed_steps == 1
         # the failed step, the void one after it, and one for each half
-        assert worker.runner.num_runs == 8 + 3
+        assert worker.executor.num_runs == 8 + 3
         await worker.loop.stop()
 
     run(scenario())

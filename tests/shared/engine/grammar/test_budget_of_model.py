@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from shared.engine.batching.sequence import Sequence
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.grammar.budgeted_output import BudgetedOutput
-from shared.engine.runners.model_runner import ModelRunner
 from shared.grammar.thinking import ThinkingBudget
 from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.model_worker import Worker, runner_with
+from tests.shared.engine.support.model_worker import Worker, executor_with
 from tests.shared.engine.support.rig import greedy, new_sequence, prompt
 
 PROMPT = prompt(9, start=20)
@@ -27,8 +27,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runner(model_dir: Path) -> ModelRunner:
-    return runner_with(model_dir, "float32", 64)
+def executor(model_dir: Path) -> LocalExecutor:
+    return executor_with(model_dir, "float32", 64)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def runner(model_dir: Path) -> ModelRunner:
     ids=["greedy", "seeded", "truncated"],
 )
 async def test_output_of_a_model(
-    model_dir: Path, runner: ModelRunner, sampling: SamplingParams
+    model_dir: Path, executor: LocalExecutor, sampling: SamplingParams
 ) -> None:
     async def run(*sequences: Sequence) -> list[int]:
-        return await Worker(model_dir, "float32", runner=runner).run(*sequences)
+        return await Worker(model_dir, "float32", executor=executor).run(*sequences)
 
     free = await run(new_sequence(PROMPT, sampling))
     budgeted, other = new_sequence(PROMPT, sampling), new_sequence(PROMPT, sampling)
-    budgeted.grammar = BudgetedOutput(BUDGET, runner.vocab_size)
-    worker = Worker(model_dir, "float32", runner=runner)
+    budgeted.grammar = BudgetedOutput(BUDGET, executor.vocab_size)
+    worker = Worker(model_dir, "float32", executor=executor)
     output = await worker.run(budgeted, other)
     assert worker.tokens[other.sequence_id] == free
     assert output[:8] == [*free[:5], 7, 8, 9]

@@ -13,7 +13,7 @@ from shared.engine.grammar.budgeted_output import BudgetedOutput
 from shared.grammar.spec import GrammarSpec
 from shared.grammar.thinking import ThinkingBudget
 from shared.messages import SamplingParams
-from tests.shared.engine.executors.test_steps_in_flight import CheckedRunner, Worker
+from tests.shared.engine.executors.test_steps_in_flight import CheckedExecutor, Worker
 from tests.shared.engine.grammar.support import TENANT, grammars_of, rig_of
 from tests.shared.engine.support.planned_rig import PlannedRig
 from tests.shared.engine.support.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
@@ -132,7 +132,7 @@ def test_steps_in_flight_give_the_same_tokens(
     budget = ThinkingBudget(max_tokens=6, opens=opens, closes=((3, 4, 5),), is_open=True)
 
     async def scenario() -> None:
-        worker = Worker(shape, CheckedRunner(40))
+        worker = Worker(CheckedExecutor(40, shape=shape))
         sequence = budgeted(greedy(30), budget, vocab_size=SMALL_VOCAB)
         worker.add(sequence)
         worker.loop.start()

@@ -13,6 +13,8 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import read_kv_scales
 from shared.engine.model_config import LatentConfig
@@ -20,11 +22,9 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_executor import load_rank
+from shared.engine.ranks.rank_computer import load_rank
 from shared.engine.runners.kv_sizing import MemoryReport, num_blocks_in
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
-from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import open_checkpoint, report_unused
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import FP8
@@ -61,13 +61,13 @@ def edited(folder: Path, tmp_path: Path) -> Callable[[Edit], Path]:
     return edit
 
 
-def load(folder: Path, **options: Any) -> ModelRunner:
+def load(folder: Path, **options: Any) -> LocalExecutor:
     chosen = {"dtype": "bfloat16", "kv_dtype": "fp8", "kv_cache_bytes": 1 << 19, **options}
-    return load_runner(folder, num_threads=1, **chosen)
+    return load_executor(folder, num_threads=1, **chosen)
 
 
-def logits_of(runner: ModelRunner) -> Tensor:
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
+def logits_of(executor: LocalExecutor) -> Tensor:
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 64)
 
 
 def scaled(layer: int, **values: Any) -> dict[str, Tensor]:
@@ -82,10 +82,10 @@ def test_equal_memory_holds_twice_the_tokens_of_bf16(folder: Path) -> None:
     memory = MemoryReport(free=1 << 27, total=1 << 28)
     fp8, bf16 = (num_blocks_in(memory, each) * each.block_size for each in layouts)
     assert fp8 >= 1.98 * bf16
-    runners = [load(folder), load(folder, kv_dtype="bf16")]
-    assert runners[0].num_blocks >= 1.98 * runners[1].num_blocks
-    for runner in runners:
-        held = runner.executor.kv_cache.numel() * runner.executor.kv_cache.element_size()
+    executors = [load(folder), load(folder, kv_dtype="bf16")]
+    assert executors[0].num_blocks >= 1.98 * executors[1].num_blocks
+    for executor in executors:
+        held = executor.computer.kv_cache.numel() * executor.computer.kv_cache.element_size()
         assert held <= 1 << 19
 
 
@@ -154,10 +154,10 @@ def test_latents_have_the_scale_of_keys(tmp_path: Path) -> None:
     assert found[:, :, 0].tolist() == [[0.5, 0.5], [2.0, 2.0], *[[1.0, 1.0]] * (len(found) - 2)]
     unused = [each for each in logs if each["event"] == "kv_scales_not_used"]
     assert [(each["count"], each["of"]) for each in unused] == [(1, "values")]
-    runners = [load(tmp_path, kv_dtype=each) for each in ("fp8", "bf16")]
-    assert [each.numerics.kv_dtype for each in runners] == [FP8, ""]
-    assert runners[0].num_blocks == 2 * runners[1].num_blocks
-    fp8, plain = map(logits_of, runners)
+    executors = [load(tmp_path, kv_dtype=each) for each in ("fp8", "bf16")]
+    assert [each.numerics.kv_dtype for each in executors] == [FP8, ""]
+    assert executors[0].num_blocks == 2 * executors[1].num_blocks
+    fp8, plain = map(logits_of, executors)
     assert not torch.equal(fp8, plain)
     assert torch.nn.functional.cosine_similarity(fp8, plain).min() > 0.9
 
@@ -263,8 +263,8 @@ def test_ranks_take_the_scales_of_their_heads(edited: Callable[[Edit], Path]) ->
             scaled(0, k_scale=[0.5, 0.25], v_scale=0.7) | scaled(1, k_scale=0.3, v_scale=[0.9, 2.0])
         )
     )
-    runner = load(path)
-    expected = logits_of(runner)
+    executor = load(path)
+    expected = logits_of(executor)
     setup = RankSetup(
         model_dir=str(path),
         dtype="bfloat16",
@@ -287,7 +287,7 @@ def test_ranks_take_the_scales_of_their_heads(edited: Callable[[Edit], Path]) ->
 
     for found, numerics in run_ranks(MeshShape(2), logits):
         assert torch.equal(found, expected)
-        assert numerics == str(runner.numerics)
+        assert numerics == str(executor.numerics)
 
 
 def test_auto_follows_the_checkpoint_and_bf16_and_fp8_need_what_they_need(folder: Path) -> None:

@@ -18,7 +18,7 @@ from shared.engine.parallel.planning.rank_layout import rank_layout
 from shared.engine.parallel.planning.rank_part import RankPart
 from shared.engine.ranks.kv.leader_sequence import LeaderSequence
 from shared.engine.ranks.kv.rank_memory import RankMemory
-from shared.engine.runner import KvRun
+from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, KvShard, first_sent
 from shared.kv_wire.link import CompressionCounts, Fill, FrameHeader
 from shared.kv_wire.shards import in_group, sent_shards

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.engine.kv_copies import KvCopies
-from shared.engine.runner import KvRun
+from shared.engine.step import KvRun
 from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv
 
 NUM_LAYERS, NUM_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 4, 8, 16, 6

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.gemm.bf16_gemm import has_half_products
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.fused_layer import FusedLayer
 from shared.engine.models.decoder import Decoder
-from shared.engine.runner import LogitBias, Penalties
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.step import LogitBias, Penalties
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.steps import Blocks, advance, greedy, step_of
 
@@ -39,17 +39,17 @@ FUSED = [
 ]
 
 
-def load(folder: Path, dtype: str = "bfloat16") -> ModelRunner:
-    return load_runner(folder, dtype=dtype, kv_cache_bytes=2 << 20)
+def load(folder: Path, dtype: str = "bfloat16") -> LocalExecutor:
+    return load_executor(folder, dtype=dtype, kv_cache_bytes=2 << 20)
 
 
-def logits(runner: ModelRunner) -> list[Tensor]:
+def logits(executor: LocalExecutor) -> list[Tensor]:
     """Logits of a mixed step, a step of single tokens, and a step with a long prompt."""
-    blocks = Blocks(runner.num_blocks)
+    blocks = Blocks(executor.num_blocks)
     ids = torch.randint(0, 224, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     lines = [blocks.line(ids[:45]), blocks.line(ids[50:53]), blocks.line(ids)]
     works = [(lines[0], 40), (lines[1], 2)], [(lines[0], 1), (lines[1], 1)], [(lines[2], 600)]
-    return [advance(runner, work) for work in works]
+    return [advance(executor, work) for work in works]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -59,29 +59,29 @@ def test_fused_layers_give_the_same_logits(
 ) -> None:
     write_model(tmp_path, architecture, **SHAPE)
     fused = load(tmp_path, dtype)
-    assert all(isinstance(layer, FusedLayer) for layer in fused.executor.model.layers)
+    assert all(isinstance(layer, FusedLayer) for layer in fused.computer.model.layers)
     monkeypatch.setattr(Decoder, "fuse", lambda model: None)
     unfused = load(tmp_path, dtype)
-    assert not any(isinstance(layer, FusedLayer) for layer in unfused.executor.model.layers)
+    assert not any(isinstance(layer, FusedLayer) for layer in unfused.computer.model.layers)
     for got, expected in zip(logits(fused), logits(unfused), strict=True):
         assert torch.equal(got, expected)
 
 
 def test_layers_with_mlp_bias_are_not_fused(tmp_path: Path) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SHAPE, mlp_bias=True)
-    runner = load(tmp_path)
-    assert not any(isinstance(layer, FusedLayer) for layer in runner.executor.model.layers)
+    executor = load(tmp_path)
+    assert not any(isinstance(layer, FusedLayer) for layer in executor.computer.model.layers)
 
 
 def test_greedy_step_samples_the_argmax(tmp_path: Path) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SHAPE)
-    runner = load(tmp_path)
-    step = step_of([(Blocks(runner.num_blocks).line(range(40)), 40)])
+    executor = load(tmp_path)
+    step = step_of([(Blocks(executor.num_blocks).line(range(40)), 40)])
     assert step.sampling.is_plain_greedy
-    expected = runner.step_logits(step).argmax(-1).tolist()
-    assert runner._run(step).token_ids == expected
+    expected = executor.step_logits(step).argmax(-1).tolist()
+    assert executor._run(step).token_ids == expected
     with_logprobs = msgspec.structs.replace(step.sampling, raw_logprobs={3: 2})
-    output = runner._run(msgspec.structs.replace(step, sampling=with_logprobs))
+    output = executor._run(msgspec.structs.replace(step, sampling=with_logprobs))
     assert output.token_ids == expected
     assert [row for row, each in enumerate(output.logprobs) if each is not None] == [3]
 

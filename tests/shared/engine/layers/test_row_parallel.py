@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kernels.sum_lanes import add_lanes
+from shared.engine.executors.cpu_executor import CpuExecutor
+from shared.engine.executors.load import load_executor
 from shared.engine.layers.linear import Linear
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.parallel.cuts import column_lanes
-from shared.engine.runners.cpu_runner import CpuRunner
-from shared.engine.runners.load import load_runner
 from tests.shared.engine.support import golden
 
 CASES = [
@@ -50,17 +50,17 @@ def test_products_of_a_model_are_sums_of_their_partials(
 ) -> None:
     name, dtype, weights = case
     folder = write_config(tmp_path, name)
-    runner = load_runner(
+    executor = load_executor(
         folder, dtype=dtype, weights=weights, load_format="dummy", kv_cache_bytes=1 << 20
     )
-    assert isinstance(runner, CpuRunner)
-    layer = runner.executor.model.layers[0]
+    assert isinstance(executor, CpuExecutor)
+    layer = executor.computer.model.layers[0]
     for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
         assert linear.lanes.num == 8
         x = torch.randn(5, linear.lanes.width, generator=torch.Generator().manual_seed(0))
         x = x.to(getattr(torch, dtype))
         lanes = linear.method.partials(x, 8)
-        assert lanes.shape == (8, 5, runner.executor.model.config.hidden_size)
+        assert lanes.shape == (8, 5, executor.computer.model.config.hidden_size)
         assert lanes.dtype == torch.float32
         assert torch.equal(linear(x), add_lanes(lanes)[0].to(x.dtype))
         assert torch.equal(linear.method.partials(x, 2), add_lanes(lanes, 2))

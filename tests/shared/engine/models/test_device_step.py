@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_kit.model_steps.waits import first_wait
 from kernels.device import IS_INTERPRETED
+from shared.engine.executors.load import load_executor
 from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import finish_model, kv_layout_of, set_mode
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import idle_step
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.families import FAMILIES, SHAPE
@@ -73,7 +73,7 @@ def launched() -> Iterator[list[str]]:
         yield names
 
 
-def executor_of(folder: Path, family: str, **options: Any) -> ModelExecutor:
+def computer_of(folder: Path, family: str, **options: Any) -> StepComputer:
     """Of an unset model, which computes garbage."""
     found = FAMILIES[family]
     fields = {"vocab_size": 199, "pad_token_id": 0, "eos_token_id": 2, **SHAPE, **found.fields}
@@ -83,22 +83,22 @@ def executor_of(folder: Path, family: str, **options: Any) -> ModelExecutor:
     kv_layout = kv_layout_of(config, "bfloat16", 16)
     model = Decoder(config, dtype=torch.bfloat16, num_positions=512).eval()
     finish_model(model, "exact", is_compressed=False)
-    return ModelExecutor(model, allocate_kv_cache(kv_layout, 8, CPU), kv_layout)
+    return StepComputer(model, allocate_kv_cache(kv_layout, 8, CPU), kv_layout)
 
 
-def step_function(executor: ModelExecutor, **batch: Any) -> Callable[[], object]:
-    step = idle_step(16, num_groups=len(executor.kv_layout.groups), **batch)
-    inputs, slots = executor.device_inputs(step, is_drawn=True), executor.kv_slots()
-    return lambda: device_step(executor.model, slots, inputs)
+def step_function(computer: StepComputer, **batch: Any) -> Callable[[], object]:
+    step = idle_step(16, num_groups=len(computer.kv_layout.groups), **batch)
+    inputs, slots = computer.device_inputs(step, is_drawn=True), computer.kv_slots()
+    return lambda: device_step(computer.model, slots, inputs)
 
 
 @pytest.mark.parametrize("family", [*DENSE, *ROUTED])
 def test_step_waits_for_nothing(family: str, launched: list[str], tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, family)
+    computer = computer_of(tmp_path, family)
     for mode in ("exact", "fast"):
-        set_mode(executor.model, mode)
+        set_mode(computer.model, mode)
         for batch in BATCHES:
-            function = step_function(executor, **batch)
+            function = step_function(computer, **batch)
             function()  # constants are copied to the device once
             launched.clear()
             assert first_wait(function) is None
@@ -121,22 +121,22 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("is_drawn", [True, False])
 def test_routers_are_checked_after_tokens_are_read(is_drawn: bool, tmp_path: Path) -> None:
     """Nothing waits for the flags: they come with the tokens, or are read after them."""
-    executor = executor_of(tmp_path, "qwen3 moe")
+    computer = computer_of(tmp_path, "qwen3 moe")
     step, events = idle_step(16, [1, 1]), list[str]()
-    operands = executor.model, executor.kv_slots(), executor.device_inputs(step, is_drawn=is_drawn)
+    operands = computer.model, computer.kv_slots(), computer.device_inputs(step, is_drawn=is_drawn)
     hidden = torch.zeros(2, SHAPE["hidden_size"], dtype=torch.bfloat16)
     hidden[1, 3] = torch.nan
     with patch("shared.engine.models.device_step.hidden_states", lambda *_: hidden):
         done = device_step(*operands)
-    sampling = patch.object(executor, "_sample_logits", lambda *_: events.append("tokens"))
+    sampling = patch.object(computer, "_sample_logits", lambda *_: events.append("tokens"))
     with sampling, Reads(events), pytest.raises(FloatingPointError, match="router's logits"):
-        executor._tokens(done, step, 0.0)
+        computer._tokens(done, step, 0.0)
     assert events == ([] if is_drawn else ["tokens", "read"])
 
 
 def test_wait_of_quantised_experts_is_named(launched: list[str], tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, "qwen3 moe", quantization_config=INT4)
-    found = first_wait(step_function(executor, query_lens=[1, 1]))
+    computer = computer_of(tmp_path, "qwen3 moe", quantization_config=INT4)
+    found = first_wait(step_function(computer, query_lens=[1, 1]))
     assert found is not None
     assert found.startswith("Tensor.tolist in shared/engine/layers/methods/expert_method.py:")
 
@@ -167,15 +167,15 @@ def test_indexing_by_numbers_is_no_wait() -> None:
 def test_tokens_of_the_device_are_those_of_the_host(temperature: float, tmp_path: Path) -> None:
     """The host draws where logprobs are requested; the device, in a step without options."""
     write_llama(tmp_path)
-    executor = load_runner(tmp_path, kv_cache_bytes=1 << 20).executor
+    computer = load_executor(tmp_path, kv_cache_bytes=1 << 20).computer
     step = step_of([(Blocks(8).line(range(5, 45)), 40)])
     rows = np.full(40, temperature, dtype=np.float32), np.arange(40, dtype=np.uint64)
     sampling = msgspec.structs.replace(step.sampling, temperature=rows[0], seed=rows[1])
     plain = msgspec.structs.replace(step, sampling=sampling)
     with_logprobs = msgspec.structs.replace(sampling, raw_logprobs={0: 1})
     drawn = device_step(
-        executor.model, executor.kv_slots(), executor.device_inputs(plain, is_drawn=True)
+        computer.model, computer.kv_slots(), computer.device_inputs(plain, is_drawn=True)
     ).token_ids
     assert drawn is not None
-    by_host = executor.run(msgspec.structs.replace(step, sampling=with_logprobs)).token_ids
-    assert executor.run(plain).token_ids == drawn.tolist() == by_host
+    by_host = computer.run(msgspec.structs.replace(step, sampling=with_logprobs)).token_ids
+    assert computer.run(plain).token_ids == drawn.tolist() == by_host

@@ -1,4 +1,4 @@
-"""Every family gives the logits and tokens of transformers, by every path through a runner.
+"""Every family gives the logits and tokens of transformers, by every path through an executor.
 
 The models are random, wide and untied, so that an error in a window, cap, norm or rope shows.
 """
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from shared.engine.checkpoint_plan.model_tensors import model_tensors
 from shared.engine.checkpoint_plan.stored_weights import read_stored
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.embedding import TokenEmbedding
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.support import family_table
 from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.reference import margin_checked_prompt
@@ -32,7 +32,7 @@ TOLERANCE = {"float32": 5e-6, "bfloat16": 6e-2}
 PROMPT = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 
 Checkpoint = Callable[[str, str], tuple[Path, PreTrainedModel]]
-Load = Callable[[str, str], ModelRunner]
+Load = Callable[[str, str], LocalExecutor]
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def load(checkpoint: Checkpoint) -> Load:
-    """Returns, for a family and a dtype, the one runner of all tests: each has its own blocks."""
+    """Returns, for a family and a dtype, the one executor of all tests: each has its own blocks."""
 
     @cache
-    def runner(family: str, dtype: str) -> ModelRunner:
-        return load_runner(checkpoint(family, dtype)[0], dtype=dtype, kv_cache_bytes=1 << 20)
+    def executor(family: str, dtype: str) -> LocalExecutor:
+        return load_executor(checkpoint(family, dtype)[0], dtype=dtype, kv_cache_bytes=1 << 20)
 
-    return runner
+    return executor
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -70,21 +70,21 @@ def test_logits_match_transformers(
     _, model = checkpoint(family, dtype)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
-    runner = load(family, dtype)
-    one_step_logits = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
+    executor = load(family, dtype)
+    one_step_logits = prefill(executor, Blocks(executor.num_blocks).line(PROMPT), len(PROMPT))
     kept = slice(None)
-    if dtype == "bfloat16" and runner.executor.model.config.has_experts:
+    if dtype == "bfloat16" and executor.computer.model.config.has_experts:
         errors = (one_step_logits - expected).norm(dim=1) / expected.norm(dim=1)
-        kept = errors.argsort()[: int(_share_judged(runner) * len(errors))]
+        kept = errors.argsort()[: int(_share_judged(executor) * len(errors))]
     assert _relative_error(one_step_logits[kept], expected[kept]) < TOLERANCE[dtype]
 
 
-def _share_judged(runner: ModelRunner) -> float:
+def _share_judged(executor: LocalExecutor) -> float:
     """Of the tokens in BF16: a few choose another of two experts with nearly equal scores, and
     later ones see it. In transformers too: of Llama 4's with 9 experts, where the one expert is all
     of a token's choice, 19 tokens of 150 do there, and 11 here.
     """
-    moes = [layer.moe for layer in runner.executor.model.config.layers if layer.moe is not None]
+    moes = [layer.moe for layer in executor.computer.model.config.layers if layer.moe is not None]
     return 0.8 if any(moe.experts_per_token == 1 for moe in moes) else 0.95
 
 
@@ -92,25 +92,25 @@ def _share_judged(runner: ModelRunner) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_depends_on_the_path(load: Load, family: str, dtype: str) -> None:
     """One step, chunks, a cached prefix and decode steps give the same bits."""
-    runner = load(family, dtype)
-    blocks = Blocks(runner.num_blocks)
+    executor = load(family, dtype)
+    blocks = Blocks(executor.num_blocks)
     first = blocks.line(PROMPT)
-    one_step_logits = prefill(runner, first, len(PROMPT))
+    one_step_logits = prefill(executor, first, len(PROMPT))
     for chunk in (7, 64):
-        assert torch.equal(prefill(runner, blocks.line(PROMPT), chunk), one_step_logits), (
+        assert torch.equal(prefill(executor, blocks.line(PROMPT), chunk), one_step_logits), (
             f"chunks of {chunk}"
         )
     own = blocks.line(PROMPT[80:])
     others = {
         group: first.table(group)[:5] + own.table(group)
-        for group in range(1, len(runner.kv_layout.groups))
+        for group in range(1, len(executor.kv_layout.groups))
     }
     tables = first.block_table[:5] + own.block_table
     cached = Line(PROMPT, tables, num_computed=80, others=others)
-    assert torch.equal(prefill(runner, cached, 33), one_step_logits[80:])
+    assert torch.equal(prefill(executor, cached, 33), one_step_logits[80:])
     decoding = blocks.line(PROMPT)
-    advance(runner, [(decoding, 60)])
-    decoded = [advance(runner, [(decoding, 1)]) for _ in PROMPT[60:]]
+    advance(executor, [(decoding, 60)])
+    decoded = [advance(executor, [(decoding, 1)]) for _ in PROMPT[60:]]
     assert torch.equal(torch.cat(decoded), one_step_logits[60:])
 
 
@@ -118,11 +118,13 @@ def test_no_bit_depends_on_the_path(load: Load, family: str, dtype: str) -> None
 def test_greedy_tokens_match_transformers(checkpoint: Checkpoint, load: Load, family: str) -> None:
     """Contexts are within a window of 64 or 70 tokens, across its edge, and far beyond it."""
     _, model = checkpoint(family, "float32")
-    runner = load(family, "float32")
-    blocks = Blocks(runner.num_blocks)
+    executor = load(family, "float32")
+    blocks = Blocks(executor.num_blocks)
     for num_tokens, num_sampled in ((50, 24), (300, 8)):
-        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, num_sampled)
-        assert generate(runner, blocks.line(prompt, room=num_sampled), num_sampled) == expected
+        prompt, expected = margin_checked_prompt(
+            model, num_tokens, executor.vocab_size, num_sampled
+        )
+        assert generate(executor, blocks.line(prompt, room=num_sampled), num_sampled) == expected
         is_tied = "tied" in family  # a tied model repeats itself
         assert is_tied or len(set(expected)) > 3, "the output has too few different tokens"
 

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shared.engine.checkpoint_form import CheckpointForm
+from shared.engine.executors import cpu_executor
+from shared.engine.executors.load import load_executor
 from shared.engine.layers import latent_attention
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners import cpu_runner
-from shared.engine.runners.load import load_runner
 from shared.errors import CheckpointError
 from shared.kv_layout import LatentKv
 from tests.shared.engine.support.families import FAMILIES
@@ -35,8 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _logits(folder: Path) -> Tensor:
-    runner = load_runner(folder, dtype="float32", kv_cache_bytes=1 << 20)
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
+    executor = load_executor(folder, dtype="float32", kv_cache_bytes=1 << 20)
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), len(PROMPT))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_logits_depend_on_each_peculiarity(
     checkpoint: Path, expected: Tensor, mutation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = MUTATIONS[mutation](read_config(checkpoint))
-    monkeypatch.setattr(cpu_runner, "read_config", lambda _: changed)
+    monkeypatch.setattr(cpu_executor, "read_config", lambda _: changed)
     _assert_noticed(_logits(checkpoint), expected)
 
 
@@ -86,10 +86,10 @@ def _assert_noticed(changed: Tensor, expected: Tensor) -> None:
 
 
 def test_a_token_has_one_row_of_latents(checkpoint: Path) -> None:
-    runner = load_runner(checkpoint, dtype="float32", kv_cache_bytes=1 << 20)
-    assert runner.kv_layout.state == LatentKv(20, 8, "float32")
-    assert runner.kv_layout.bytes_per_token == 3 * (20 + 8) * 4
-    assert runner.kv_layout.key == "float32/b16/l3/latent20+8"
+    executor = load_executor(checkpoint, dtype="float32", kv_cache_bytes=1 << 20)
+    assert executor.kv_layout.state == LatentKv(20, 8, "float32")
+    assert executor.kv_layout.bytes_per_token == 3 * (20 + 8) * 4
+    assert executor.kv_layout.key == "float32/b16/l3/latent20+8"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_bad_config_is_one_line(
     (tmp_path / "config.json").write_text(json.dumps({**given, **fields}))
     (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError, match=error) as raised:
-        load_runner(tmp_path, dtype="float32", kv_cache_bytes=1 << 20)
+        load_executor(tmp_path, dtype="float32", kv_cache_bytes=1 << 20)
     assert "\n" not in raised.value.message
 
 
@@ -117,7 +117,7 @@ def test_tensors_that_are_not_used_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FAMILIES["kimi, text"].write(tmp_path)
-    load_runner(tmp_path, dtype="float32", kv_cache_bytes=1 << 20)
+    load_executor(tmp_path, dtype="float32", kv_cache_bytes=1 << 20)
     line = next(each for each in capsys.readouterr().out.splitlines() if "not_used" in each)
     assert "count=3" in line
     assert "first=language_model.model.layers.3.eh_proj.weight" in line

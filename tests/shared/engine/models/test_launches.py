@@ -11,7 +11,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.runners.model_loading import set_mode
-from tests.shared.engine.models.test_device_step import executor_of, launched, step_function
+from tests.shared.engine.models.test_device_step import computer_of, launched, step_function
 from tests.shared.engine.support.families import DEEPSEEK, FAMILIES, Family
 
 assert launched  # a fixture
@@ -59,9 +59,9 @@ def launches(
 ) -> Counter[str]:
     family = Family("DeepseekV3ForCausalLM", {**SIZES, "num_hidden_layers": num_layers})
     with patch.dict(FAMILIES, large=family):
-        executor = executor_of(folder, "large")
-    set_mode(executor.model, mode)  # type: ignore[arg-type]
-    step = step_function(executor, query_lens=[1] * num_rows, context_tokens=3000)
+        computer = computer_of(folder, "large")
+    set_mode(computer.model, mode)  # type: ignore[arg-type]
+    step = step_function(computer, query_lens=[1] * num_rows, context_tokens=3000)
     step()  # constants are copied to the device once
     names.clear()
     with Launches(names):

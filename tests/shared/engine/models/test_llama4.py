@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from tests.shared.engine.support.families import LLAMA4, Family
 from tests.shared.engine.support.steps import Blocks, prefill
 
@@ -48,11 +48,11 @@ def error_with(
         config.pop("layer_types")
     path.write_text(json.dumps(config))
     try:
-        runner = load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+        executor = load_executor(folder, dtype=dtype, kv_cache_bytes=1 << 20)
     finally:
         path.write_text(written)
-    line = Blocks(runner.num_blocks).line(PROMPT[: len(expected)])
-    actual = prefill(runner, line, len(expected))
+    line = Blocks(executor.num_blocks).line(PROMPT[: len(expected)])
+    actual = prefill(executor, line, len(expected))
     return relative_error(actual, expected)
 
 

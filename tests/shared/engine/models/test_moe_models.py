@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.moe import Experts, MoeMlp
 from shared.engine.models import checkpoint_config
 from shared.engine.moe_config import MoeConfig, Routing
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError
 from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.steps import Blocks, advance, prefill, step_of
@@ -42,12 +42,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write
 
 
-def load(folder: Path, dtype: str = "float32", **options: Any) -> ModelRunner:
-    return load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20, **options)
+def load(folder: Path, dtype: str = "float32", **options: Any) -> LocalExecutor:
+    return load_executor(folder, dtype=dtype, kv_cache_bytes=1 << 20, **options)
 
 
-def logits(runner: ModelRunner, prompt: list[int] = PROMPT, chunk: int = 64) -> torch.Tensor:
-    return prefill(runner, Blocks(runner.num_blocks).line(prompt), chunk)
+def logits(executor: LocalExecutor, prompt: list[int] = PROMPT, chunk: int = 64) -> torch.Tensor:
+    return prefill(executor, Blocks(executor.num_blocks).line(prompt), chunk)
 
 
 def replaced(config: MoeConfig, **changes: Any) -> MoeConfig:
@@ -90,21 +90,21 @@ def test_routing_without_a_peculiarity_differs(
         ]
         return msgspec.structs.replace(config, layers=tuple(layers))
 
-    monkeypatch.setattr("shared.engine.runners.cpu_runner.read_config", mutated)
+    monkeypatch.setattr("shared.engine.executors.cpu_executor.read_config", mutated)
     assert relative_error(logits(load(folder)), expected) > 1e-3
 
 
 @pytest.mark.parametrize("part", ["bias", "shared"])
 def test_model_without_a_part_differs(checkpoint: Checkpoint, part: str) -> None:
-    runner = load(checkpoint("glm4 moe")[0])
-    expected = logits(runner)
-    for module in runner.executor.model.modules():
+    executor = load(checkpoint("glm4 moe")[0])
+    expected = logits(executor)
+    for module in executor.computer.model.modules():
         if isinstance(module, MoeMlp):
             if part == "bias":
                 module.gate.bias = None
             else:
                 module.shared_experts = None
-    assert relative_error(logits(runner), expected) > 1e-3
+    assert relative_error(logits(executor), expected) > 1e-3
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -117,25 +117,25 @@ def test_no_bit_depends_on_other_sequences(
     checkpoint: Checkpoint, dtype: str, is_skewed: bool
 ) -> None:
     """Alone and among 32 others; also if all tokens choose the same experts, and others none."""
-    runner = load(checkpoint("glm4 moe", "bfloat16")[0], dtype)
+    executor = load(checkpoint("glm4 moe", "bfloat16")[0], dtype)
     if is_skewed:
-        for module in runner.executor.model.modules():
+        for module in executor.computer.model.modules():
             if isinstance(module, MoeMlp):
                 assert module.gate.bias is not None
                 bias = torch.zeros(8)
                 bias[[3, 6]] = 9.0
                 module.gate.bias.data = bias
-    alone = logits(runner)
-    blocks = Blocks(runner.num_blocks)
+    alone = logits(executor)
+    blocks = Blocks(executor.num_blocks)
     lines = [blocks.line(PROMPT), *(blocks.line(PROMPT[n % 7 :]) for n in range(32))]
-    together = advance(runner, [(line, len(line.token_ids)) for line in lines])
+    together = advance(executor, [(line, len(line.token_ids)) for line in lines])
     assert torch.equal(together[: len(PROMPT)], alone)
-    assert torch.equal(logits(runner, chunk=1), alone)
+    assert torch.equal(logits(executor, chunk=1), alone)
 
 
 def test_equal_experts_are_chosen_by_id(checkpoint: Checkpoint) -> None:
-    runner = load(checkpoint("qwen3 moe")[0])
-    module = next(each for each in runner.executor.model.modules() if isinstance(each, MoeMlp))
+    executor = load(checkpoint("qwen3 moe")[0])
+    module = next(each for each in executor.computer.model.modules() if isinstance(each, MoeMlp))
     weight = torch.zeros_like(module.gate.parameter)
     module.gate.replace_weight(weight)
     choice = module.gate(torch.randn(3, 64))
@@ -147,9 +147,9 @@ def test_python_calls_do_not_grow_with_experts(tmp_path: Path) -> None:
     for num_experts in (8, 64):
         folder = tmp_path / str(num_experts)
         FAMILIES["qwen3 moe"].write(folder, num_experts=num_experts, dtype=torch.bfloat16)
-        runner = load(folder, "bfloat16")
-        logits(runner)
-        counts.append(calls(lambda runner=runner: logits(runner)))  # type: ignore[misc]
+        executor = load(folder, "bfloat16")
+        logits(executor)
+        counts.append(calls(lambda executor=executor: logits(executor)))  # type: ignore[misc]
     assert counts[0] == counts[1]
 
 
@@ -183,7 +183,7 @@ def test_compressed_experts_have_the_same_bits(
         assert torch.equal(logits(load(folder, "bfloat16")), expected)
     experts = sum(
         each.gate_up_proj.weight.numel() + each.down_proj.weight.numel()
-        for each in compressed.executor.model.modules()
+        for each in compressed.computer.model.modules()
         if isinstance(each, Experts)
     )
     assert compressed.weights.num_compressed >= experts > 0
@@ -193,9 +193,9 @@ def test_compressed_experts_have_the_same_bits(
 def test_dummy_weights_need_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = (checkpoint("glm4 moe")[0] / "config.json").read_bytes()
     (tmp_path / "config.json").write_bytes(config)
-    runner = load(tmp_path, load_format="dummy")
-    assert logits(runner).isfinite().all()
-    gate = next(each.gate for each in runner.executor.model.modules() if isinstance(each, MoeMlp))
+    executor = load(tmp_path, load_format="dummy")
+    assert logits(executor).isfinite().all()
+    gate = next(each.gate for each in executor.computer.model.modules() if isinstance(each, MoeMlp))
     assert gate.bias is not None
     assert not gate.bias.any()
 
@@ -236,24 +236,24 @@ def test_prediction_layers_of_a_checkpoint_are_not_read(
 
 def test_router_without_numbers_fails_its_request_alone(checkpoint: Checkpoint) -> None:
     """A token's embedding is NaN. Steps without it give what they gave before."""
-    runner = load(checkpoint("glm4 moe")[0])
+    executor = load(checkpoint("glm4 moe")[0])
     good = [token for token in PROMPT if token != 7]
-    expected = logits(runner, good)
-    embedding = runner.executor.model.embed_tokens.parameter
+    expected = logits(executor, good)
+    embedding = executor.computer.model.embed_tokens.parameter
     embedding.data = embedding.clone()  # the file's are read-only
     embedding[7] = torch.nan
-    blocks = Blocks(runner.num_blocks)
-    layout = runner.kv_layout
+    blocks = Blocks(executor.num_blocks)
+    layout = executor.kv_layout
 
     def run(*prompts: list[int]) -> object:
         work = [(blocks.line(prompt), len(prompt)) for prompt in prompts]
         step = step_of(work, layout.block_size, len(layout.groups))
-        return asyncio.run(runner.run(step))
+        return asyncio.run(executor.run(step))
 
     with pytest.raises(FloatingPointError, match="a router's logits are NaN or infinite"):
         run(good, [5, 7, 9])
     run(good)
-    assert torch.equal(logits(runner, good), expected)
-    step = advance(runner, [(blocks.line(good), len(good)), (blocks.line([5, 7, 9]), 3)])
+    assert torch.equal(logits(executor, good), expected)
+    step = advance(executor, [(blocks.line(good), len(good)), (blocks.line([5, 7, 9]), 3)])
     assert torch.equal(step[: len(good)], expected)
     assert step[-1].isnan().all()

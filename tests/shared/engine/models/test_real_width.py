@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.families import YARN
 from tests.shared.engine.support.steps import Blocks, prefill
@@ -51,9 +51,9 @@ def test_logits_match_transformers(tmp_path: Path) -> None:
         expected = model(tokens.unsqueeze(0)).logits[0]
     del model
     for dtype, tolerance in TOLERANCE.items():
-        runner = load_runner(tmp_path, dtype=dtype, kv_cache_bytes=8 << 20)
-        blocks = Blocks(runner.num_blocks)
-        whole = prefill(runner, blocks.line(tokens.tolist()), NUM_TOKENS)
+        executor = load_executor(tmp_path, dtype=dtype, kv_cache_bytes=8 << 20)
+        blocks = Blocks(executor.num_blocks)
+        whole = prefill(executor, blocks.line(tokens.tolist()), NUM_TOKENS)
         errors = (whole - expected).pow(2).mean(1).sqrt() / expected.pow(2).mean(1).sqrt()
         assert errors.median() < tolerance, dtype
-        assert torch.equal(prefill(runner, blocks.line(tokens.tolist()), 64), whole)
+        assert torch.equal(prefill(executor, blocks.line(tokens.tolist()), 64), whole)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.quality.compare import (
     CHUNK_TOKENS,
     PromptQuality,
@@ -16,7 +17,6 @@ from shared.engine.quality.compare import (
     summary,
 )
 from shared.engine.quality.variants import JUDGED, ORIGINAL, PLAIN, Comparisons
-from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError, ConfigError
 from tests.shared.engine.support.checkpoints import write_llama, write_model
 from tests.shared.engine.support.quantised import edit_tensors, quantise
@@ -34,9 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runners(
+def executors(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, ModelRunner]]:
+) -> Iterator[dict[str, LocalExecutor]]:
     """Of an INT4 copy and its original."""
     copy = quantise(folder, tmp_path_factory.mktemp("copies") / "int4", "int4", group=32)
     comparisons = Comparisons.of(copy, folder, "fp8")
@@ -45,23 +45,23 @@ def runners(
         (ORIGINAL, PLAIN),
         (ORIGINAL, JUDGED),
     ]
-    with comparisons.loaded(150, device="cpu", load_format="auto") as runners:
-        yield runners
+    with comparisons.loaded(150, device="cpu", load_format="auto") as executors:
+        yield executors
 
 
-def test_logits_of_chunks_are_those_of_one_step(runners: dict[str, ModelRunner]) -> None:
-    runner = runners[JUDGED]
-    parts = [*prompt_logits(runner, PROMPTS[2])]
+def test_logits_of_chunks_are_those_of_one_step(executors: dict[str, LocalExecutor]) -> None:
+    executor = executors[JUDGED]
+    parts = [*prompt_logits(executor, PROMPTS[2])]
     assert [len(each) for each in parts] == [CHUNK_TOKENS, CHUNK_TOKENS, 22]
-    line = Blocks(runner.num_blocks).line(PROMPTS[2])
-    assert torch.equal(torch.cat(parts), prefill(runner, line, 150))
+    line = Blocks(executor.num_blocks).line(PROMPTS[2])
+    assert torch.equal(torch.cat(parts), prefill(executor, line, 150))
 
 
-def test_divergence_is_that_of_the_formula(runners: dict[str, ModelRunner]) -> None:
-    [found, own] = compare(runners, [(ORIGINAL, JUDGED), (PLAIN, PLAIN)], PROMPTS)
+def test_divergence_is_that_of_the_formula(executors: dict[str, LocalExecutor]) -> None:
+    [found, own] = compare(executors, [(ORIGINAL, JUDGED), (PLAIN, PLAIN)], PROMPTS)
     for prompt, result, same in zip(PROMPTS, found, own, strict=True):
         p, q = (
-            torch.cat([*prompt_logits(runners[name], prompt)]).double().softmax(-1)
+            torch.cat([*prompt_logits(executors[name], prompt)]).double().softmax(-1)
             for name in (ORIGINAL, JUDGED)
         )
         expected = (p * (p / q).log()).sum(-1)
@@ -71,9 +71,9 @@ def test_divergence_is_that_of_the_formula(runners: dict[str, ModelRunner]) -> N
         assert all(same.agrees)
 
 
-def test_fp8_kv_diverges_less_than_int4_weights(runners: dict[str, ModelRunner]) -> None:
+def test_fp8_kv_diverges_less_than_int4_weights(executors: dict[str, LocalExecutor]) -> None:
     kv, weights = (
-        summary(each) for each in compare(runners, [(PLAIN, JUDGED), (ORIGINAL, PLAIN)], PROMPTS)
+        summary(each) for each in compare(executors, [(PLAIN, JUDGED), (ORIGINAL, PLAIN)], PROMPTS)
     )
     assert 0 < kv.kl_mean < weights.kl_mean
     assert 0 < weights.top1_agreement < kv.top1_agreement <= 1
@@ -96,11 +96,11 @@ def test_groups_of_layers_have_their_own_blocks(tmp_path: Path) -> None:
     fields = {"sliding_window": 40, "sliding_window_pattern": 2, "num_hidden_layers": 4}
     write_model(tmp_path, "Gemma3ForCausalLM", **SHAPE, **fields)
     comparisons = Comparisons.of(tmp_path, None, "fp8")
-    with comparisons.loaded(150, device="cpu", load_format="auto") as runners:
-        [found] = compare(runners, [*comparisons.pairs.values()], PROMPTS)
-        line = Blocks(runners[JUDGED].num_blocks).line(PROMPTS[2])
-        expected = prefill(runners[JUDGED], line, 150)
-        assert torch.equal(torch.cat([*prompt_logits(runners[JUDGED], PROMPTS[2])]), expected)
+    with comparisons.loaded(150, device="cpu", load_format="auto") as executors:
+        [found] = compare(executors, [*comparisons.pairs.values()], PROMPTS)
+        line = Blocks(executors[JUDGED].num_blocks).line(PROMPTS[2])
+        expected = prefill(executors[JUDGED], line, 150)
+        assert torch.equal(torch.cat([*prompt_logits(executors[JUDGED], PROMPTS[2])]), expected)
     assert 0 < summary(found).kl_mean < 1
 
 
@@ -110,10 +110,10 @@ def test_logits_that_are_no_numbers_are_an_error(folder: Path, tmp_path: Path) -
     edit_tensors(tmp_path, lambda given: given["model.norm.weight"].fill_(torch.nan))
     comparisons = Comparisons.of(tmp_path, None, "fp8")
     with (
-        comparisons.loaded(150, device="cpu", load_format="auto") as runners,
+        comparisons.loaded(150, device="cpu", load_format="auto") as executors,
         pytest.raises(CheckpointError, match="plain: logits of prompt 1 are NaN"),
     ):
-        compare(runners, [*comparisons.pairs.values()], PROMPTS)
+        compare(executors, [*comparisons.pairs.values()], PROMPTS)
 
 
 def test_models_of_other_vocabularies_are_an_error(folder: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shared.engine.checkpoint_form import CheckpointForm, PairedRows
+from shared.engine.executors.load import load_executor
 from shared.engine.parallel.cuts import WHOLE
-from shared.engine.runners.load import load_runner
 from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint
 from shared.errors import CheckpointError
@@ -30,8 +30,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def logits(folder: Path) -> Tensor:
-    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 33)
+    executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 33)
 
 
 @pytest.mark.parametrize("name", KINDS)

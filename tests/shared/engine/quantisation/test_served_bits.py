@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.load_group import load_group
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_executor import load_rank
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.ranks.rank_computer import load_rank
 from shared.errors import CheckpointError
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_model
@@ -70,17 +70,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return written(tmp_path_factory.mktemp("model"), request.param)
 
 
-def load(folder: Path, dtype: str = "bfloat16", **options: Any) -> ModelRunner:
-    return load_runner(folder, dtype=dtype, kv_cache_bytes=8 << 20, **options)
+def load(folder: Path, dtype: str = "bfloat16", **options: Any) -> LocalExecutor:
+    return load_executor(folder, dtype=dtype, kv_cache_bytes=8 << 20, **options)
 
 
-def logits(runner: ModelRunner) -> Tensor:
+def logits(executor: LocalExecutor) -> Tensor:
     """Of a prompt in chunks, then of a step of two sequences."""
     blocks = Blocks(64)
     long, short = blocks.line(PROMPT, room=1), blocks.line(PROMPT[:3])
-    found = prefill(runner, long, 33)
+    found = prefill(executor, long, 33)
     long.token_ids.append(7)
-    return torch.cat((found, advance(runner, [(long, 1), (short, 3)])))
+    return torch.cat((found, advance(executor, [(long, 1), (short, 3)])))
 
 
 def test_logits_are_those_of_the_dequantised_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_logits_are_those_of_the_dequantised_checkpoint(folder: Path, tmp_path: 
     ours, theirs = load(folder), load(dense)
     assert torch.equal(logits(ours), logits(theirs))
     assert ours.weights.num_quantised > 0 == theirs.weights.num_quantised
-    layer = type(ours.executor.model.layers[0])
-    assert layer is type(theirs.executor.model.layers[0])
+    layer = type(ours.computer.model.layers[0])
+    assert layer is type(theirs.computer.model.layers[0])
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8", "int4 experts"])
@@ -114,12 +114,12 @@ def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -
     fields["num_key_value_heads"] = 8
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **fields)
     folder = quantise(tmp_path / "plain", tmp_path / "quantised", name)  # type: ignore[arg-type]
-    runner = load(folder)
+    executor = load(folder)
     lines = [Blocks(64).line(PROMPT)]
-    expected = runner.step_logits(step_of([(lines[0], 45)]))
+    expected = executor.step_logits(step_of([(lines[0], 45)]))
 
     def of_rank(mesh: Mesh) -> Tensor:
-        return load_rank(setup(folder), mesh).executor.step_logits(step_of([(lines[0], 45)]))
+        return load_rank(setup(folder), mesh).computer.step_logits(step_of([(lines[0], 45)]))
 
     for tp in (2, 4):
         for found in run_ranks(MeshShape(tp), of_rank):
@@ -152,11 +152,11 @@ def setup(folder: Path) -> RankSetup:
 
 def test_dummy_weights_have_the_scale_of_dense_ones(tmp_path: Path) -> None:
     folder = written(tmp_path, "int4, zeros, rows")
-    runner = load(folder, load_format="dummy")
-    layer = runner.executor.model.layers[0]
+    executor = load(folder, load_format="dummy")
+    layer = executor.computer.model.layers[0]
     dense = layer.mlp.down_proj.weight.dense().float()
     assert 0.8 < float(dense.std()) * dense.shape[1] ** 0.5 < 1.2
-    assert torch.equal(logits(runner), logits(load(folder, load_format="dummy")))
+    assert torch.equal(logits(executor), logits(load(folder, load_format="dummy")))
 
 
 def test_a_second_process_maps_the_same_weights(tmp_path: Path) -> None:

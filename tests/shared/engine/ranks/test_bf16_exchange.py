@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.engine.executors.load import load_executor
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -19,9 +20,8 @@ from shared.engine.parallel.planning.links import Host, LinkTable
 from shared.engine.parallel.planning.model_shape import model_shape
 from shared.engine.parallel.planning.parallel_plan import all_plans, plan_of
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_executor import load_rank
-from shared.engine.runner import StepInputs
-from shared.engine.runners.load import load_runner
+from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.step import StepInputs
 from shared.numerics import Activations, exchange_of
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_model
@@ -87,7 +87,7 @@ def run_model(
     )
 
     def on_rank(mesh: Mesh) -> Any:
-        return work(mesh, load_rank(setup, mesh).executor)
+        return work(mesh, load_rank(setup, mesh).computer)
 
     return run_ranks(shape, on_rank, exchange_of(activations))
 
@@ -95,15 +95,15 @@ def run_model(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str) -> None:
     options: dict[str, Any] = {"dtype": dtype, "kv_cache_bytes": 8 << 20}
-    single = load_runner(folder, activations="bf16-exchange", **options)
-    plain = load_runner(folder, **options)
+    single = load_executor(folder, activations="bf16-exchange", **options)
+    plain = load_executor(folder, **options)
     expected = [single.step_logits(step) for step in steps()]
     assert not torch.equal(expected[0], plain.step_logits(steps()[0]))
     assert single.numerics.activations == "bf16-exchange"
     assert not single.numerics.may_share_kv(plain.numerics)
 
-    def logits(mesh: Mesh, executor: Any) -> list[Tensor]:
-        return [executor.step_logits(step) for step in steps()]
+    def logits(mesh: Mesh, computer: Any) -> list[Tensor]:
+        return [computer.step_logits(step) for step in steps()]
 
     for tp in (2, 4, 8):
         for found in run_model(folder, MeshShape(tp), dtype, "bf16-exchange", logits):
@@ -112,13 +112,13 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
 
 
 def test_stages_of_one_rank_round_as_well(folder: Path) -> None:
-    single = load_runner(
+    single = load_executor(
         folder, dtype="bfloat16", kv_cache_bytes=8 << 20, activations="bf16-exchange"
     )
     expected = single.step_logits(steps()[0]).argmax(1).tolist()
 
-    def tokens(mesh: Mesh, executor: Any) -> list[int]:
-        return executor.run(steps()[0]).token_ids
+    def tokens(mesh: Mesh, computer: Any) -> list[int]:
+        return computer.run(steps()[0]).token_ids
 
     shape = MeshShape(1, 3)
     found = run_model(folder, shape, "bfloat16", "bf16-exchange", tokens)
@@ -133,9 +133,9 @@ def test_ranks_send_the_bytes_of_the_plan(
 ) -> None:
     step = step_of([(Blocks(NUM_BLOCKS).line(prompt(num_tokens)), num_tokens)])
 
-    def sent(mesh: Any, executor: Any) -> int:
+    def sent(mesh: Any, computer: Any) -> int:
         before = mesh.num_sent_bytes
-        executor.run(step)
+        computer.run(step)
         return mesh.num_sent_bytes - before
 
     found = run_model(folder, shape, "bfloat16", activations, sent)

@@ -10,14 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker import LoadedModel
 from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.ranks.load_group import load_group
-from shared.engine.runners.load import load_runner
 from shared.errors import StepFailed
 from shared.messages import SamplingParams
 from tests.shared.engine.ranks.test_groups import OPTIONS, PROMPT, SHAPE, progress_of
@@ -49,19 +47,19 @@ async def test_steps_have_the_same_results_as_in_one_process(
     folder: Path, group: GroupExecutor
 ) -> None:
     assert BAD_TOKEN not in PROMPT
-    single = load_runner(folder, **OPTIONS)
-    expected, counts = await _counted(InProcessExecutor(single), single)
-    assert await _counted(group, group) == (expected, counts)
+    single = load_executor(folder, **OPTIONS)
+    expected, counts = await _counted(single)
+    assert await _counted(group) == (expected, counts)
     layers = [sum(each) for each in counts]
     assert len(layers) == SHAPE["num_hidden_layers"]
     assert len(set(layers)) == 1
     assert layers[0] >= 2 * len(PROMPT)  # two experts a token
 
 
-async def _counted(executor: Executor, model: LoadedModel) -> tuple[object, list[list[int]]]:
+async def _counted(executor: Executor) -> tuple[object, list[list[int]]]:
     """The progress, and the tokens of each layer's experts in it."""
     before = await executor.expert_counts()
-    progress = await progress_of(executor, model)
+    progress = await progress_of(executor)
     after = await executor.expert_counts()
     assert before is not None
     assert after is not None

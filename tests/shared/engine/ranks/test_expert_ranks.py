@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shared.config import ExpertSplit
+from shared.engine.executors.load import load_executor
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_executor import load_rank
-from shared.engine.runner import StepInputs
-from shared.engine.runners.load import load_runner
+from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.step import StepInputs
 from shared.errors import ConfigError
 from shared.numerics import Activations
 from tests.shared.engine.parallel.rank_threads import run_ranks
@@ -86,8 +86,8 @@ def steps() -> list[StepInputs]:
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def whole(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Tensor]]:
     """A dtype, and the logits of each step of the whole model."""
-    runner = load_runner(folder, dtype=request.param, kv_cache_bytes=8 << 20)
-    return request.param, [runner.step_logits(step) for step in steps()]
+    executor = load_executor(folder, dtype=request.param, kv_cache_bytes=8 << 20)
+    return request.param, [executor.step_logits(step) for step in steps()]
 
 
 def of_ranks(
@@ -115,11 +115,11 @@ def of_ranks(
     )
 
     def logits(mesh: Mesh) -> list[Tensor]:
-        executor = load_rank(setup, mesh).executor
+        computer = load_rank(setup, mesh).computer
         if mesh.shape.place(mesh.rank)[0] == mesh.shape.pp - 1:
-            return [executor.step_logits(step) for step in steps()]
+            return [computer.step_logits(step) for step in steps()]
         for step in steps():
-            executor.run(step)
+            computer.run(step)
         return []
 
     exchange: Exchange = "bf16" if activations == "bf16-exchange" else "fp32"
@@ -141,11 +141,11 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(
 
 @pytest.mark.parametrize("experts", ["ep", "tp"])
 def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> None:
-    runner = load_runner(
+    executor = load_executor(
         folder, dtype="bfloat16", kv_cache_bytes=8 << 20, activations="bf16-exchange"
     )
-    expected = [runner.step_logits(step) for step in steps()]
-    plain = load_runner(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
+    expected = [executor.step_logits(step) for step in steps()]
+    plain = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
     assert not torch.equal(plain.step_logits(steps()[0]), expected[0])
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts, "bf16-exchange"):
         for ours, theirs in zip(rank, expected, strict=True):
@@ -157,8 +157,8 @@ def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **{**TINY, **SHAPES["mixtral"]})
     ignored = [r"re:.*self_attn.*"]
     folder = quantise(tmp_path / "plain", tmp_path / "quantised", "int4", ignored=ignored)
-    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
-    expected = [runner.step_logits(step) for step in steps()]
+    executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
+    expected = [executor.step_logits(step) for step in steps()]
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts):
         for ours, theirs in zip(rank, expected, strict=True):
             assert torch.equal(ours, theirs)

@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.kv_transfer.ports import Push, PushPort, Receipt, ReceivePort
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -27,9 +28,7 @@ from shared.engine.ranks.kv.group_receive import GroupReceipt, GroupReceivePort
 from shared.engine.ranks.kv.kv_messages import Held
 from shared.engine.ranks.kv.leader_sequence import LeaderSequence
 from shared.engine.ranks.load_group import load_group
-from shared.engine.runner import KvRun, StepOutput
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.step import KvRun, StepOutput
 from shared.errors import ConfigError, LinkLost
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -53,7 +52,7 @@ MATRIX = [MeshShape(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 
 @dataclass
 class Worker:
-    runner: GroupExecutor | ModelRunner
+    executor: GroupExecutor | LocalExecutor
     push: PushPort
     receive: ReceivePort
 
@@ -61,7 +60,7 @@ class Worker:
     async def load(cls, folder: Path, shape: MeshShape) -> Worker:
         keys, clock = LinkKeys("aead", SystemRandomness()), MonotonicClock()
         if shape == TP_1:
-            single = load_runner(folder, **OPTIONS)
+            single = load_executor(folder, **OPTIONS)
             server = await KvServer.start(instance_id=os.urandom(16), link_keys=keys)
             receive = LocalReceivePort(server, single, keys, counts=server.counts)
             return cls(single, LocalPushPort(Dialer(), single, clock), receive)
@@ -72,7 +71,7 @@ class Worker:
     async def close(self) -> None:
         await self.push.close()
         await self.receive.close()
-        await self.runner.close()
+        await self.executor.close()
 
     async def compute(self, line: Line, num_new: int) -> StepOutput:
         """The token after them is drawn, with logprobs."""
@@ -82,8 +81,7 @@ class Worker:
         sequence.block_tables, sequence.first_blocks = [array("q", line.block_table)], [0]
         sequence.num_computed_tokens = start
         line.num_computed = end
-        runner = self.runner
-        executor = runner if isinstance(runner, GroupExecutor) else InProcessExecutor(runner)
+        executor = self.executor
         row = ScheduledSequence(sequence, num_new, start, completes=True)
         return await executor.result(executor.submit([row]))
 
@@ -139,7 +137,7 @@ class Handoff:
     sequence: LeaderSequence = field(init=False)
 
     def __post_init__(self) -> None:
-        blocks = Blocks(self.source.runner.num_blocks, seed=next(_numbers))
+        blocks = Blocks(self.source.executor.num_blocks, seed=next(_numbers))
         self.pushed, self.reserved = blocks.line(PROMPT), blocks.line(PROMPT)
         self.placement_id = os.urandom(16)
         self.sequence = LeaderSequence(NUM_TOKENS, block_tables=[[]])
@@ -193,14 +191,14 @@ class Handoff:
 def expected_bytes(target: Worker) -> int:
     """Each process of the target receives all of its own part once."""
     cells = sum(each.shard.num_cells for each in target.receive.targets)
-    return NUM_TOKENS * cells * target.runner.kv_layout.cell_bytes
+    return NUM_TOKENS * cells * target.executor.kv_layout.cell_bytes
 
 
 async def assert_continues(fleet: Fleet, source: MeshShape, target: MeshShape) -> None:
     single = await fleet.of(TP_1)
     handoff = Handoff(await fleet.of(source), await fleet.of(target))
     assert await handoff.run() == expected_bytes(handoff.target)
-    local = Blocks(single.runner.num_blocks).line(PROMPT)
+    local = Blocks(single.executor.num_blocks).line(PROMPT)
     await single.compute(local, NUM_TOKENS)
     for num_new in (1, 8):
         expected = await single.compute(local, num_new)
@@ -274,7 +272,7 @@ async def test_tokens_are_held_once_all_ranks_hold_them() -> None:
 
 
 async def test_address_of_another_host_is_a_configuration_error(fleet: Fleet) -> None:
-    group = (await fleet.of(PP_2)).runner
+    group = (await fleet.of(PP_2)).executor
     assert isinstance(group, GroupExecutor)
     with pytest.raises(ConfigError, match=r"data_plane_host: cannot receive KV on '192\.0\.2\.1'"):
         await open_receive(group, LinkKeys("aead", SystemRandomness()), "192.0.2.1")
@@ -288,7 +286,7 @@ async def test_lost_rank_ends_its_pushes_and_receipts(fleet: Fleet, number: sign
     """The target is another worker, whose receipt sees the lost link."""
     dying = await Worker.load(fleet.folder, TP_2)
     target = await fleet.of(TP_2)
-    assert isinstance(dying.runner, GroupExecutor)
+    assert isinstance(dying.executor, GroupExecutor)
     sending, receiving = Handoff(dying, target), Handoff(target, dying)
     receipt, own = await sending.expect(), await receiving.expect()
     push = sending.start()
@@ -297,7 +295,7 @@ async def test_lost_rank_ends_its_pushes_and_receipts(fleet: Fleet, number: sign
     async with asyncio.timeout(DEADLINE_S):
         while target.receive.counts.num_bytes == 0:
             await asyncio.sleep(0.01)
-        os.kill(dying.runner.pids[1], number)
+        os.kill(dying.executor.pids[1], number)
         with pytest.raises(LinkLost, match="of this worker is lost"):
             await running
         assert await receipt.ended == "the link is lost"
@@ -312,16 +310,16 @@ async def test_lost_rank_ends_its_pushes_and_receipts(fleet: Fleet, number: sign
 
 async def test_zeroed_blocks_are_zero_on_all_ranks(fleet: Fleet) -> None:
     worker, single = await fleet.of(TP_2), await fleet.of(TP_1)
-    assert isinstance(single.runner, ModelRunner)
+    assert isinstance(single.executor, LocalExecutor)
     handoff = Handoff(worker, single)
     receipt, push = await handoff.expect(), handoff.start()
     await worker.compute(handoff.pushed, NUM_TOKENS)
-    await worker.runner.zero_blocks(handoff.pushed.block_table)
+    await worker.executor.zero_blocks(handoff.pushed.block_table)
     handoff.sequence.block_tables = [handoff.pushed.block_table]
     push.computed(NUM_TOKENS)
     assert await push.run() and await receipt.ended is None
     received = bytearray(b"x" * expected_bytes(single))
-    await single.runner.read_kv(
+    await single.executor.read_kv(
         KvRun(handoff.reserved.block_table, 0, NUM_TOKENS), memoryview(received)
     )
     assert not any(received)

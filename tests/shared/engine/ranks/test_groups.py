@@ -15,17 +15,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker import LoadedModel
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.executor import Executor
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.ranks.load_group import load_group
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError, ConfigError, DeviceFailed, StepFailed
 from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_llama
@@ -55,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def single(folder: Path) -> ModelRunner:
-    return load_runner(folder, **OPTIONS)
+def single(folder: Path) -> LocalExecutor:
+    return load_executor(folder, **OPTIONS)
 
 
 @pytest.fixture(
@@ -99,12 +97,12 @@ def sequences() -> list[Sequence]:
     return [*found, *(new_sequence(PROMPT[:n], None, pooling="mean") for n in (33, 50))]
 
 
-async def progress_of(executor: Executor, model: LoadedModel) -> list[dict[str, Any]]:
+async def progress_of(executor: Executor) -> list[dict[str, Any]]:
     """What each sequence gets, in an engine whose prompts are computed in chunks."""
     engine = Engine(
-        num_blocks=model.num_blocks,
+        num_blocks=executor.num_blocks,
         block_size=16,
-        max_context_tokens=model.max_context_tokens,
+        max_context_tokens=executor.max_context_tokens,
         max_batch_tokens=48,
         max_sequences=16,
     )
@@ -138,10 +136,10 @@ def joined(progress: list[StepProgress]) -> dict[str, Any]:
 
 
 async def test_steps_have_the_same_results_as_in_one_process(
-    single: ModelRunner, group: GroupExecutor
+    single: LocalExecutor, group: GroupExecutor
 ) -> None:
-    expected = await progress_of(InProcessExecutor(single), single)
-    assert await progress_of(group, group) == expected
+    expected = await progress_of(single)
+    assert await progress_of(group) == expected
     assert {each["finish_reason"] for each in expected} <= {"length", "stop"}
     assert len(expected[1]["prompt_logprobs"][0]) == len(PROMPT) - 2
 
@@ -169,13 +167,13 @@ async def test_sampling_that_raises_fails_its_step_alone(group: GroupExecutor) -
 
 
 async def test_parked_group_gives_blocks_back_and_serves_again(
-    single: ModelRunner, group: GroupExecutor
+    single: LocalExecutor, group: GroupExecutor
 ) -> None:
     assert group.max_blocks == group.num_blocks
     await group.give_back(list(range(group.num_blocks)))
     await group.resize_kv(0)
     await group.resize_kv(group.num_blocks)
-    assert await progress_of(group, group) == await progress_of(InProcessExecutor(single), single)
+    assert await progress_of(group) == await progress_of(single)
 
 
 async def prefilled(executor: Executor, num_tokens: int) -> list[int]:
@@ -194,7 +192,7 @@ async def prefilled(executor: Executor, num_tokens: int) -> list[int]:
     return prefill.block_tables[0].tolist()
 
 
-async def test_group_describes_the_whole_model(single: ModelRunner, group: GroupExecutor) -> None:
+async def test_group_describes_the_whole_model(single: LocalExecutor, group: GroupExecutor) -> None:
     for name in ("revision", "kv_layout", "numerics", "vocab_size", "max_context_tokens"):
         assert getattr(group, name) == getattr(single, name)
     await group.check()
@@ -203,10 +201,10 @@ async def test_group_describes_the_whole_model(single: ModelRunner, group: Group
 
 
 async def test_sums_in_bf16_are_those_of_one_process(folder: Path) -> None:
-    rounded = load_runner(folder, activations="bf16-exchange", **OPTIONS)
+    rounded = load_executor(folder, activations="bf16-exchange", **OPTIONS)
     group = load_group(folder, "cpu", MeshShape(2), activations="bf16-exchange", **OPTIONS)
-    expected = await progress_of(InProcessExecutor(rounded), rounded)
-    assert await progress_of(group, group) == expected
+    expected = await progress_of(rounded)
+    assert await progress_of(group) == expected
     assert group.numerics == rounded.numerics
     await group.close()
 

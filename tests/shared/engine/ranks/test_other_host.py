@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.ranks.kv.group_push import GroupPushPort
 from shared.engine.ranks.load_group import load_group
-from shared.engine.runners.load import load_runner
 from shared.errors import CheckpointError
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.randomness import SystemRandomness
@@ -58,12 +57,12 @@ def other_host(
 
 async def test_ranks_on_two_hosts_have_the_results_of_one_process(folder: Path) -> None:
     """The host that answers is not the leader's: masks, logprobs and KV come from there."""
-    single = load_runner(folder, **OPTIONS)
+    single = load_executor(folder, **OPTIONS)
     shape = MeshShape(2, 2)
     with other_host(shape, 2, folder) as (hosts, other):
         group = load_group(folder, "cpu", shape, hosts, **OPTIONS)
-        expected = await progress_of(InProcessExecutor(single), single)
-        assert await progress_of(group, group) == expected
+        expected = await progress_of(single)
+        assert await progress_of(group) == expected
         keys = LinkKeys("aead", SystemRandomness())
         push = await GroupPushPort.open(group.kv_links, kv_compression="off", security="none")
         worker = Worker(group, push, await open_receive(group, keys))

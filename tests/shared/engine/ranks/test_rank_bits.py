@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.engine.executors.load import load_executor
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_executor import load_rank
-from shared.engine.runner import StepInputs
-from shared.engine.runners.load import load_runner
+from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.step import StepInputs
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.steps import Blocks, step_of
@@ -85,9 +85,9 @@ def steps(num_groups: int) -> list[StepInputs]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str) -> None:
-    runner = load_runner(folder, dtype=dtype, kv_cache_bytes=8 << 20)
-    num_groups = len(runner.kv_layout.groups)
-    expected = [runner.step_logits(step) for step in steps(num_groups)]
+    executor = load_executor(folder, dtype=dtype, kv_cache_bytes=8 << 20)
+    num_groups = len(executor.kv_layout.groups)
+    expected = [executor.step_logits(step) for step in steps(num_groups)]
     setup = RankSetup(
         model_dir=str(folder),
         dtype=dtype,
@@ -103,8 +103,8 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
     )
 
     def logits(mesh: Mesh) -> list[Tensor]:
-        executor = load_rank(setup, mesh).executor
-        return [executor.step_logits(step) for step in steps(num_groups)]
+        computer = load_rank(setup, mesh).computer
+        return [computer.step_logits(step) for step in steps(num_groups)]
 
     for tp in (2, 4, 8):
         for found in run_ranks(MeshShape(tp), logits):

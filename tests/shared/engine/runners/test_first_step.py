@@ -12,33 +12,33 @@ from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import DeviceStepOutput
-from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.model_loading import LoadOptions, kv_layout_of
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import MAX_TOP_LOGPROBS
+from shared.engine.step import StepInputs
 from tests.shared.engine.support.checkpoints import write_llama
 
 CONTEXT, NUM_ROWS = 5000, 9
 
 
 @pytest.fixture
-def executor(tmp_path: Path) -> ModelExecutor:
+def computer(tmp_path: Path) -> StepComputer:
     write_llama(tmp_path, num_hidden_layers=1)
     config = read_config(tmp_path)
     layout = kv_layout_of(config, "float32", 16)
     model = Decoder(config, dtype=torch.float32, num_positions=CONTEXT).eval()
-    return ModelExecutor(model, allocate_kv_cache(layout, 1, torch.device("cpu")), layout)
+    return StepComputer(model, allocate_kv_cache(layout, 1, torch.device("cpu")), layout)
 
 
 def test_longest_context_and_all_logprobs_of_all_rows(
-    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+    computer: StepComputer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[StepInputs] = []
     outputs: list[tuple[DeviceStepOutput, StepInputs]] = []
-    monkeypatch.setattr(executor, "run", steps.append)
-    monkeypatch.setattr(executor, "output", lambda *given: outputs.append(given))
-    run_largest_step(executor, LoadOptions(max_batch_tokens=40, max_sequences=NUM_ROWS))
+    monkeypatch.setattr(computer, "run", steps.append)
+    monkeypatch.setattr(computer, "output", lambda *given: outputs.append(given))
+    run_largest_step(computer, LoadOptions(max_batch_tokens=40, max_sequences=NUM_ROWS))
     (step,) = steps
     assert step.query_lens.tolist() == [40 - 8, *[1] * 8]
     assert step.context_lens[-1] == CONTEXT

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[4]
 GENERATE = """
 import asyncio, json, sys
 import numpy as np
-from shared.engine.runners.load import load_runner
-from shared.engine.runner import SamplingInputs, StepInputs
+from shared.engine.executors.load import load_executor
+from shared.engine.step import SamplingInputs, StepInputs
 
 options = {"dtype": "float32", "kv_cache_bytes": 1 << 24, "num_threads": 1}
-runner = load_runner("shared/demo_model", **options)
+executor = load_executor("shared/demo_model", **options)
 
 def step(tokens, context_len):
     count = len(tokens)
@@ -39,10 +39,10 @@ async def generate():
     tokens = list(range(300, 480))  # long enough to be computed by rows, later
     new = tokens
     for _ in range(16):
-        output = await runner.run(step(new, len(tokens)))
+        output = await executor.run(step(new, len(tokens)))
         new = output.token_ids
         tokens = tokens + new
-    await runner.close()
+    await executor.close()
     return tokens
 
 found = [int(each) for each in asyncio.run(generate())]

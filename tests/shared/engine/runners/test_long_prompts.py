@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from shared.engine.executors.load import load_executor
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_model
@@ -54,9 +54,11 @@ def _worker(folder: Path, num_tokens: int) -> Worker:
     num_blocks = (num_tokens + 4 * NUM_SAMPLED) // 16 + 8
     layout = kv_layout_of(read_config(folder), "bfloat16", 16)
     assert layout.block_bytes == 2 * 16 * (20 + 8) * 2  # 2 layers, BF16
-    runner = load_runner(folder, dtype="bfloat16", kv_cache_bytes=num_blocks * layout.block_bytes)
-    assert runner.executor.kv_cache.nbytes == num_blocks * layout.block_bytes
-    return Worker(folder, "bfloat16", budget=BUDGET, runner=runner)
+    executor = load_executor(
+        folder, dtype="bfloat16", kv_cache_bytes=num_blocks * layout.block_bytes
+    )
+    assert executor.computer.kv_cache.nbytes == num_blocks * layout.block_bytes
+    return Worker(folder, "bfloat16", budget=BUDGET, executor=executor)
 
 
 def _resident_bytes(field: str) -> int:
@@ -103,7 +105,7 @@ def test_pushed_cached_and_resumed_prompts_give_the_same_tokens(
         assert await prefill.run(resumed) == expected[4:]
         assert resumed.num_cached_tokens == (num_tokens - 1) // 16 * 16
 
-        caches = 3 * prefill.runner.executor.kv_cache.nbytes  # two, and the payload of a push
+        caches = 3 * prefill.executor.computer.kv_cache.nbytes  # two, and the payload of a push
         scratch = torch.get_num_threads() * SCORE_BYTES * num_tokens
         grown = _resident_bytes("VmHWM") - before
         assert grown < caches + scratch + PROMPT_BYTES * num_tokens + CODE_BYTES

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.kv_layout import first_sent
 from shared.messages import SamplingParams
 from tests.shared.engine.support.families import FAMILIES, Family
-from tests.shared.engine.support.model_worker import Worker, push_kv, runner_with
+from tests.shared.engine.support.model_worker import Worker, executor_with, push_kv
 from tests.shared.engine.support.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
@@ -65,37 +65,37 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
     return request.param
 
 
-Idle = dict[tuple[str, str, int], list[ModelRunner]]
+Idle = dict[tuple[str, str, int], list[LocalExecutor]]
 
 
 @pytest.fixture(scope="module")
 def idle(model_dirs: dict[str, Path]) -> Iterator[Idle]:
-    """Unused runners, by model, dtype and number of blocks."""
+    """Unused executors, by model, dtype and number of blocks."""
     idle: Idle = defaultdict(list)
     yield idle
-    for runners in idle.values():
-        for runner in runners:
-            asyncio.run(runner.close())
+    for executors in idle.values():
+        for executor in executors:
+            asyncio.run(executor.close())
 
 
 @pytest.fixture
 def workers(case: tuple[str, str, str], model_dirs: dict[str, Path], idle: Idle) -> Iterator[type]:
-    """Makes workers: new engines, with runners that other tests may have used before."""
-    taken: list[tuple[tuple[str, str, int], ModelRunner]] = []
+    """Makes workers: new engines, with executors that other tests may have used before."""
+    taken: list[tuple[tuple[str, str, int], LocalExecutor]] = []
 
     def make(num_blocks: int = 64, budget: int = 64) -> Worker:
         model, dtype, _ = case
         key = model, dtype, num_blocks
         folder, has_fp8_kv = model_dirs[model], dtype.endswith("fp8 kv")
         dtype = dtype.partition(" ")[0]
-        runner = idle[key].pop() if idle[key] else None
-        runner = runner or runner_with(folder, dtype, num_blocks, has_fp8_kv=has_fp8_kv)
-        taken.append((key, runner))
-        return Worker(folder, dtype, num_blocks=num_blocks, budget=budget, runner=runner)
+        executor = idle[key].pop() if idle[key] else None
+        executor = executor or executor_with(folder, dtype, num_blocks, has_fp8_kv=has_fp8_kv)
+        taken.append((key, executor))
+        return Worker(folder, dtype, num_blocks=num_blocks, budget=budget, executor=executor)
 
     yield make  # type: ignore[misc]
-    for key, runner in taken:
-        idle[key].append(runner)
+    for key, executor in taken:
+        idle[key].append(executor)
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.loop import EngineLoop
 from shared.engine.runners.step_deadline import COMPILE_S, StepBudget, step_units
-from shared.engine.runners.timing_runner import TimingRunner
 from shared.engine.runners.warm_up import idle_step
 from tests.shared.engine.support.rig import InstantClock, Rig
 
@@ -24,15 +23,13 @@ def test_compiled_kernel_extends_the_budget_of_its_step_alone() -> None:
     assert budget.seconds(STEP) > 10 * usual_s
 
 
-class CompilingRunner(TimingRunner):
+class CompilingExecutor(TimingExecutor):
     step_extension_s = COMPILE_S  # type: ignore[assignment]
 
 
 def test_heartbeats_announce_the_extended_budget() -> None:
     rig = Rig()
-    plain = (
-        EngineLoop(rig.engine, InProcessExecutor(rig.runner), InstantClock()).load().step_budget_s
-    )
-    compiling = CompilingRunner(InstantClock(), num_blocks=1)
-    load = EngineLoop(rig.engine, InProcessExecutor(compiling), InstantClock()).load()
+    plain = EngineLoop(rig.engine, rig.executor, InstantClock()).load().step_budget_s
+    compiling = CompilingExecutor(InstantClock(), num_blocks=1)
+    load = EngineLoop(rig.engine, compiling, InstantClock()).load()
     assert load.step_budget_s == plain + COMPILE_S

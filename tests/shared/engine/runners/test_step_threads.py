@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from shared.engine.runners.step_threads import StepThreads
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.steps import Blocks, step_of
@@ -66,11 +66,11 @@ def test_torch_uses_one_thread_beside_a_custom_gemm() -> None:
 async def test_runner_uses_more_threads_for_large_steps(tmp_path: Path) -> None:
     """Reads the number on the step thread, because each thread has its own."""
     write_llama(tmp_path, max_position_embeddings=4096)
-    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=64 << 20, num_threads=2)
-    blocks, seen = Blocks(runner.num_blocks), []
+    executor = load_executor(tmp_path, dtype="float32", kv_cache_bytes=64 << 20, num_threads=2)
+    blocks, seen = Blocks(executor.num_blocks), []
     for num_tokens in (8, 3000, 8):
         prompt = np.arange(num_tokens) % 150 + 3
-        await runner.run(step_of([(blocks.line(prompt.tolist()), num_tokens)]))
-        seen.append(runner._step_thread.submit(torch.get_num_threads).result())
+        await executor.run(step_of([(blocks.line(prompt.tolist()), num_tokens)]))
+        seen.append(executor._step_thread.submit(torch.get_num_threads).result())
     assert seen == [1, 2, 1]
-    await runner.close()
+    await executor.close()

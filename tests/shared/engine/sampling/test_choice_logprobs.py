@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.runner import KvRun
+from shared.engine.step import KvRun
 from shared.messages import LogprobsMode, SamplingParams, TokenLogprobs
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.model_worker import Worker
@@ -37,10 +37,10 @@ class Site:
         await self.prefill.run(source)
         assert worker.engine.reserve(shared)
         num_tokens = shared.num_tokens
-        payload = bytearray(num_tokens * worker.runner.kv_layout.bytes_per_token)
+        payload = bytearray(num_tokens * worker.executor.kv_layout.bytes_per_token)
         pushed = memoryview(payload)
-        await self.prefill.runner.read_kv(KvRun(source.block_tables[0], 0, num_tokens), pushed)
-        await worker.runner.write_kv(KvRun(shared.block_tables[0], 0, num_tokens), pushed)
+        await self.prefill.executor.read_kv(KvRun(source.block_tables[0], 0, num_tokens), pushed)
+        await worker.executor.write_kv(KvRun(shared.block_tables[0], 0, num_tokens), pushed)
         worker.engine.activate(shared, num_tokens)
         children = [
             new_sequence(PROMPT, sampling, output_ids=output, choice_index=index)
@@ -65,7 +65,7 @@ def site(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Site]:
     made = Site(model_dir, request.param)
     yield made
     for worker in (made.prefill, made.roomy, made.crowded):
-        asyncio.run(worker.runner.close())
+        asyncio.run(worker.executor.close())
 
 
 def to_sampling(mode: LogprobsMode) -> SamplingParams:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.masked import MODULUS, SumGrammar
-from tests.shared.engine.support.model_worker import Worker, runner_with
+from tests.shared.engine.support.model_worker import Worker, executor_with
 from tests.shared.engine.support.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
 
 NUM_TOKENS = 16
@@ -157,13 +157,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runner(model_dir: Path) -> ModelRunner:
-    return runner_with(model_dir, "float32", 64)
+def executor(model_dir: Path) -> LocalExecutor:
+    return executor_with(model_dir, "float32", 64)
 
 
 @EACH_SAMPLING
 async def test_late_masks_change_no_token_of_a_model(
-    model_dir: Path, runner: ModelRunner, sampling: SamplingParams
+    model_dir: Path, executor: LocalExecutor, sampling: SamplingParams
 ) -> None:
     """Beside a free sequence, with prompts in chunks."""
     prompts = [[(7 * n + n * n + 31 * row) % 190 + 3 for n in range(40)] for row in range(3)]
@@ -175,7 +175,7 @@ async def test_late_masks_change_no_token_of_a_model(
         ]
 
     async def run(budget: int, *sequences: Sequence) -> list[list[int]]:
-        worker = Worker(model_dir, "float32", budget=budget, runner=runner)
+        worker = Worker(model_dir, "float32", budget=budget, executor=executor)
         await worker.run(*sequences)
         return [worker.tokens[each.sequence_id] for each in sequences]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.inputs import build_inputs
-from shared.engine.runner import SamplingInputs
 from shared.engine.sampling.sampler import sample_tokens
+from shared.engine.step import SamplingInputs
 from shared.messages import SamplingParams
 from tests.shared.engine.support.rig import new_sequence, row_of
 

@@ -63,7 +63,7 @@ def output_of(machine: Rig | Worker, sequence_id: bytes) -> Output:
     budget=st.integers(1, 40),
     num_steps=st.integers(1, 20),
 )
-def test_output_equals_solo_run_with_timing_runner(
+def test_output_equals_solo_run_with_timing_executor(
     params: SamplingParams, num_received: int, budget: int, num_steps: int
 ) -> None:
     ids, stop = prompt(17, start=16), (18, 19)
@@ -103,7 +103,7 @@ def test_every_option_changes_the_timing_runners_tokens(changed: dict[str, Any])
     assert outputs[0] != outputs[1]
 
 
-def test_timing_runner_never_completes_a_bad_word() -> None:
+def test_timing_executor_never_completes_a_bad_word() -> None:
     without_ban = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
     free = Rig().complete(new_sequence(prompt(9), without_ban))
     banning = SamplingParams(
@@ -122,7 +122,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, 
     made = Worker(folder, "bfloat16"), Worker(folder, "bfloat16", num_blocks=7, budget=13)
     yield made
     for each in made:
-        asyncio.run(each.runner.close())
+        asyncio.run(each.executor.close())
 
 
 @cache

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.runner import SamplingInputs, TokenMasks
 from shared.engine.sampling.mask_words import (
     MAX_FEW,
     NO_MASKS,
@@ -19,6 +18,7 @@ from shared.engine.sampling.mask_words import (
     join_masks,
 )
 from shared.engine.sampling.sampler import sample_tokens
+from shared.engine.step import SamplingInputs, TokenMasks
 from tests.shared.engine.sampling.test_sampler import inputs_of, logits_of, sequence_with
 from tests.shared.engine.support.masked import LateMask, ReadyMask, SumGrammar, words_of
 

@@ -22,8 +22,8 @@ import msgspec
 import torch
 import xxhash
 
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.numerics import KERNELS_VERSION, Numerics
 from tests.shared.engine.support.steps import Blocks, advance, prefill
 from tests.threads import computing_threads
@@ -104,22 +104,22 @@ def digest_of(case: tuple[str, str, str], folder: Path) -> tuple[str, str]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     with computing_threads(1):
-        runner = load_runner(
+        executor = load_executor(
             folder, dtype=dtype, weights=weights, load_format="dummy", kv_cache_bytes=1 << 20
         )
-        logits = _logits(runner)
+        logits = _logits(executor)
     digest = xxhash.xxh3_64_hexdigest(logits.contiguous().numpy().data)
-    return kind_of(runner.numerics), digest
+    return kind_of(executor.numerics), digest
 
 
-def _logits(runner: ModelRunner) -> torch.Tensor:
-    blocks = Blocks(runner.num_blocks)
+def _logits(executor: LocalExecutor) -> torch.Tensor:
+    blocks = Blocks(executor.num_blocks)
     lines = [blocks.line(PROMPT, room=2), blocks.line(PROMPT[::-1], room=2)]
-    parts = [prefill(runner, line, 48) for line in lines]
+    parts = [prefill(executor, line, 48) for line in lines]
     for _ in range(2):
         for line in lines:
             line.token_ids.append(int(parts[-1].argmax()) % 300)
-        parts.append(advance(runner, [(line, 1) for line in lines]))
+        parts.append(advance(executor, [(line, 1) for line in lines]))
     return torch.cat(parts)
 
 

@@ -1,4 +1,4 @@
-"""An engine with a model runner, stepped without an engine loop."""
+"""An engine with a model executor, stepped without an engine loop."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from pathlib import Path
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runner import KvRun
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import kv_layout_of
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.step import KvRun
 from shared.kv_layout import FP8, first_sent
 from shared.messages import TokenLogprobs
 
 
-def runner_with(
+def executor_with(
     model_dir: Path, dtype: str, num_blocks: int, *, has_fp8_kv: bool = False
-) -> ModelRunner:
+) -> LocalExecutor:
     """`num_blocks`: for each group of layers, any of which may take them."""
     layout = kv_layout_of(read_config(model_dir), FP8 if has_fp8_kv else dtype, 16)
     num_blocks *= len(layout.groups)
     block_bytes = layout.block_bytes
-    runner = load_runner(
+    executor = load_executor(
         model_dir,
         dtype=dtype,
         kv_dtype="fp8" if has_fp8_kv else "auto",
         kv_cache_bytes=num_blocks * block_bytes,
         num_threads=1,
     )
-    assert runner.num_blocks == num_blocks
-    return runner
+    assert executor.num_blocks == num_blocks
+    return executor
 
 
 class Worker:
@@ -43,17 +43,17 @@ class Worker:
         *,
         num_blocks: int = 64,
         budget: int = 64,
-        runner: ModelRunner | None = None,
+        executor: LocalExecutor | None = None,
     ):
-        """`runner`, if given, has this model, dtype and `num_blocks`, and no other user."""
-        self.runner = runner or runner_with(model_dir, dtype, num_blocks)
+        """`executor`, if given, has this model, dtype and `num_blocks`, and no other user."""
+        self.executor = executor or executor_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
-            num_blocks=self.runner.num_blocks,
+            num_blocks=self.executor.num_blocks,
             block_size=16,
-            max_context_tokens=self.runner.max_context_tokens,
+            max_context_tokens=self.executor.max_context_tokens,
             max_batch_tokens=budget,
             max_sequences=16,
-            reaches=self.runner.kv_layout.reaches,
+            reaches=self.executor.kv_layout.reaches,
         )
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Worker:
             rows, _ = self.engine.schedule()
             if not rows:
                 continue
-            sampled = await self.runner.run(build_inputs(rows, 16))
+            sampled = await self.executor.run(build_inputs(rows, 16))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
             for each in self.engine.apply(rows, sampled):
                 self._record(each)
@@ -93,11 +93,11 @@ class Worker:
 async def push_kv(source: Worker, pushed: Sequence, target: Worker, reserved: Sequence) -> None:
     """Copies the KV of a HELD prefill into a reserved sequence: of each group what it sends."""
     num_tokens = pushed.num_tokens
-    layout = source.runner.kv_layout
+    layout = source.executor.kv_layout
     for group, reach in enumerate(layout.reaches):
         first = first_sent(reach, num_tokens, layout.hash_tokens)
         count = num_tokens - first
         payload = memoryview(bytearray(count * layout.group_bytes_per_token(group)))
         tables = pushed.block_tables[group], reserved.block_tables[group]
-        await source.runner.read_kv(KvRun(tables[0], first, count, group), payload)
-        await target.runner.write_kv(KvRun(tables[1], first, count, group), payload)
+        await source.executor.read_kv(KvRun(tables[0], first, count, group), payload)
+        await target.executor.write_kv(KvRun(tables[1], first, count, group), payload)

@@ -1,4 +1,4 @@
-"""A rig whose steps reach the runner as encoded plans, through the states of two ranks."""
+"""A rig whose steps reach the executor as encoded plans, through the states of two ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.grammar.budgeted_output import ForcedToken
 from shared.engine.inputs import build_inputs
-from shared.engine.runner import StepInputs
+from shared.engine.step import StepInputs
 from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
 from tests.shared.engine.support.masked import LateMask, ReadyMask
 from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish
@@ -26,7 +26,7 @@ class PlannedRig(Rig):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.builders = (PlanBuilder(), PlanBuilder(feeds_drawn=True))
-        num_groups = len(self.runner.kv_layout.groups)
+        num_groups = len(self.executor.kv_layout.groups)
         self.ranks = (RankState(BLOCK_SIZE, num_groups), RankState(BLOCK_SIZE, num_groups))
         self.num_plan_bytes: list[int] = []
 
@@ -34,7 +34,7 @@ class PlannedRig(Rig):
         if rows:
             self.rows = []
             inputs = self.planned(rows)
-            output = finish(self.runner.run(inputs))
+            output = finish(self.executor.run(inputs))
             answer = decode_result(encode(StepResult(0, output))).output
             for rank in self.ranks:
                 rank.record(answer)

@@ -1,4 +1,4 @@
-"""An engine core with a timing runner, driven step by step without an event loop.
+"""An engine core with a timing executor, driven step by step without an event loop.
 
 Every step checks the invariants: the pool is consistent, the token budget is not exceeded, a row
 writes no block that another sequence holds, and the source of a block copy stays referenced.
@@ -18,9 +18,9 @@ from shared.block_hash import root_hash
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.timing_executor import STATE_BYTES, TimingExecutor
 from shared.engine.inputs import build_inputs
-from shared.engine.runner import KvRun
-from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
+from shared.engine.step import KvRun
 from shared.errors import StepFailed
 from shared.kv_layout import Reach, first_seen
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
@@ -33,7 +33,7 @@ _ids = count()
 
 
 class InstantClock:
-    """A clock whose sleeps take no time, so that runner coroutines end without an event loop."""
+    """A clock whose sleeps take no time, so that executor coroutines end without an event loop."""
 
     def now(self) -> float:
         return 0.0
@@ -105,7 +105,7 @@ class Rig:
         reaches: tuple[Reach, ...] = (None,),
         max_blocks: int | None = None,
     ) -> None:
-        self.runner = TimingRunner(
+        self.executor = TimingExecutor(
             InstantClock(),
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -169,7 +169,7 @@ class Rig:
     def end(self, rows: list[ScheduledSequence]) -> None:
         if rows:
             self.rows = []
-            sampled = finish(self.runner.run(build_inputs(rows, BLOCK_SIZE)))
+            sampled = finish(self.executor.run(build_inputs(rows, BLOCK_SIZE)))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
             self._record(self.engine.apply(rows, sampled))
             self.check()
@@ -203,9 +203,9 @@ class Rig:
 
     def read_kv(self, sequence: Sequence, first_token: int, num_tokens: int) -> bytearray:
         """Of the first group."""
-        payload = bytearray(self.runner.kv_layout.group_bytes_per_token(0) * num_tokens)
+        payload = bytearray(self.executor.kv_layout.group_bytes_per_token(0) * num_tokens)
         table = sequence.block_tables[0]
-        finish(self.runner.read_kv(KvRun(table, first_token, num_tokens), memoryview(payload)))
+        finish(self.executor.read_kv(KvRun(table, first_token, num_tokens), memoryview(payload)))
         return payload
 
     def receive_kv(self, sequence: Sequence, payload: bytes | bytearray, num_computed: int) -> None:
@@ -216,7 +216,9 @@ class Rig:
             begin = max(first, sequence.first_blocks[group] * BLOCK_SIZE)
             if begin < num_computed:
                 part = memoryview(planes[:, begin - first :].tobytes())
-                finish(self.runner.write_kv(KvRun(table, begin, num_computed - begin, group), part))
+                finish(
+                    self.executor.write_kv(KvRun(table, begin, num_computed - begin, group), part)
+                )
         self.engine.activate(sequence, num_computed)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Hand-built steps for a runner: sequences with scattered block tables, no engine core."""
+"""Hand-built steps for an executor: sequences with scattered block tables, no engine core."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shared.engine.runner import SamplingInputs, StepInputs
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.local_executor import LocalExecutor
+from shared.engine.step import SamplingInputs, StepInputs
 
 
 @dataclass
@@ -97,29 +97,31 @@ def step_of(
     )
 
 
-def advance(runner: ModelRunner, work: Sequence[tuple[Line, int]]) -> torch.Tensor:
+def advance(executor: LocalExecutor, work: Sequence[tuple[Line, int]]) -> torch.Tensor:
     """Computes one step. Returns the logits of all of its tokens, [T, vocab_size]."""
-    logits = runner.step_logits(
-        step_of(work, runner.kv_layout.block_size, len(runner.kv_layout.groups))
+    logits = executor.step_logits(
+        step_of(work, executor.kv_layout.block_size, len(executor.kv_layout.groups))
     )
     for line, num_new in work:
         line.num_computed += num_new
     return logits
 
 
-def prefill(runner: ModelRunner, line: Line, chunk: int) -> torch.Tensor:
+def prefill(executor: LocalExecutor, line: Line, chunk: int) -> torch.Tensor:
     """Computes the line's tokens in chunks. Returns the logits of all of them."""
     parts = []
     while line.num_computed < len(line.token_ids):
-        parts.append(advance(runner, [(line, min(chunk, len(line.token_ids) - line.num_computed))]))
+        parts.append(
+            advance(executor, [(line, min(chunk, len(line.token_ids) - line.num_computed))])
+        )
     return torch.cat(parts)
 
 
-def generate(runner: ModelRunner, line: Line, num_tokens: int) -> list[int]:
+def generate(executor: LocalExecutor, line: Line, num_tokens: int) -> list[int]:
     """Greedy continuation of `num_tokens`. The line must have blocks for it."""
     start = len(line.token_ids)
-    logits = prefill(runner, line, 512)
+    logits = prefill(executor, line, 512)
     while len(line.token_ids) < start + num_tokens:
         line.token_ids.append(int(logits[-1].argmax()))
-        logits = advance(runner, [(line, 1)])
+        logits = advance(executor, [(line, 1)])
     return line.token_ids[start:]

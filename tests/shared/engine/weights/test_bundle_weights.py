@@ -14,7 +14,7 @@ from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.manifest import MANIFEST
 from shared.engine.codec.safetensors_layout import map_safetensors
 from shared.engine.codec.savings_report import rows_by_kind, tensors_of, total_row
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import CheckpointError
@@ -33,8 +33,8 @@ def _bundled(folder: Path, target: Path, **options) -> Path:
 
 
 def _logits(folder: Path, dtype: str = "bfloat16") -> tuple[torch.Tensor, str]:
-    runner = load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64), runner.revision
+    executor = load_executor(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 64), executor.revision
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

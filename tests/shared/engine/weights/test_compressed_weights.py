@@ -18,10 +18,10 @@ from kernels.cpu.gemm import compressed_weight, lane_linear, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import select_rows
 from kernels.cpu.simd.cpu_features import has_amx
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import empty_model
-from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed
@@ -55,28 +55,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "weights"
 
 
-def load(checkpoint: Path, weights: str, dtype: str = "bfloat16") -> ModelRunner:
-    return load_runner(checkpoint, dtype=dtype, kv_cache_bytes=4 << 20, weights=weights)
+def load(checkpoint: Path, weights: str, dtype: str = "bfloat16") -> LocalExecutor:
+    return load_executor(checkpoint, dtype=dtype, kv_cache_bytes=4 << 20, weights=weights)
 
 
-def logits(runner: ModelRunner, chunk: int = 64) -> torch.Tensor:
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), chunk)
+def logits(executor: LocalExecutor, chunk: int = 64) -> torch.Tensor:
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), chunk)
 
 
-def batched(runner: ModelRunner) -> torch.Tensor:
+def batched(executor: LocalExecutor) -> torch.Tensor:
     """Logits of a step with a prefill chunk and decode rows, and of one with decode rows only."""
-    blocks = Blocks(runner.num_blocks)
+    blocks = Blocks(executor.num_blocks)
     lines = [blocks.line(PROMPT[first:], room=8) for first in range(0, 40, 2)]
     for line in lines[1:]:
-        prefill(runner, line, 64)
+        prefill(executor, line, 64)
         line.token_ids.append(11)
-    first = advance(runner, [(lines[0], 50), *((line, 1) for line in lines[1:])])
+    first = advance(executor, [(lines[0], 50), *((line, 1) for line in lines[1:])])
     for line in lines[1:]:
         line.token_ids.append(13)
-    return torch.cat([first, advance(runner, [(line, 1) for line in lines])])
+    return torch.cat([first, advance(executor, [(line, 1) for line in lines])])
 
 
-def assert_same(found: ModelRunner, expected: ModelRunner) -> None:
+def assert_same(found: LocalExecutor, expected: LocalExecutor) -> None:
     assert found.revision == expected.revision
     assert found.kv_layout == expected.kv_layout
     for chunk in (1, 40, 90):
@@ -115,14 +115,14 @@ def test_logits_are_equal_without_the_custom_gemm(
         monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     found = load(tmp_path / "model", "compressed")
-    assert found.executor.model.lm_head.weight.order == "rows"
+    assert found.computer.model.lm_head.weight.order == "rows"
     assert_same(found, load(tmp_path / "model", "dense"))
 
 
 def test_tied_weight_is_stored_once(tmp_path: Path, cache: Path) -> None:
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
-    runner = load(tmp_path / "model", "compressed")
-    model, report = runner.executor.model, runner.weights
+    executor = load(tmp_path / "model", "compressed")
+    model, report = executor.computer.model, executor.weights
     assert isinstance(model.lm_head.weight, CompressedWeight)
     assert model.lm_head.weight is model.embed_tokens.weight
     (packed,) = cache.glob("*.packed")
@@ -161,7 +161,7 @@ def test_weights_without_a_cache_are_compressed(
     expected = load(tmp_path / "model", "dense")
     monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / "model" / "config.json" / "cache"))
     found = load(tmp_path / "model", "compressed")
-    assert found.executor.model.lm_head.weight is found.executor.model.embed_tokens.weight
+    assert found.computer.model.lm_head.weight is found.computer.model.embed_tokens.weight
     assert found.weights.num_compressed > 100_000
     assert_same(found, expected)
 
@@ -227,9 +227,9 @@ def test_unknown_weight_form_is_rejected(tmp_path: Path) -> None:
 SERVE = """
 import sys
 from pathlib import Path
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from shared.engine.runners.model_loading import empty_model
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.local_executor import LocalExecutor
 from tests.shared.engine.support.steps import Blocks, generate
 
 def memory(field):
@@ -239,9 +239,9 @@ def memory(field):
 
 def serve(folder):
     options = {"dtype": "bfloat16", "kv_cache_bytes": 4 << 20, "weights": "compressed"}
-    runner = load_runner(folder, **options)
-    tokens = generate(runner, Blocks(runner.num_blocks).line(range(3, 70), room=8), 8)
-    return runner
+    executor = load_executor(folder, **options)
+    tokens = generate(executor, Blocks(executor.num_blocks).line(range(3, 70), room=8), 8)
+    return executor
 
 small, large = sys.argv[1:]
 kept = serve(small)

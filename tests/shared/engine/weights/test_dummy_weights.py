@@ -10,8 +10,8 @@ import pytest
 import torch
 import xxhash
 
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.weights import dummy_weights
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.weight_source import read_tensor
@@ -33,19 +33,19 @@ def only_config(folder: Path, architecture: str = "LlamaForCausalLM", **options:
     return folder
 
 
-def load(folder: Path, **options: object) -> ModelRunner:
+def load(folder: Path, **options: object) -> LocalExecutor:
     chosen = {"dtype": "float32", "kv_cache_bytes": 1 << 20, "load_format": "dummy", **options}
-    return load_runner(folder, **chosen)
+    return load_executor(folder, **chosen)
 
 
-def tokens(runner: ModelRunner) -> list[int]:
-    return generate(runner, Blocks(runner.num_blocks).line(PROMPT, room=8), 8)
+def tokens(executor: LocalExecutor) -> list[int]:
+    return generate(executor, Blocks(executor.num_blocks).line(PROMPT, room=8), 8)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_folder_with_only_a_config_gives_tokens(tmp_path: Path, architecture: str) -> None:
-    runner = load(only_config(tmp_path, architecture))
-    logits = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
+    executor = load(only_config(tmp_path, architecture))
+    logits = prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 64)
     assert bool(logits.isfinite().all())
     assert len(set(logits.argmax(-1).tolist())) > 5  # they depend on the input
     assert 0.1 < float(logits.std()) < 10

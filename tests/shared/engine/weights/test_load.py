@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from shared.engine.checkpoint_plan.stored_weights import read_stored
 from shared.engine.codec.compress import compress_folder
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.quantise.quantise_folder import quantise_folder
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError
 from tests.shared.engine.codec.folders import Silent
 from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
@@ -27,12 +27,12 @@ PROMPT = list(range(5, 60))
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def _load(folder: Path, dtype: str = "float32") -> ModelRunner:
-    return load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+def _load(folder: Path, dtype: str = "float32") -> LocalExecutor:
+    return load_executor(folder, dtype=dtype, kv_cache_bytes=1 << 20)
 
 
-def _logits(runner: ModelRunner) -> torch.Tensor:
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
+def _logits(executor: LocalExecutor) -> torch.Tensor:
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 64)
 
 
 def test_shards_load_like_one_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.runners.load import load_runner
+from shared.engine.executors.load import load_executor
 from shared.errors import CheckpointError
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.quantised import (
@@ -192,5 +192,5 @@ def test_contradicting_configs(case: str, folders: dict[str, Path], tmp_path: Pa
 
 def assert_refused(folder: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)) as error:
-        load_runner(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
+        load_executor(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
     assert "\n" not in error.value.message

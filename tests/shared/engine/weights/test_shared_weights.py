@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from kernels.cache import cache_root
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
 from shared.engine.weights.weight_bytes import can_share_packed
@@ -45,15 +45,15 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load(checkpoint: Path, dtype: str = "float32") -> ModelRunner:
-    return load_runner(checkpoint, dtype=dtype, kv_cache_bytes=1 << 20)
+def load(checkpoint: Path, dtype: str = "float32") -> LocalExecutor:
+    return load_executor(checkpoint, dtype=dtype, kv_cache_bytes=1 << 20)
 
 
-def logits(runner: ModelRunner) -> torch.Tensor:
-    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
+def logits(executor: LocalExecutor) -> torch.Tensor:
+    return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 64)
 
 
-def private(checkpoint: Path, dtype: str = "float32") -> ModelRunner:
+def private(checkpoint: Path, dtype: str = "float32") -> LocalExecutor:
     """Loads with a cache path that cannot exist, so the weights are private."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEARTH_CACHE_DIR", str(checkpoint / "config.json" / "cache"))
@@ -85,15 +85,15 @@ def test_logits_equal_those_of_private_weights(
     expected = private(checkpoint, dtype)
     first, second = load(checkpoint, dtype), load(checkpoint, dtype)
     assert packed_file(cache)
-    for runner in (first, second):
-        assert torch.equal(logits(runner), logits(expected))
-        assert runner.revision == expected.revision
+    for executor in (first, second):
+        assert torch.equal(logits(executor), logits(expected))
+        assert executor.revision == expected.revision
 
 
 def test_two_processes_share_one_copy(cache: Path, checkpoint: Path) -> None:
     code = (
-        "import sys; from shared.engine.runners.load import load_runner\n"
-        f"runner = load_runner({str(checkpoint)!r}, dtype='bfloat16', kv_cache_bytes=9**6)\n"
+        "import sys; from shared.engine.executors.load import load_executor\n"
+        f"executor = load_executor({str(checkpoint)!r}, dtype='bfloat16', kv_cache_bytes=9**6)\n"
         "print('loaded', flush=True); sys.stdin.readline()"
     )
     command = [sys.executable, "-c", code]
@@ -129,7 +129,7 @@ def mapping_of(pid: int) -> tuple[str, dict[str, int]]:
 
 
 def test_every_parameter_is_aligned_and_in_the_file(cache: Path, checkpoint: Path) -> None:
-    model = load(checkpoint, "bfloat16").executor.model
+    model = load(checkpoint, "bfloat16").computer.model
     first, last = address_range(packed_file(cache))
     parameters = list(model.parameters())
     assert len(parameters) > 4
@@ -257,21 +257,21 @@ def test_full_disk_leaves_no_partial_file(cache: Path, checkpoint: Path) -> None
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with capture_logs() as logs:
-            runner = load(checkpoint)
+            executor = load(checkpoint)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [entry["event"] for entry in logs] == ["shared_weights_unavailable"]
     assert [each.name for each in cache.iterdir()] == ["lock"]
-    assert torch.equal(logits(runner), logits(expected))
+    assert torch.equal(logits(executor), logits(expected))
 
 
 def test_one_of_several_concurrent_starts_builds(cache: Path, checkpoint: Path) -> None:
     with capture_logs() as logs, ThreadPoolExecutor(4) as pool:
-        runners = list(pool.map(load, [checkpoint] * 4))
+        executors = list(pool.map(load, [checkpoint] * 4))
     assert [entry["event"] for entry in logs] == ["weights_packed"]
-    assert len({runner.revision for runner in runners}) == 1
-    for runner in runners[1:]:
-        assert torch.equal(logits(runner), logits(runners[0]))
+    assert len({executor.revision for executor in executors}) == 1
+    for executor in executors[1:]:
+        assert torch.equal(logits(executor), logits(executors[0]))
 
 
 def test_partial_file_of_a_dead_builder_is_removed(cache: Path, checkpoint: Path) -> None:

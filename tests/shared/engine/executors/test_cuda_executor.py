@@ -1,4 +1,4 @@
-"""The CUDA runner without a GPU: tensors are on the CPU, and a fake driver records its calls."""
+"""The CUDA executor without a GPU: tensors are on the CPU, and a fake driver records its calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from kernels.device import TritonUnusable
-from shared.engine.runner import KvRun, StepInputs, StepOutput
-from shared.engine.runners import cuda_runner
+from shared.engine.executors import cuda_executor
+from shared.engine.executors.cuda_executor import CudaExecutor
+from shared.engine.executors.load import load_executor
 from shared.engine.runners.cuda_device import CudaDevice
-from shared.engine.runners.cuda_runner import CudaRunner
 from shared.engine.runners.kv_sizing import KV_SHARE
-from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import LoadOptions
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import ConfigError
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.families import FAMILIES
@@ -76,21 +76,21 @@ def load(
     driver: FakeDriver,
     try_kernel: Callable[[torch.device], None] = lambda _: None,
     **options: object,
-) -> CudaRunner:
+) -> CudaExecutor:
     device = CudaDevice(INDEX, torch.device("cpu"), driver, try_kernel)
     given = {"dtype": "float32", "max_batch_tokens": 64, "max_sequences": 4} | options
     chosen = LoadOptions(**given)  # type: ignore[arg-type]
-    return CudaRunner.load(model_dir, chosen, device)
+    return CudaExecutor.load(model_dir, chosen, device)
 
 
 def test_kv_cache_takes_nine_tenths_of_free_memory(
     model_dir: Path,
 ) -> None:
     driver = FakeDriver(free=lambda: 3 << 20)
-    runner = load(model_dir, driver)
-    block_bytes = 16 * runner.kv_layout.bytes_per_token
-    assert runner.num_blocks == int((3 << 20) * KV_SHARE) // block_bytes
-    assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
+    executor = load(model_dir, driver)
+    block_bytes = 16 * executor.kv_layout.bytes_per_token
+    assert executor.num_blocks == int((3 << 20) * KV_SHARE) // block_bytes
+    assert executor.max_context_tokens == min(2048, executor.num_blocks * 16)
     # unused memory is released first; free memory is measured after all launched work has ended
     assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
 
@@ -107,13 +107,13 @@ def test_pinned_memory_is_released_with_the_devices(monkeypatch: pytest.MonkeyPa
 def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest: all rows sample after a prompt of the other tokens."""
     steps: list[StepInputs] = []
-    run = ModelExecutor.run
+    run = StepComputer.run
 
-    def recorded(self: ModelExecutor, inputs: StepInputs) -> StepOutput:
+    def recorded(self: StepComputer, inputs: StepInputs) -> StepOutput:
         steps.append(inputs)
         return run(self, inputs)
 
-    monkeypatch.setattr(ModelExecutor, "run", recorded)
+    monkeypatch.setattr(StepComputer, "run", recorded)
     load(model_dir, FakeDriver())
     (step,) = steps
     assert step.query_lens.tolist() == [61, 1, 1, 1]
@@ -125,7 +125,7 @@ def test_weights_are_compressed_as_they_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of experts and norms are on the device at once."""
-    monkeypatch.setattr(cuda_runner, "run_largest_step", lambda *_: None)  # compiles CPU kernels
+    monkeypatch.setattr(cuda_executor, "run_largest_step", lambda *_: None)  # compiles CPU kernels
     FAMILIES["llama4, experts"].write(tmp_path, hidden_size=96)
     dense, found = (
         load(tmp_path, FakeDriver(), dtype="bfloat16", weights=weights, kv_cache_bytes=1 << 22)
@@ -133,14 +133,14 @@ def test_weights_are_compressed_as_they_arrive(
     )
     assert dense.revision == found.revision
     assert found.weights.num_compressed > 0 == dense.weights.num_compressed
-    model = found.executor.model
+    model = found.computer.model
     assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
 
 
 def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
     driver = FakeDriver()
-    runner = load(model_dir, driver, kv_cache_bytes=1 << 19)
-    assert runner.num_blocks == (1 << 19) // (16 * runner.kv_layout.bytes_per_token)
+    executor = load(model_dir, driver, kv_cache_bytes=1 << 19)
+    assert executor.num_blocks == (1 << 19) // (16 * executor.kv_layout.bytes_per_token)
     assert "mem_get_info" not in driver.calls
 
 
@@ -154,32 +154,32 @@ def test_missing_compiler_raises_config_error_before_loading() -> None:
         load(Path("/there/is/no/model"), FakeDriver(), no_compiler)
 
 
-async def test_parked_runner_releases_its_cache_and_allocates_another_size(
+async def test_parked_executor_releases_its_cache_and_allocates_another_size(
     model_dir: Path,
 ) -> None:
     driver = FakeDriver()
-    runner = load(model_dir, driver, kv_cache_bytes=1 << 19, kv_ceiling_bytes=1 << 20)
-    assert (runner.max_blocks, runner.is_elastic) == (2 * runner.num_blocks, False)
+    executor = load(model_dir, driver, kv_cache_bytes=1 << 19, kv_ceiling_bytes=1 << 20)
+    assert (executor.max_blocks, executor.is_elastic) == (2 * executor.num_blocks, False)
     driver.calls.clear()
-    cache = weakref.ref(runner.executor.kv_cache.untyped_storage())
-    await runner.resize_kv(0)
-    assert runner.executor.kv_cache.shape[2] == 0
+    cache = weakref.ref(executor.computer.kv_cache.untyped_storage())
+    await executor.resize_kv(0)
+    assert executor.computer.kv_cache.shape[2] == 0
     assert cache() is None, "something holds the cache"
     assert driver.calls == ["synchronize", "empty_cache"]
-    await runner.resize_kv(runner.max_blocks)
-    assert runner.executor.kv_cache.shape[2] == runner.max_blocks
-    line = Blocks(runner.max_blocks).line(PROMPT)
-    await runner.run(step_of([(line, len(PROMPT))]))
-    await runner.close()
+    await executor.resize_kv(executor.max_blocks)
+    assert executor.computer.kv_cache.shape[2] == executor.max_blocks
+    line = Blocks(executor.max_blocks).line(PROMPT)
+    await executor.run(step_of([(line, len(PROMPT))]))
+    await executor.close()
 
 
-async def test_runner_that_starts_parked_has_no_cache_until_it_gets_one(model_dir: Path) -> None:
-    runner = load(model_dir, FakeDriver(), kv_cache_bytes=1 << 19, is_parked=True)
-    assert runner.executor.kv_cache.shape[2] == 0
-    assert runner.num_blocks == (1 << 19) // runner.kv_layout.block_bytes
-    await runner.resize_kv(runner.num_blocks)
-    assert runner.executor.kv_cache.shape[2] == runner.num_blocks
-    await runner.close()
+async def test_executor_that_starts_parked_has_no_cache_until_it_gets_one(model_dir: Path) -> None:
+    executor = load(model_dir, FakeDriver(), kv_cache_bytes=1 << 19, is_parked=True)
+    assert executor.computer.kv_cache.shape[2] == 0
+    assert executor.num_blocks == (1 << 19) // executor.kv_layout.block_bytes
+    await executor.resize_kv(executor.num_blocks)
+    assert executor.computer.kv_cache.shape[2] == executor.num_blocks
+    await executor.close()
 
 
 def test_start_in_standby_needs_a_size_of_the_cache(model_dir: Path) -> None:
@@ -189,49 +189,49 @@ def test_start_in_standby_needs_a_size_of_the_cache(model_dir: Path) -> None:
 
 async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path) -> None:
     driver = FakeDriver()
-    runner = load(model_dir, driver)
-    line = Blocks(runner.num_blocks).line(PROMPT)
-    await runner.run(step_of([(line, len(PROMPT))]))
-    wire = bytearray(16 * runner.kv_layout.bytes_per_token)
-    await runner.read_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
-    await runner.write_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
-    await runner.zero_blocks(line.block_table)
-    await runner.close()
+    executor = load(model_dir, driver)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    await executor.run(step_of([(line, len(PROMPT))]))
+    wire = bytearray(16 * executor.kv_layout.bytes_per_token)
+    await executor.read_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
+    await executor.write_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
+    await executor.zero_blocks(line.block_table)
+    await executor.close()
     assert set(driver.bound.values()) == {INDEX}
     workers = {name.rpartition("_")[0] for name in driver.bound}
     assert {"engine-step", "engine-copy"} <= workers
 
 
 async def test_launch_from_a_thread_on_another_device_raises(model_dir: Path) -> None:
-    runner = load(model_dir, FakeDriver())
-    line = Blocks(runner.num_blocks).line(PROMPT)
-    wire = memoryview(bytearray(16 * runner.kv_layout.bytes_per_token))
-    executor = runner.executor
+    executor = load(model_dir, FakeDriver())
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    wire = memoryview(bytearray(16 * executor.kv_layout.bytes_per_token))
+    computer = executor.computer
     with ThreadPoolExecutor(1, "stray") as stray:
         for launch in (
-            lambda: executor.run(step_of([(line, len(PROMPT))])),
-            lambda: executor.read_kv(KvRun(line.block_table, 0, 16), wire),
-            lambda: executor.write_kv(KvRun(line.block_table, 0, 16), wire),
-            lambda: executor.zero_blocks(line.block_table),
+            lambda: computer.run(step_of([(line, len(PROMPT))])),
+            lambda: computer.read_kv(KvRun(line.block_table, 0, 16), wire),
+            lambda: computer.write_kv(KvRun(line.block_table, 0, 16), wire),
+            lambda: computer.zero_blocks(line.block_table),
         ):
             with pytest.raises(RuntimeError, match=r"'stray_0' is on cuda:0, .* on cuda:3"):
                 await asyncio.wrap_future(stray.submit(launch))
-    await runner.close()
+    await executor.close()
 
 
-def test_tokens_and_revision_equal_those_of_load_runner(model_dir: Path) -> None:
-    assert_equal_to_load_runner(model_dir)
+def test_tokens_and_revision_equal_those_of_load_executor(model_dir: Path) -> None:
+    assert_equal_to_load_executor(model_dir)
 
 
 def test_latents_are_served_like_keys_and_values(tmp_path: Path) -> None:
     """Steps compile kernels before the expansion of latents is packed."""
     FAMILIES["deepseek"].write(tmp_path)
-    assert_equal_to_load_runner(tmp_path)
+    assert_equal_to_load_executor(tmp_path)
 
 
-def assert_equal_to_load_runner(model_dir: Path) -> None:
+def assert_equal_to_load_executor(model_dir: Path) -> None:
     found = load(model_dir, FakeDriver())
-    expected = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
+    expected = load_executor(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
     assert found.revision == expected.revision
     new = [
         generate(each, Blocks(each.num_blocks).line(PROMPT, room=8), 8)

@@ -1,4 +1,4 @@
-"""The timing runner: tokens depend on the KV, and the time of a step on its work."""
+"""The timing executor: tokens depend on the KV, and the time of a step on its work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shared.engine.inputs import build_inputs
-from shared.engine.runner import KvRun
-from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost, TimingRunner
+from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, StepCost, TimingExecutor
+from shared.engine.step import KvRun
 from shared.messages import LogprobsMode, SamplingParams
 from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
@@ -129,11 +128,11 @@ def test_kv_is_read_in_parts_in_wire_layout() -> None:
 
 def test_kv_of_wrong_size_is_rejected() -> None:
     rig, sequence = prefilled(tuple(prompt(13)))
-    wrong = bytearray(rig.runner.kv_layout.bytes_per_token * 3)
+    wrong = bytearray(rig.executor.kv_layout.bytes_per_token * 3)
     with pytest.raises(ValueError):
-        rig.runner.read_kv(KvRun(sequence.block_tables[0], 0, 4), memoryview(wrong)).send(None)
+        rig.executor.read_kv(KvRun(sequence.block_tables[0], 0, 4), memoryview(wrong)).send(None)
     with pytest.raises(ValueError):
-        rig.runner.write_kv(KvRun(sequence.block_tables[0], 0, 4), memoryview(wrong)).send(None)
+        rig.executor.write_kv(KvRun(sequence.block_tables[0], 0, 4), memoryview(wrong)).send(None)
 
 
 def test_step_takes_the_time_of_the_cost_model() -> None:
@@ -141,16 +140,15 @@ def test_step_takes_the_time_of_the_cost_model() -> None:
 
     async def scenario() -> None:
         clock = VirtualClock()
-        runner = TimingRunner(clock, num_blocks=8, block_size=BLOCK_SIZE, cost=cost)
+        executor = TimingExecutor(clock, num_blocks=8, block_size=BLOCK_SIZE, cost=cost)
         rig = Rig(max_batch_tokens=8)
         rig.add(new_sequence(prompt(12), greedy()))
         for expected_s in (1.0 + 0.8 + 0.08, 1.0 + 0.4 + 0.12, 1.0 + 0.1 + 0.13):
             rows = rig.begin()
-            inputs = build_inputs(rows, BLOCK_SIZE)
             before = clock.now()
-            sampled = await runner.run(inputs)
+            sampled = await executor.result(executor.submit(rows))
             assert clock.now() - before == pytest.approx(expected_s)
-            assert runner.step_budget_s(inputs) > expected_s
+            assert executor.step_budget_s > expected_s
             rig.engine.apply(rows, sampled)
 
     run(scenario())

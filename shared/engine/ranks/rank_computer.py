@@ -28,12 +28,12 @@ from shared.engine.parallel.processes.rank_messages import RankIdentity
 from shared.engine.ranks.fingerprint import fingerprint, model_on_meta
 from shared.engine.ranks.kv.rank_memory import RankMemory
 from shared.engine.ranks.messages import RankSetup
-from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_kernels import compile_kernels, compile_plan
 from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.model_loading import finish_model, kv_layout_of, open_weights
-from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import idle_step
+from shared.engine.step import StepInputs, StepOutput
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
 from shared.kv_layout import FP8, KvLayout, KvShard
@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 CPU = torch.device("cpu")
 
 
-class RankExecutor(ModelExecutor):
+class RankComputer(StepComputer):
     """The ranks of a stage that do not answer compute their part of the logits, and sample nothing.
     A stage receives hidden states from the one before it and sends its own to the next.
     """
@@ -121,7 +121,7 @@ class RankExecutor(ModelExecutor):
 class LoadedRank:
     """`sent`: the part of `memory` that this rank pushes, see sent_shards."""
 
-    executor: RankExecutor
+    computer: RankComputer
     identity: RankIdentity
     memory: RankMemory
     sent: KvShard
@@ -159,21 +159,21 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     )
     finish_model(model, setup.mode, is_compressed=False)
     kv_cache = allocate_kv_cache(kv_layout, setup.max_blocks, CPU)
-    executor = RankExecutor(model, kv_cache, kv_layout, mesh)
+    computer = RankComputer(model, kv_cache, kv_layout, mesh)
     if not IS_INTERPRETED:
-        _warm_up(executor)
+        _warm_up(computer)
     shards = kv_shards(parts)
-    memory = RankMemory(executor, layout, shards[mesh.rank], numerics)
-    return LoadedRank(executor, identity, memory, sent_shards(shards)[mesh.rank])
+    memory = RankMemory(computer, layout, shards[mesh.rank], numerics)
+    return LoadedRank(computer, identity, memory, sent_shards(shards)[mesh.rank])
 
 
-def _warm_up(executor: RankExecutor) -> None:
+def _warm_up(computer: RankComputer) -> None:
     """Steps with enough rows for every kernel to use all threads. All ranks run them together, so
     none may hold the lock on compiled code, for which another one would wait.
     """
     rows = [cpu_host().few_rows + 1, 1]
     for temperature in (0.0, 1.0):
-        executor.run_idle(rows, temperature=temperature)
+        computer.run_idle(rows, temperature=temperature)
 
 
 def _fill(

@@ -1,4 +1,4 @@
-"""Runners whose KV cache changes its size: memory goes back, tokens stay the same.
+"""Executors whose KV cache changes its size: memory goes back, tokens stay the same.
 
 Cases on the CPU always run; `pytest -m gpu` runs the cases on GPUs.
 """
@@ -14,10 +14,9 @@ import torch
 
 from shared.engine.elastic_kv import ElasticKv
 from shared.engine.engine import Engine
-from shared.engine.executors.in_process_executor import InProcessExecutor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv_cache import allocate_kv_cache, release_blocks
-from shared.engine.runners.load import load_runner
-from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.shared_weights import weights_cache_dir
 from shared.errors import ConfigError, InvalidRequest
 from shared.kv_layout import KvGroup, KvLayout, PagedKv
@@ -42,8 +41,8 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def load(folder: Path, device: str, **options: object) -> ModelRunner:
-    return load_runner(
+def load(folder: Path, device: str, **options: object) -> LocalExecutor:
+    return load_executor(
         folder,
         device,
         dtype="float32",
@@ -54,7 +53,7 @@ def load(folder: Path, device: str, **options: object) -> ModelRunner:
     )
 
 
-def elastic(runner: ModelRunner, num_blocks: int) -> ElasticKv:
+def elastic(executor: LocalExecutor, num_blocks: int) -> ElasticKv:
     engine = Engine(
         num_blocks=num_blocks,
         num_floor_blocks=4,
@@ -66,18 +65,18 @@ def elastic(runner: ModelRunner, num_blocks: int) -> ElasticKv:
 
     async def zero_freed() -> None: ...
 
-    return ElasticKv(engine, InProcessExecutor(runner), zero_freed)
+    return ElasticKv(engine, executor, zero_freed)
 
 
-def tokens_of(runner: ModelRunner, num_blocks: int) -> list[int]:
-    return generate(runner, Blocks(num_blocks).line(PROMPT, room=NUM_NEW), NUM_NEW)
+def tokens_of(executor: LocalExecutor, num_blocks: int) -> list[int]:
+    return generate(executor, Blocks(num_blocks).line(PROMPT, room=NUM_NEW), NUM_NEW)
 
 
 def test_tokens_are_the_same_after_parking_at_another_size(model_dir: Path, device: str) -> None:
-    runner = load(model_dir, device)
-    assert (runner.num_blocks, runner.max_blocks) == (NUM_BLOCKS, MOST_BLOCKS)
-    expected = tokens_of(runner, NUM_BLOCKS)
-    kv = elastic(runner, NUM_BLOCKS)
+    executor = load(model_dir, device)
+    assert (executor.num_blocks, executor.max_blocks) == (NUM_BLOCKS, MOST_BLOCKS)
+    expected = tokens_of(executor, NUM_BLOCKS)
+    kv = elastic(executor, NUM_BLOCKS)
 
     async def park_and_wake() -> None:
         await kv.resize(0)
@@ -85,14 +84,14 @@ def test_tokens_are_the_same_after_parking_at_another_size(model_dir: Path, devi
         await kv.resize(MOST_BLOCKS * BLOCK_BYTES)
 
     asyncio.run(park_and_wake())
-    assert not runner.executor.kv_cache.any()
-    assert tokens_of(runner, MOST_BLOCKS) == expected
+    assert not executor.computer.kv_cache.any()
+    assert tokens_of(executor, MOST_BLOCKS) == expected
 
 
-def test_runner_that_loads_parked_serves_once_it_has_a_size(model_dir: Path, device: str) -> None:
-    runner = load(model_dir, device, is_parked=True)
-    asyncio.run(elastic(runner, 0).resize(NUM_BLOCKS * BLOCK_BYTES))
-    assert tokens_of(runner, NUM_BLOCKS) == tokens_of(load(model_dir, device), NUM_BLOCKS)
+def test_executor_that_loads_parked_serves_once_it_has_a_size(model_dir: Path, device: str) -> None:
+    executor = load(model_dir, device, is_parked=True)
+    asyncio.run(elastic(executor, 0).resize(NUM_BLOCKS * BLOCK_BYTES))
+    assert tokens_of(executor, NUM_BLOCKS) == tokens_of(load(model_dir, device), NUM_BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -111,24 +110,24 @@ def test_size_out_of_bounds_is_refused(model_dir: Path, num_bytes: int, words: s
 
 
 def test_cuda_changes_the_size_of_a_serving_cache_by_parking_only(model_dir: Path) -> None:
-    runner = load(model_dir, "cpu")
-    runner.is_elastic = False  # as on CUDA
-    kv = elastic(runner, NUM_BLOCKS)
+    executor = load(model_dir, "cpu")
+    executor.is_elastic = False  # as on CUDA
+    kv = elastic(executor, NUM_BLOCKS)
     with pytest.raises(InvalidRequest, match="has 16 blocks until the worker is parked"):
         asyncio.run(kv.resize(20 * BLOCK_BYTES))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_parked_runner_returns_device_memory(model_dir: Path) -> None:
+def test_parked_executor_returns_device_memory(model_dir: Path) -> None:
     num_bytes = 1 << 30
-    runner = load_runner(model_dir, "cuda:0", dtype="float32", kv_cache_bytes=num_bytes)
-    kv = elastic(runner, runner.num_blocks)
+    executor = load_executor(model_dir, "cuda:0", dtype="float32", kv_cache_bytes=num_bytes)
+    kv = elastic(executor, executor.num_blocks)
     free_before, _ = torch.cuda.mem_get_info(0)
     asyncio.run(kv.resize(0))
     assert torch.cuda.mem_get_info(0)[0] - free_before > 0.95 * num_bytes
     asyncio.run(kv.resize(num_bytes // 2))
-    tokens_of(runner, NUM_BLOCKS)
+    tokens_of(executor, NUM_BLOCKS)
 
 
 # ── pages on the CPU ─────────────────────────────────────────────────────────────────────────────
@@ -161,7 +160,7 @@ def test_untouched_cache_takes_no_memory() -> None:
 
 def test_ceiling_without_a_block_is_a_config_error(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="kv_ceiling_bytes 5 holds no block"):
-        load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20, kv_ceiling_bytes=5)
+        load_executor(model_dir, dtype="float32", kv_cache_bytes=1 << 20, kv_ceiling_bytes=5)
 
 
 def test_workers_of_other_sizes_share_one_file_of_weights(tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ def test_workers_of_other_sizes_share_one_file_of_weights(tmp_path: Path) -> Non
     (packed,) = set(weights_cache_dir().glob("*.packed")) - before
     built_at = packed.stat().st_ctime_ns
     load(tmp_path, "cpu", max_context_tokens=100, is_parked=True)
-    load_runner(tmp_path, dtype="float32", kv_cache_bytes=1 << 20, num_threads=2)
+    load_executor(tmp_path, dtype="float32", kv_cache_bytes=1 << 20, num_threads=2)
     assert set(weights_cache_dir().glob("*.packed")) - before == {packed}
     assert packed.stat().st_ctime_ns == built_at
 

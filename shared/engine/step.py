@@ -1,7 +1,7 @@
-"""The engine seam: the interface between the torch-free engine core and a runner.
+"""One step as flat arrays, and its result: what whatever computes a step takes and returns.
 
-`CpuRunner` and `CudaRunner` (torch) compute with a model, `TimingRunner` with a formula and a cost
-model. All get the same inputs, so batching, the block pool and the KV paths are the same code.
+A model computes it (torch) or a formula with a cost model (`TimingExecutor`). Both get the same
+inputs, so batching, the block pool and the KV paths are the same code.
 """
 
 from __future__ import annotations
@@ -162,58 +162,3 @@ class KvMemory(Protocol):
     async def write_kv(self, run: KvRun, payload: memoryview) -> None:
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...
-
-
-class Runner(Protocol):
-    kv_layout: KvLayout
-    numerics: Numerics
-
-    num_blocks: int  # of its KV cache at the start
-    max_blocks: int  # and at most
-    is_elastic: bool  # whether that number may change while it holds KV
-    max_context_tokens: int  # of the model
-    vocab_size: int
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it computes nothing more, as seen between steps: a rank has ended."""
-        ...
-
-    def step_budget_s(self, inputs: StepInputs) -> float:
-        """Upper bound of `run` in seconds, announced before it: above it the worker is suspect."""
-        ...
-
-    @property
-    def step_extension_s(self) -> float:
-        """What has been added to the current step's budget since: it compiles a kernel."""
-        ...
-
-    async def run(self, inputs: StepInputs) -> StepOutput:
-        """Computes one step on the engine's thread."""
-        ...
-
-    async def check(self) -> None:
-        """Computes a step without side effects, between two steps. Raises if the device fails."""
-        ...
-
-    async def zero_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
-        or copy may use them.
-        """
-        ...
-
-    async def give_back(self, block_ids: list[int]) -> None:
-        """See `Executor.give_back`."""
-        ...
-
-    async def resize_kv(self, num_blocks: int) -> None:
-        """See `Executor.resize_kv`."""
-        ...
-
-    async def expert_counts(self) -> NDArray[np.int64] | None:
-        """[layers, experts]: the tokens of each expert since the start, between two steps; None
-        without experts.
-        """
-        ...
-
-    async def close(self) -> None: ...

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kernels.device import on_triton_compile
 from shared.engine.codec.manifest import is_bundle
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import load_kv_scales
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.cuda.meta_model import META
@@ -30,7 +30,8 @@ from shared.engine.runners.model_loading import (
     resolve_dtype,
     set_mode,
 )
-from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
+from shared.engine.runners.step_computer import StepComputer
+from shared.engine.step import StepInputs
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.reading.staging import LocalStaging, num_readers, pinned_ring
 from shared.engine.weights.shared_weights import compress_weights
@@ -38,12 +39,12 @@ from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError, NoCapacity
 
 
-class CudaRunner(ModelRunner):
+class CudaExecutor(LocalExecutor):
     """Create it with `load`. Steps and copies run on the device's default stream."""
 
     def __init__(
         self,
-        executor: ModelExecutor,
+        computer: StepComputer,
         device: CudaDevice,
         *,
         num_blocks: int,
@@ -52,9 +53,9 @@ class CudaRunner(ModelRunner):
         options: LoadOptions,
     ) -> None:
         super().__init__(
-            executor,
+            computer,
             num_blocks=num_blocks,
-            max_blocks=options.kv_ceiling(executor.kv_layout, num_blocks),
+            max_blocks=options.kv_ceiling(computer.kv_layout, num_blocks),
             is_elastic=False,
             model_name=model_name,
             revision=revision,
@@ -132,22 +133,22 @@ class CudaRunner(ModelRunner):
             model, options.mode, is_compressed=is_compressed, activations=options.activations
         )
         device.release_cached()
-        executor = ModelExecutor(
+        computer = StepComputer(
             model,
             allocate_kv_cache(kv_layout, 1, target),
             kv_layout,
             check_thread=device.check_bound,
             clock=options.clock,
         )
-        run_largest_step(executor, options)
+        run_largest_step(computer, options)
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_layout)
         # Also of the weights' final forms, and for the strides of the whole cache.
         compile_kernels(StepKernels(model, kv_layout, num_blocks, options))
         num_held = 0 if options.is_parked else num_blocks
-        executor.kv_cache = allocate_kv_cache(kv_layout, num_held, target)
+        computer.kv_cache = allocate_kv_cache(kv_layout, num_held, target)
         return cls(
-            executor,
+            computer,
             device,
             num_blocks=num_blocks,
             revision=revision,
@@ -156,14 +157,14 @@ class CudaRunner(ModelRunner):
         )
 
     def _resize_kv(self, num_blocks: int) -> None:
-        """Only the executor refers to the cache, so its memory is free once it has another one."""
-        executor, target = self.executor, self._device.tensors_on
-        executor.kv_cache = allocate_kv_cache(self.kv_layout, 0, target)
+        """Only the computer refers to the cache, so its memory is free once it has another one."""
+        computer, target = self.computer, self._device.tensors_on
+        computer.kv_cache = allocate_kv_cache(self.kv_layout, 0, target)
         self._device.release_cached()
         if num_blocks == 0:
             return
         try:
-            executor.kv_cache = allocate_kv_cache(self.kv_layout, num_blocks, target)
+            computer.kv_cache = allocate_kv_cache(self.kv_layout, num_blocks, target)
         except torch.OutOfMemoryError:
             report = self._device.memory()
             raise NoCapacity(

@@ -12,13 +12,13 @@ from torch import nn
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
 from shared.clock import Clock
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import load_kv_scales
 from shared.engine.layers.linear import ProductModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.cpu_kernels import (
     RowKernels,
     compile_kernels,
@@ -35,9 +35,10 @@ from shared.engine.runners.model_loading import (
     open_weights,
     resolve_dtype,
 )
-from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
+from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.step_threads import StepThreads
 from shared.engine.runners.warm_up import idle_step
+from shared.engine.step import StepInputs, StepOutput
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import (
     compress_weights,
@@ -51,12 +52,12 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 _CPU = torch.device("cpu")
 
 
-class CpuRunner(ModelRunner):
+class CpuExecutor(LocalExecutor):
     """Construct with `load`."""
 
     def __init__(
         self,
-        executor: ModelExecutor,
+        computer: StepComputer,
         *,
         num_blocks: int,
         model_name: str,
@@ -67,9 +68,9 @@ class CpuRunner(ModelRunner):
         activations: Activations = "plain",
     ) -> None:
         super().__init__(
-            executor,
+            computer,
             num_blocks=num_blocks,
-            max_blocks=executor.kv_cache.shape[2],
+            max_blocks=computer.kv_cache.shape[2],
             is_elastic=True,
             model_name=model_name,
             revision=revision,
@@ -79,14 +80,14 @@ class CpuRunner(ModelRunner):
             init_step_thread=retain_freed_memory,
         )
         self._row_kernels: RowKernels | None = None
-        products = list(_products(executor.model))
+        products = list(_products(computer.model))
         experts = [each for each in products if each.share < 1.0]
         expert_weights = sum(each.weight.numel() for each in experts)
         self._threads = StepThreads(
             num_threads or torch.get_num_threads(),
             # one multiplication each per token
             sum(each.weight.numel() for each in products) - expert_weights,
-            executor.model.dtype,
+            computer.model.dtype,
             has_custom_gemm=all(each.method.has_custom_gemm for each in products),
             expert_weights=expert_weights,
             expert_share=max((each.share for each in experts), default=0.0),
@@ -116,8 +117,8 @@ class CpuRunner(ModelRunner):
             model, options.mode, is_compressed=is_compressed, activations=options.activations
         )
         kv_cache = allocate_kv_cache(kv_layout, max_blocks, _CPU)
-        runner = cls(
-            ModelExecutor(model, kv_cache, kv_layout, clock=options.clock),
+        loaded = cls(
+            StepComputer(model, kv_cache, kv_layout, clock=options.clock),
             num_blocks=num_blocks,
             model_name=options.served_name(model_dir),
             revision=revision,
@@ -128,11 +129,11 @@ class CpuRunner(ModelRunner):
         )
         if plan is not None:
             # a ready worker has all its kernels compiled
-            load_kernels(plan, lambda: _warm_up(runner.executor))
+            load_kernels(plan, lambda: _warm_up(loaded.computer))
             if options.has_row_kernels and options.activations == "plain":  # of fused layers
-                runner._row_kernels = RowKernels(plan)
-                runner._row_kernels.start()
-        return runner
+                loaded._row_kernels = RowKernels(plan)
+                loaded._row_kernels.start()
+        return loaded
 
     async def close(self) -> None:
         if self._row_kernels is not None:
@@ -167,14 +168,14 @@ def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
 
 
 @torch.inference_mode()
-def _warm_up(executor: ModelExecutor) -> None:
+def _warm_up(computer: StepComputer) -> None:
     """Runs steps with enough rows for every kernel to use all threads."""
     rows = [cpu_host().few_rows + 1, 1]
-    layout = executor.kv_layout
+    layout = computer.kv_layout
     step = idle_step(layout.block_size, rows, num_groups=len(layout.groups))
-    hidden = executor.hidden(step)
-    executor.model.logits(hidden[:1])
-    executor.model.argmax_tokens(hidden[:1])
+    hidden = computer.hidden(step)
+    computer.model.logits(hidden[:1])
+    computer.model.argmax_tokens(hidden[:1])
 
 
 def _products(model: nn.Module) -> Iterator[ProductModule]:

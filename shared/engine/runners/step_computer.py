@@ -1,18 +1,10 @@
-"""`Runner` over a torch model: an executor that computes, and the threads that it computes on.
-
-Steps run on one thread, copies from and to the cache on a second one, so that a push of KV does not
-wait for a step, nor a step for a push. `CpuRunner` and `CudaRunner` add the device-specific parts.
-"""
+"""Computes steps of a torch model, on the calling thread."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,22 +23,15 @@ from shared.engine.models.device_step import (
     device_step,
     hidden_states,
 )
-from shared.engine.runner import KvRun, StepInputs, StepOutput
-from shared.engine.runners.device_numerics import device_numerics
-from shared.engine.runners.step_deadline import StepBudget, step_units
-from shared.engine.runners.warm_up import idle_step
 from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
 from shared.engine.sampling.mask_words import join_masks
 from shared.engine.sampling.sampler import sample_tokens
-from shared.engine.weights.weight_form import WeightsReport, weights_report
+from shared.engine.step import StepInputs, StepOutput
 from shared.kv_layout import KvLayout
 from shared.messages import TokenLogprobs
-from shared.numerics import Activations, Mode
-
-log = structlog.get_logger(__name__)
 
 
-class ModelExecutor(KvCopies):
+class StepComputer(KvCopies):
     """Computes steps and copies KV on the calling thread, on the model's device.
 
     `kind_of_layer`: the index of each layer's inputs among those of a step.
@@ -180,129 +165,3 @@ class ModelExecutor(KvCopies):
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._clock.now() - began_at
-
-
-class ModelRunner:
-    """A `Runner` over an executor. `revision` is a digest of config and weights.
-
-    `init_step_thread` and `init_copy_thread` run first on their threads.
-    """
-
-    has_ended = False
-
-    def __init__(
-        self,
-        executor: ModelExecutor,
-        *,
-        num_blocks: int,
-        max_blocks: int,
-        is_elastic: bool,
-        model_name: str,
-        revision: str,
-        mode: Mode,
-        clock: Clock,
-        activations: Activations = "plain",
-        init_step_thread: Callable[[], None] | None = None,
-        init_copy_thread: Callable[[], None] | None = None,
-    ) -> None:
-        config = executor.model.config
-        self.executor = executor
-        self.model_name = model_name
-        self.revision = revision
-        self.kv_layout = executor.kv_layout
-        _log_groups(self.kv_layout)
-        device = executor.kv_cache.device
-        dtype = str(executor.model.dtype).removeprefix("torch.")
-        self.numerics = device_numerics(
-            *(device, dtype, mode, activations), kv_dtype=self.kv_layout.dtype
-        )
-        self.num_blocks = num_blocks
-        self.max_blocks = max_blocks
-        self.is_elastic = is_elastic
-        self.max_context_tokens = executor.model.cos.shape[0]
-        self.vocab_size = config.vocab_size
-        self.eos_token_ids = config.eos_token_ids
-        self.has_head = config.has_head
-        self._budget = StepBudget()
-        self._clock = clock
-        self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
-        self._copy_thread = ThreadPoolExecutor(1, "engine-copy", initializer=init_copy_thread)
-
-    @property
-    def weights(self) -> WeightsReport:
-        return weights_report(self.executor.model)
-
-    def step_budget_s(self, inputs: StepInputs) -> float:
-        return self._budget.seconds(step_units(inputs))
-
-    @property
-    def step_extension_s(self) -> float:
-        return self._budget.extension_s
-
-    def step_logits(self, inputs: StepInputs) -> Tensor:
-        """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
-        return self.executor.step_logits(inputs)
-
-    async def run(self, inputs: StepInputs) -> StepOutput:
-        output: StepOutput = await _on(self._step_thread, self._run, inputs)
-        return output
-
-    async def check(self) -> None:
-        """Runs a step of a prompt and a decode, which both sample a token."""
-        step = idle_step(
-            self.kv_layout.block_size,
-            [2, 1],
-            temperature=1.0,
-            num_groups=len(self.kv_layout.groups),
-        )
-        await _on(self._step_thread, self.executor.run, step)
-
-    async def read_kv(self, run: KvRun, out: memoryview) -> None:
-        await _on(self._copy_thread, self.executor.read_kv, run, out)
-
-    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
-        await _on(self._copy_thread, self.executor.write_kv, run, payload)
-
-    async def zero_blocks(self, block_ids: list[int]) -> None:
-        await _on(self._step_thread, self.executor.zero_blocks, block_ids)
-
-    async def give_back(self, block_ids: list[int]) -> None:
-        await _on(self._step_thread, self.executor.give_back, block_ids)
-
-    async def resize_kv(self, num_blocks: int) -> None:
-        await _on(self._step_thread, self._resize_kv, num_blocks)
-
-    async def expert_counts(self) -> NDArray[np.int64] | None:
-        counts: NDArray[np.int64] | None = await _on(self._step_thread, self.executor.expert_counts)
-        return counts
-
-    async def close(self) -> None:
-        """Waits for the current step and copies."""
-        loop = asyncio.get_running_loop()
-        for executor in (self._step_thread, self._copy_thread):
-            await loop.run_in_executor(None, executor.shutdown)
-
-    def _resize_kv(self, num_blocks: int) -> None:
-        """Runs on the step thread."""
-        raise NotImplementedError
-
-    def _run(self, inputs: StepInputs) -> StepOutput:
-        """Runs on the step thread."""
-        started = self._clock.now()
-        output = self.executor.run(inputs)
-        self._budget.observe(step_units(inputs), self._clock.now() - started)
-        return output
-
-
-def _log_groups(layout: KvLayout) -> None:
-    """Of several groups of layers, the short ones leave slots of their blocks unused."""
-    if len(layout.groups) > 1:
-        log.info(
-            "kv_groups",
-            layers=[len(group.layers) for group in layout.groups],
-            num_unused_slots=len(layout.groups) * layout.num_slots - layout.num_layers,
-        )
-
-
-async def _on(thread: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)

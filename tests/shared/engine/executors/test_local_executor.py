@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.runner import KvRun
-from shared.engine.runners.load import load_runner, resolve_device
+from shared.engine.executors.load import load_executor, resolve_device
+from shared.engine.step import KvRun
 from shared.errors import CheckpointError, ConfigError
+from shared.messages import SamplingParams
 from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.rig import new_sequence, row_of
 from tests.shared.engine.support.steps import Blocks, Line, advance, greedy, prefill, step_of
 
 PROMPT = torch.randint(3, 199, (83,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -27,11 +30,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-async def test_kv_moved_to_another_runner_gives_the_same_next_token(
+async def test_kv_moved_to_another_executor_gives_the_same_next_token(
     model_dir: Path, dtype: str
 ) -> None:
-    source = load_runner(model_dir, dtype=dtype, kv_cache_bytes=1 << 20)
-    target = load_runner(model_dir, dtype=dtype, kv_cache_bytes=2 << 20)
+    source = load_executor(model_dir, dtype=dtype, kv_cache_bytes=1 << 20)
+    target = load_executor(model_dir, dtype=dtype, kv_cache_bytes=2 << 20)
     source_line = Blocks(source.num_blocks).line(PROMPT)
     target_line = Blocks(target.num_blocks, seed=1).line(PROMPT)
     expected = prefill(source, source_line, 32)[-1]
@@ -46,20 +49,20 @@ async def test_kv_moved_to_another_runner_gives_the_same_next_token(
 
 
 async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
-    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
-    line = Blocks(runner.num_blocks).line(PROMPT)
-    prefill(runner, line, 32)
-    token_bytes = runner.kv_layout.bytes_per_token
+    executor = load_executor(model_dir, kv_cache_bytes=1 << 20)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    prefill(executor, line, 32)
+    token_bytes = executor.kv_layout.bytes_per_token
     before = bytearray(80 * token_bytes)
-    await runner.read_kv(KvRun(line.block_table, 0, 80), memoryview(before))
+    await executor.read_kv(KvRun(line.block_table, 0, 80), memoryview(before))
     payload = np.random.default_rng(0).bytes(21 * token_bytes)
-    await runner.write_kv(KvRun(line.block_table, 13, 21), memoryview(payload))
+    await executor.write_kv(KvRun(line.block_table, 13, 21), memoryview(payload))
     after = bytearray(80 * token_bytes)
-    await runner.read_kv(KvRun(line.block_table, 0, 80), memoryview(after))
-    await runner.close()
+    await executor.read_kv(KvRun(line.block_table, 0, 80), memoryview(after))
+    await executor.close()
 
     def by_token(wire: bytes) -> np.ndarray:
-        kv_layout = runner.kv_layout
+        kv_layout = executor.kv_layout
         planes = kv_layout.num_layers * 2
         return np.frombuffer(wire, np.uint8).reshape(planes, -1, token_bytes // planes)
 
@@ -69,71 +72,80 @@ async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
 
 
 async def test_kv_of_wrong_length_or_range_is_rejected(model_dir: Path) -> None:
-    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
+    executor = load_executor(model_dir, kv_cache_bytes=1 << 20)
     with pytest.raises(ValueError, match="bytes are not 2 tokens"):
-        await runner.read_kv(KvRun([0], 0, 2), memoryview(bytearray(3)))
+        await executor.read_kv(KvRun([0], 0, 2), memoryview(bytearray(3)))
     with pytest.raises(ValueError, match="lie outside"):
-        await runner.write_kv(
-            KvRun([0], 15, 2), memoryview(bytes(2 * runner.kv_layout.bytes_per_token))
+        await executor.write_kv(
+            KvRun([0], 15, 2), memoryview(bytes(2 * executor.kv_layout.bytes_per_token))
         )
-    await runner.close()
+    await executor.close()
 
 
 async def test_run_samples_the_argmax_and_adapts_its_budget(model_dir: Path) -> None:
-    runner = load_runner(model_dir, kv_cache_bytes=1 << 20, num_threads=1)
-    line = Blocks(runner.num_blocks).line(PROMPT)
-    inputs = step_of([(line, len(PROMPT))])
-    before = runner.step_budget_s(inputs)
+    executor = load_executor(model_dir, kv_cache_bytes=1 << 20, num_threads=1)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    sequence = new_sequence(PROMPT, SamplingParams(seed=0, max_tokens=1, temperature=0.0))
+    sequence.block_tables = [array("q", line.block_table)]
+
+    async def submitted(num_tokens: int) -> tuple[list[int], float]:
+        step = executor.submit([row_of(sequence, num_tokens)])
+        return (await executor.result(step)).token_ids, executor.step_budget_s
+
+    _, before = await submitted(len(PROMPT))
     for _ in range(50):
-        sampled = (await runner.run(inputs)).token_ids
-    assert sampled == runner.step_logits(inputs).argmax(-1).tolist()
-    assert runner.step_budget_s(step_of([(line, 1)])) < runner.step_budget_s(inputs) < before
-    assert runner.step_budget_s(step_of([(line, 1)])) > 1.0
-    await runner.close()
+        sampled, of_prompt = await submitted(len(PROMPT))
+    logits = executor.step_logits(step_of([(line, len(PROMPT))]))
+    assert sampled == [logits[-1].argmax().item()]
+    _, of_token = await submitted(1)
+    assert 1.0 < of_token < of_prompt < before
+    with pytest.raises(ValueError, match="not in flight"):
+        await executor.result(51)
+    await executor.close()
 
 
 async def test_step_without_sampling_rows_returns_no_tokens(model_dir: Path) -> None:
-    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
-    line = Blocks(runner.num_blocks).line(PROMPT)
-    output = await runner.run(msgspec.structs.replace(step_of([(line, 20)]), sampling=greedy([])))
+    executor = load_executor(model_dir, kv_cache_bytes=1 << 20)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    output = await executor.run(msgspec.structs.replace(step_of([(line, 20)]), sampling=greedy([])))
     assert output.token_ids == []
-    await runner.close()
+    await executor.close()
 
 
 async def test_banned_tokens_are_not_sampled(model_dir: Path) -> None:
-    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
-    line = Blocks(runner.num_blocks).line(PROMPT)
+    executor = load_executor(model_dir, kv_cache_bytes=1 << 20)
+    line = Blocks(executor.num_blocks).line(PROMPT)
     inputs = msgspec.structs.replace(step_of([(line, len(PROMPT))]), sampling=greedy([10, 82]))
-    first, second = (await runner.run(inputs)).token_ids
+    first, second = (await executor.run(inputs)).token_ids
     banned = msgspec.structs.replace(inputs.sampling, banned=[(1, second)])
-    sampled = (await runner.run(msgspec.structs.replace(inputs, sampling=banned))).token_ids
+    sampled = (await executor.run(msgspec.structs.replace(inputs, sampling=banned))).token_ids
     assert sampled[0] == first
     assert sampled[1] != second
-    await runner.close()
+    await executor.close()
 
 
 def test_slot_minus_one_is_not_written(model_dir: Path) -> None:
     """A token whose KV is already stored may be computed again without a write."""
-    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
-    line = Blocks(runner.num_blocks).line(PROMPT)
-    expected_logits = prefill(runner, line, 83)
+    executor = load_executor(model_dir, kv_cache_bytes=1 << 20)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    expected_logits = prefill(executor, line, 83)
     again = step_of([(Line(PROMPT, line.block_table), 83)])
     again.input_ids[40] = 5
     again.slot_mapping[:] = -1
-    logits = runner.step_logits(again)
+    logits = executor.step_logits(again)
     assert torch.equal(logits[39], expected_logits[39])
     assert not torch.equal(logits[40], expected_logits[40])
     assert torch.equal(logits[41], expected_logits[41])  # attention read the KV of the old token
 
 
-def test_runner_reports_its_properties(model_dir: Path) -> None:
-    runner = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
-    assert runner.kv_layout.key == "float32/b16/l2/h2/d12"
-    assert runner.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 12 * 4)
-    assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
-    assert runner.eos_token_ids == (2,)
-    assert runner.vocab_size == 199
-    assert runner.model_name == model_dir.name
+def test_executor_reports_its_properties(model_dir: Path) -> None:
+    executor = load_executor(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
+    assert executor.kv_layout.key == "float32/b16/l2/h2/d12"
+    assert executor.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 12 * 4)
+    assert executor.max_context_tokens == min(2048, executor.num_blocks * 16)
+    assert executor.eos_token_ids == (2,)
+    assert executor.vocab_size == 199
+    assert executor.model_name == model_dir.name
 
 
 @pytest.mark.parametrize(
@@ -151,22 +163,22 @@ def test_bad_options_raise_config_error(
     model_dir: Path, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_runner(model_dir, **options)  # type: ignore[arg-type]
+        load_executor(model_dir, **options)  # type: ignore[arg-type]
 
 
 def test_missing_folder_raises_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
-        load_runner(tmp_path / "nowhere")
+        load_executor(tmp_path / "nowhere")
 
 
 def test_auto_device_is_cuda_if_available() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_cuda_runner_imports_no_cpu_modules() -> None:
+def test_cuda_executor_imports_no_cpu_modules() -> None:
     code = (
-        "import sys, shared.engine.runners.load, shared.engine.runners.cuda_runner\n"
-        "rooms = ('cpu_runner', 'step_threads')\n"
+        "import sys, shared.engine.executors.load, shared.engine.executors.cuda_executor\n"
+        "rooms = ('cpu_executor', 'step_threads')\n"
         "print([name for name in sys.modules if name.endswith(rooms)])"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

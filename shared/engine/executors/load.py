@@ -1,4 +1,4 @@
-"""Chooses the device, and with it the runner, once per process.
+"""Chooses the device, and with it the executor, once per process.
 
 Importing this module, or loading on CUDA, imports neither numba nor the CPU kernels.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from shared.config import default_block_size
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.runners.mode_choice import resolve_mode
 from shared.engine.runners.model_loading import LoadOptions
-from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import ConfigError
 from shared.numerics import ModeChoice
 
@@ -36,9 +36,9 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_runner(
+def load_executor(
     model_dir: Path | str, device: str = "cpu", *, mode: ModeChoice = "exact", **options: Any
-) -> ModelRunner:
+) -> LocalExecutor:
     """`options` are the other fields of `LoadOptions`; blocks have the device's size if none is
     given. Raises CheckpointError for a bad checkpoint,
     ConfigError for a bad option.
@@ -48,10 +48,10 @@ def load_runner(
         options["block_size"] = default_block_size(target.type)
     chosen = LoadOptions(mode=resolve_mode(mode, target), **options)
     if target.type == "cuda":
+        from shared.engine.executors.cuda_executor import CudaExecutor
         from shared.engine.runners.cuda_device import cuda_device
-        from shared.engine.runners.cuda_runner import CudaRunner
 
-        return CudaRunner.load(model_dir, chosen, cuda_device(target))
-    from shared.engine.runners.cpu_runner import CpuRunner  # numba
+        return CudaExecutor.load(model_dir, chosen, cuda_device(target))
+    from shared.engine.executors.cpu_executor import CpuExecutor  # numba
 
-    return CpuRunner.load(model_dir, chosen)
+    return CpuExecutor.load(model_dir, chosen)

@@ -1,0 +1,169 @@
+"""One step at a time of a torch model in this process.
+
+Steps run on one thread, copies from and to the cache on a second one, so that a push of KV does not
+wait for a step, nor a step for a push. `CpuExecutor` and `CudaExecutor` add what is of the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.clock import Clock
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.inputs import build_inputs
+from shared.engine.runners.device_numerics import device_numerics
+from shared.engine.runners.step_computer import StepComputer
+from shared.engine.runners.step_deadline import StepBudget, step_units
+from shared.engine.runners.warm_up import idle_step
+from shared.engine.step import KvRun, StepInputs, StepOutput
+from shared.engine.weights.weight_form import WeightsReport, weights_report
+from shared.kv_layout import KvLayout
+from shared.numerics import Activations, Mode
+
+log = structlog.get_logger(__name__)
+
+
+class LocalExecutor:
+    """An `Executor` of depth 1, and the `KvMemory` of the whole cache. Its step starts when the
+    result is awaited. `revision` is a digest of config and weights.
+
+    `init_step_thread` and `init_copy_thread` run first on their threads.
+    """
+
+    depth = 1
+    num_stages = 1
+    has_ended = False
+
+    def __init__(
+        self,
+        computer: StepComputer,
+        *,
+        num_blocks: int,
+        max_blocks: int,
+        is_elastic: bool,
+        model_name: str,
+        revision: str,
+        mode: Mode,
+        clock: Clock,
+        activations: Activations = "plain",
+        init_step_thread: Callable[[], None] | None = None,
+        init_copy_thread: Callable[[], None] | None = None,
+    ) -> None:
+        config = computer.model.config
+        self.computer = computer
+        self.model_name = model_name
+        self.revision = revision
+        self.kv_layout = computer.kv_layout
+        _log_groups(self.kv_layout)
+        device = computer.kv_cache.device
+        dtype = str(computer.model.dtype).removeprefix("torch.")
+        self.numerics = device_numerics(
+            *(device, dtype, mode, activations), kv_dtype=self.kv_layout.dtype
+        )
+        self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
+        self.is_elastic = is_elastic
+        self.max_context_tokens = computer.model.cos.shape[0]
+        self.vocab_size = config.vocab_size
+        self.eos_token_ids = config.eos_token_ids
+        self.has_head = config.has_head
+        self.step_budget_s = 0.0
+        self._step = -1
+        self._inputs: StepInputs | None = None  # of the step in flight
+        self._budget = StepBudget()
+        self._clock = clock
+        self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
+        self._copy_thread = ThreadPoolExecutor(1, "engine-copy", initializer=init_copy_thread)
+
+    @property
+    def weights(self) -> WeightsReport:
+        return weights_report(self.computer.model)
+
+    @property
+    def step_extension_s(self) -> float:
+        return self._budget.extension_s
+
+    def submit(self, rows: list[ScheduledSequence]) -> int:
+        self._inputs = build_inputs(rows, self.kv_layout.block_size)
+        self.step_budget_s = self._budget.seconds(step_units(self._inputs))
+        self._step += 1
+        return self._step
+
+    async def result(self, step: int) -> StepOutput:
+        inputs, self._inputs = self._inputs, None
+        if inputs is None or step != self._step:
+            raise ValueError(f"step {step} is not in flight")
+        return await self.run(inputs)
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        """Computes a step on the step thread."""
+        output: StepOutput = await _on(self._step_thread, self._run, inputs)
+        return output
+
+    def step_logits(self, inputs: StepInputs) -> Tensor:
+        """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
+        return self.computer.step_logits(inputs)
+
+    async def check(self) -> None:
+        """Runs a step of a prompt and a decode, which both sample a token."""
+        layout = self.kv_layout
+        step = idle_step(layout.block_size, [2, 1], temperature=1.0, num_groups=len(layout.groups))
+        await _on(self._step_thread, self.computer.run, step)
+
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        await _on(self._copy_thread, self.computer.read_kv, run, out)
+
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        await _on(self._copy_thread, self.computer.write_kv, run, payload)
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        await _on(self._step_thread, self.computer.zero_blocks, block_ids)
+
+    async def give_back(self, block_ids: list[int]) -> None:
+        await _on(self._step_thread, self.computer.give_back, block_ids)
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        await _on(self._step_thread, self._resize_kv, num_blocks)
+
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        counts: NDArray[np.int64] | None = await _on(self._step_thread, self.computer.expert_counts)
+        return counts
+
+    async def close(self) -> None:
+        """Waits for the current step and copies."""
+        loop = asyncio.get_running_loop()
+        for thread in (self._step_thread, self._copy_thread):
+            await loop.run_in_executor(None, thread.shutdown)
+
+    def _resize_kv(self, num_blocks: int) -> None:
+        """Runs on the step thread."""
+        raise NotImplementedError
+
+    def _run(self, inputs: StepInputs) -> StepOutput:
+        """Runs on the step thread."""
+        started = self._clock.now()
+        output = self.computer.run(inputs)
+        self._budget.observe(step_units(inputs), self._clock.now() - started)
+        return output
+
+
+def _log_groups(layout: KvLayout) -> None:
+    """Of several groups of layers, the short ones leave slots of their blocks unused."""
+    if len(layout.groups) > 1:
+        log.info(
+            "kv_groups",
+            layers=[len(group.layers) for group in layout.groups],
+            num_unused_slots=len(layout.groups) * layout.num_slots - layout.num_layers,
+        )
+
+
+async def _on(thread: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
