@@ -164,7 +164,7 @@ LAYERS = {
     ),
     "shared/engine": (
         "worker quality | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer"
-        " | inputs | engine | batching | executors quantise | kv_quantisation | step_plan | models"
+        " | engine | batching | runners quantise | kv_quantisation | step_plan | models"
         " | checkpoint_plan | weights | layers | sampling | parallel kv_copies codec"
         " | kv_cache quantisation"
     ),

@@ -32,7 +32,6 @@ from shared.config import CPU_BATCH_TOKENS
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
 from shared.engine.executors.load import load_executor
-from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runners.model_loading import kv_layout_of
@@ -113,7 +112,7 @@ async def prefill(executor: Any, engine: Engine) -> None:
     )
     while not engine.is_idle:
         rows, _ = engine.schedule()
-        engine.apply(rows, await executor.run(build_inputs(rows, BLOCK)))
+        engine.apply(rows, await executor.result(executor.submit(rows)))
 
 
 def measured(small: Path, large: Path) -> dict[str, int]:

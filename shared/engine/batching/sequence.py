@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.block_hash import root_after_public
-from shared.engine.sampling.token_counts import TokenCounts
 from shared.engine.step import TokenMask
 from shared.errors import HearthError
 from shared.messages import (
@@ -148,12 +147,9 @@ class Sequence:
     num_preemptions: int = 0
     in_flight: list[RowInFlight] = field(default_factory=list)  # of steps not applied yet
     is_aborted: bool = False  # or has ended: what its steps in flight compute is dropped
-    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # for penalties
     # of the second to the last computed prompt token; None: not requested, or already returned
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     pooled: NDArray[np.float64] | None = field(default=None, init=False)  # of computed tokens
-    # of `inputs.py`: its sampling as one packed row, and whether it has penalties, bans or logprobs
-    packed_sampling: tuple[bytes, bool] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.sampling is not None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.inputs import build_inputs
+from shared.engine.executors.plan_builder import PlanBuilder
+from shared.engine.executors.rank_state import RankState
 from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.step_deadline import StepBudget, step_units
@@ -76,6 +77,8 @@ class LocalExecutor:
         self.eos_token_ids = config.eos_token_ids
         self.has_head = config.has_head
         self.step_budget_s = 0.0
+        self._plans = PlanBuilder()
+        self._state = RankState(self.kv_layout.block_size, len(self.kv_layout.groups))
         self._step = -1
         self._inputs: StepInputs | None = None  # of the step in flight
         self._budget = StepBudget()
@@ -92,16 +95,19 @@ class LocalExecutor:
         return self._budget.extension_s
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
-        self._inputs = build_inputs(rows, self.kv_layout.block_size)
+        plan, masks = self._plans.build(rows)
+        self._inputs = self._state.apply(plan, masks)
+        self._step = plan.step
         self.step_budget_s = self._budget.seconds(step_units(self._inputs))
-        self._step += 1
         return self._step
 
     async def result(self, step: int) -> StepOutput:
         inputs, self._inputs = self._inputs, None
         if inputs is None or step != self._step:
             raise ValueError(f"step {step} is not in flight")
-        return await self.run(inputs)
+        output = await self.run(inputs)
+        self._state.record(output)
+        return output
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         """Computes a step on the step thread."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from heapq import heappop, heappush
-from itertools import chain
 from weakref import ref
 
 import msgspec
 
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.inputs import successors_of
 from shared.engine.step import TokenMask
 from shared.engine.step_plan import Fed, Grown, NewRow, StepPlan, Successors, pack
 
@@ -25,23 +23,17 @@ NOT_DRAWN = -1
 class _Row:
     """It does not keep its sequence: between two steps one may end."""
 
-    __slots__ = ("drawn_at", "num_blocks", "num_preemptions", "number", "sequence")
+    __slots__ = (
+        *("drawn_at", "num_all_blocks", "num_blocks", "num_preemptions", "number", "sequence"),
+    )
 
     def __init__(self, number: int, sequence: Sequence) -> None:
         self.number = number
         self.sequence = ref(sequence)
         self.num_preemptions = sequence.num_preemptions
         self.num_blocks = list(map(len, sequence.block_tables))
+        self.num_all_blocks = sum(self.num_blocks)
         self.drawn_at = NOT_DRAWN  # position of the token that the device holds, not yet computed
-
-    @property
-    def has_ended(self) -> bool:
-        sequence = self.sequence()
-        return (
-            sequence is None
-            or sequence.state is not SequenceState.RUNNING
-            or sequence.num_preemptions != self.num_preemptions
-        )
 
 
 class PlanBuilder:
@@ -57,51 +49,58 @@ class PlanBuilder:
 
     def build(self, scheduled: list[ScheduledSequence]) -> tuple[StepPlan, tuple[TokenMask, ...]]:
         """The next plan, and the masks of its rows, which are being computed."""
+        grammars = _grammars(scheduled)  # before anything changes: they may raise
         ended = self._end_rows()
         rows: list[int] = []
         starts: list[int] = []
+        counts: list[int] = []
         new: list[NewRow] = []
         grown: list[Grown] = []
         fed: list[Fed] = []
         for each in scheduled:
-            sequence, count = each.sequence, each.num_scheduled_tokens
-            start = each.start
+            sequence, count, start = each.sequence, each.num_scheduled_tokens, each.start
             row = self._rows.get(id(sequence))
             if row is None:
                 row = self._take_row(sequence)
                 new.append(_new_row(row.number, sequence))
-            else:
+            elif each.block_copies or row.num_all_blocks != sum(map(len, sequence.block_tables)):
                 grown += _grown(row, each)
             if count != 1 or row.drawn_at != start:
                 token_ids = sequence.token_ids[start : start + count]
                 fed.append(Fed(row.number, pack(token_ids)))
-            row.drawn_at = NOT_DRAWN
-            if each.completes and not self._feeds_drawn:
-                row.drawn_at = start + count
+            is_drawn = each.completes and not self._feeds_drawn
+            row.drawn_at = start + count if is_drawn else NOT_DRAWN
             rows.append(row.number)
             starts.append(start)
-        masked, bans_stop, masks = self._grammars(scheduled)
+            counts.append(count)
         plan = StepPlan(
             step=self._step,
             rows=pack(rows),
             starts=pack(starts),
-            num_tokens=pack([each.num_scheduled_tokens for each in scheduled]),
+            num_tokens=pack(counts),
             completes=bytes([each.completes for each in scheduled]),
             ended=ended,
             new=tuple(new),
             grown=tuple(grown),
             fed=tuple(fed),
-            copies=tuple(chain.from_iterable(each.block_copies for each in scheduled)),
-            successors=self._successors(scheduled),
-            masked=masked,
-            bans_stop=bans_stop,
+            copies=_copies(scheduled),
+            successors=_successors(scheduled, rows),
+            masked=pack([rows[index] for index, mask in grammars if mask is not None]),
+            bans_stop=pack([rows[index] for index, mask in grammars if mask is None]),
         )
         self._step += 1
-        return plan, masks
+        return plan, tuple(mask for _, mask in grammars if mask is not None)
 
     def _end_rows(self) -> bytes:
         """Frees the rows of sequences that have left the batch since their last step."""
-        gone = [(key, row) for key, row in self._rows.items() if row.has_ended]
+        running = SequenceState.RUNNING
+        gone = [
+            (key, row)
+            for key, row in self._rows.items()
+            if (sequence := row.sequence()) is None
+            or sequence.state is not running
+            or sequence.num_preemptions != row.num_preemptions
+        ]
         for key, row in gone:
             del self._rows[key]
             heappush(self._free, row.number)
@@ -117,35 +116,42 @@ class PlanBuilder:
         row = self._rows[id(sequence)] = _Row(number, sequence)
         return row
 
-    def _grammars(
-        self, scheduled: list[ScheduledSequence]
-    ) -> tuple[bytes, bytes, tuple[TokenMask, ...]]:
-        """Rows with a mask, rows that may not stop, and the masks."""
-        masks: dict[int, TokenMask] = {}
-        bans_stop: list[int] = []
-        for each in scheduled:
-            grammar = each.sequence.grammar
-            if grammar is None or not each.samples:
-                continue
-            number = self._rows[id(each.sequence)].number
-            mask = grammar.mask()
-            if mask is not None:
-                masks[number] = mask
-            elif grammar.bans_stop:
-                bans_stop.append(number)
-        return pack(masks), pack(bans_stop), tuple(masks.values())
 
-    def _successors(self, scheduled: list[ScheduledSequence]) -> tuple[Successors, ...]:
-        found = []
-        for each in scheduled:
-            sequence = each.sequence
-            if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
-                continue
-            token_ids = successors_of(sequence, each.start + 1, each.num_scheduled_tokens)
-            if token_ids:
-                number = self._rows[id(sequence)].number
-                found.append(Successors(number, pack(token_ids), sequence.num_prompt_logprobs))
-        return tuple(found)
+def _grammars(scheduled: list[ScheduledSequence]) -> list[tuple[int, TokenMask | None]]:
+    """Rows by index: with their masks, or None if they may not stop."""
+    found: list[tuple[int, TokenMask | None]] = []
+    for index, each in enumerate(scheduled):
+        grammar = each.sequence.grammar
+        if grammar is not None and each.samples:
+            mask = grammar.mask()
+            if mask is not None or grammar.bans_stop:
+                found.append((index, mask))
+    return found
+
+
+def _copies(scheduled: list[ScheduledSequence]) -> tuple[tuple[int, int], ...]:
+    return tuple([copy for each in scheduled if each.block_copies for copy in each.block_copies])
+
+
+def _successors(scheduled: list[ScheduledSequence], rows: list[int]) -> tuple[Successors, ...]:
+    found = []
+    for each, row in zip(scheduled, rows, strict=True):
+        sequence = each.sequence
+        if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
+            continue
+        token_ids = _successors_of(sequence, each.start + 1, each.num_scheduled_tokens)
+        if token_ids:
+            found.append(Successors(row, pack(token_ids), sequence.num_prompt_logprobs))
+    return tuple(found)
+
+
+def _successors_of(sequence: Sequence, first: int, num_tokens: int) -> list[int]:
+    """The prompt tokens in [first, first + num_tokens)."""
+    end = first + num_tokens
+    successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
+    if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
+        successors.append(sequence.next_token_id)
+    return successors
 
 
 def _grown(row: _Row, scheduled: ScheduledSequence) -> list[Grown]:
@@ -153,8 +159,6 @@ def _grown(row: _Row, scheduled: ScheduledSequence) -> list[Grown]:
     row writes first.
     """
     tables = scheduled.sequence.block_tables
-    if not scheduled.block_copies and row.num_blocks == list(map(len, tables)):
-        return []
     copied = {destination for _, destination in scheduled.block_copies}
     grown = []
     for group, (table, num_known) in enumerate(zip(tables, row.num_blocks, strict=True)):
@@ -162,16 +166,15 @@ def _grown(row: _Row, scheduled: ScheduledSequence) -> list[Grown]:
         if first < len(table):
             grown.append(Grown(row.number, group, first, pack(table[first:])))
         row.num_blocks[group] = len(table)
+    row.num_all_blocks = sum(row.num_blocks)
     return grown
 
 
 def _first_copied(table: Ordered[int], copied: set[int], num_known: int) -> int:
     """Index of the first block that a row does not know."""
-    return (
-        next((i for i in range(num_known) if table[i] in copied), num_known)
-        if copied
-        else (num_known)
-    )
+    if not copied:
+        return num_known
+    return next((i for i in range(num_known) if table[i] in copied), num_known)
 
 
 def _new_row(number: int, sequence: Sequence) -> NewRow:

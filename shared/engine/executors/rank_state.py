@@ -1,7 +1,7 @@
 """What a rank knows of its rows. Applies plans, and builds the inputs of each step from them.
 
 Pure: no device, no clock. Every rank that applies the same plans, and records the same tokens,
-builds the same inputs; they equal those of `inputs.build_inputs` from the sequences themselves.
+builds the same inputs. An executor in one process is the only rank of its plans.
 
 A row's arrays stay in place, so a decode step gathers them instead of building them.
 """
@@ -9,19 +9,16 @@ A row's arrays stay in place, so a decode step gathers them instead of building 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.inputs import (
-    SAMPLING_ROW,
+from shared.engine.executors.special_rows import (
     SampledRow,
+    SpecialRow,
     has_extras,
     sampling_extras,
-    sampling_row,
 )
-from shared.engine.sampling.token_counts import TokenCounts
 from shared.engine.step import (
     PoolingInputs,
     PromptSuccessors,
@@ -32,47 +29,30 @@ from shared.engine.step import (
 )
 from shared.engine.step_plan import Fed, NewRow, StepPlan, unpack
 from shared.errors import StepFailed
-from shared.messages import Pooling, SamplingParams
+from shared.messages import SamplingParams
 
+_SAMPLING = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int64),
+        ("choice_index", np.int64),
+        ("seed", np.uint64),
+    ]
+)
 _ROW = np.dtype(
     [
         ("last_id", np.int64),  # drawn last
         ("num_prompt_tokens", np.int64),
         ("samples", np.bool_),
         ("has_extras", np.bool_),
-        ("sampling", SAMPLING_ROW),
+        ("sampling", _SAMPLING),
     ]
 )
 _FEWEST_ROWS, _FEWEST_BLOCKS = 16, 16
 
 Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _StepGrammar:
-    """A row's grammar at one step."""
-
-    token_mask: TokenMask | None
-    bans_stop: bool
-
-    def mask(self) -> TokenMask | None:
-        return self.token_mask
-
-
-@dataclass(slots=True)
-class _SpecialRow:
-    """A row that needs more than its arrays: a `SampledSequence`, or an embedding."""
-
-    sampling: SamplingParams | None
-    pooling: Pooling | None
-    num_prompt_tokens: int
-    stop_token_ids: tuple[int, ...]
-    has_grammar: bool
-    token_ids: list[int]  # all so far if they are needed, else none
-    counts: TokenCounts = field(default_factory=TokenCounts)
-    num_output_tokens: int = 0
-    grammar: _StepGrammar | None = None
-    pooled: NDArray[np.float64] | None = None
 
 
 class RankState:
@@ -82,7 +62,7 @@ class RankState:
         shape = (num_groups, _FEWEST_ROWS, _FEWEST_BLOCKS)
         self._tables = np.zeros(shape, dtype=np.int64)
         self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
-        self._special: dict[int, _SpecialRow] = {}
+        self._special: dict[int, SpecialRow] = {}
         self._drawn = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
         self._pooled: dict[int, int] = {}  # index in the last plan -> row
         self._next_step = 0
@@ -125,15 +105,14 @@ class RankState:
         row["samples"] = params is not None
         row["has_extras"] = False
         if params is not None:
-            row["sampling"] = sampling_row(params, new.choice_index)
-            row["has_extras"] = has_extras(params, new.has_grammar or None)
+            row["sampling"] = _sampling_row(params, new.choice_index)
+            row["has_extras"] = has_extras(params, has_grammar=new.has_grammar)
         if row["has_extras"] or new.pooling is not None:
-            self._special[new.row] = _SpecialRow(
+            self._special[new.row] = SpecialRow(
                 params,
                 new.pooling,
                 new.num_prompt_tokens,
                 new.stop_token_ids,
-                new.has_grammar,
                 unpack(new.history).tolist(),
             )
         for group, table in enumerate(new.tables):
@@ -155,27 +134,30 @@ class RankState:
         starts: Integers,
         query_lens: Integers,
     ) -> StepInputs:
-        ends = query_lens.cumsum()
+        kept = self._rows.take(rows)  # much faster than by index, for records
         context_lens = starts + query_lens
-        num_tokens = int(ends[-1])
-        index = np.arange(len(rows))
-        row_of_token, positions = index, starts
+        num_tokens = int(query_lens.sum())
+        row_of_token = np.arange(len(rows))
+        ends, positions, input_ids = row_of_token + 1, starts, kept["last_id"].copy()
         if num_tokens > len(rows):
-            row_of_token = index.repeat(query_lens)
+            ends = query_lens.cumsum()
+            row_of_token = row_of_token.repeat(query_lens)
             positions = np.arange(num_tokens) + (context_lens - ends)[row_of_token]
-        input_ids = self._input_ids(plan.fed, rows, ends)
+            input_ids = np.zeros(num_tokens, dtype=np.int64)
+            input_ids[ends - 1] = kept["last_id"]
+        _feed(input_ids, plan.fed, rows, ends)
         self._extend_histories(rows, ends, context_lens, input_ids)
         tables = self._tables_of(rows)
         block_indices, offsets = np.divmod(positions, self._block_size)
-        slots = tables[:, row_of_token, block_indices] * self._block_size + offsets
+        blocks = _blocks_of(tables, row_of_token, block_indices)
         return StepInputs(
             input_ids=input_ids,
             positions=positions,
-            slot_mapping=slots,
+            slot_mapping=blocks * self._block_size + offsets,
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=tables,
-            sampling=self._sampling(plan, masks, rows, ends - 1, context_lens),
+            sampling=self._sampling(plan, masks, rows, kept, ends - 1, context_lens),
             block_copies=plan.copies,
             prompt_logprobs=_prompt_logprobs(plan, rows),
             pooling=self._pooling(plan, rows, starts),
@@ -183,21 +165,12 @@ class RankState:
 
     def _tables_of(self, rows: Integers) -> Integers:
         """[G, S, max_blocks] padded with 0."""
-        width = int(self._num_blocks[:, rows].max())
+        width = int(self._num_blocks.take(rows, axis=1).max())
+        if len(self._tables) == 1:  # a view: less time than by index in three dimensions
+            table: Integers = self._tables[0][rows, :width]
+            return table[None]
         tables: Integers = self._tables[:, rows, :width]
         return tables
-
-    def _input_ids(self, fed: tuple[Fed, ...], rows: Integers, ends: Integers) -> Integers:
-        """[T] fed, or drawn last."""
-        input_ids = np.zeros(int(ends[-1]), dtype=np.int64)
-        input_ids[ends - 1] = self._rows["last_id"][rows]
-        if fed:
-            end_of = dict(zip(rows.tolist(), ends.tolist(), strict=True))
-            for each in fed:
-                token_ids = unpack(each.token_ids)
-                end = end_of[each.row]
-                input_ids[end - len(token_ids) : end] = token_ids
-        return input_ids
 
     def _extend_histories(
         self, rows: Integers, ends: Integers, context_lens: Integers, input_ids: Integers
@@ -220,24 +193,27 @@ class RankState:
         plan: StepPlan,
         masks: Sequence[TokenMask],
         rows: Integers,
+        kept: NDArray[np.void],
         last: Integers,
         context_lens: Integers,
     ) -> SamplingInputs:
-        """`last`: [S] index of each row's last token."""
-        samples = np.frombuffer(plan.completes, dtype=np.bool_) & self._rows["samples"][rows]
-        drawn = self._drawn = rows[samples]
-        kept = self._rows[drawn]
-        packed = kept["sampling"]
+        """`kept`: [S] what is kept of the rows; `last`: [S] index of each row's last token."""
+        samples = np.frombuffer(plan.completes, dtype=np.bool_) & kept["samples"]
+        sampled = np.flatnonzero(samples)
+        if len(sampled) < len(rows):
+            rows, kept, last = rows[sampled], kept.take(sampled), last[sampled]
+            context_lens = context_lens[sampled]
+        self._drawn, packed = rows, kept["sampling"]
         requesting = self._requesting(plan, masks, kept["has_extras"])
         return SamplingInputs(
-            logits_indices=last[samples],
+            logits_indices=last,
             temperature=packed["temperature"].copy(),
             top_k=packed["top_k"].copy(),
             top_p=packed["top_p"].copy(),
             min_p=packed["min_p"].copy(),
             seed=packed["seed"].copy(),
             choice_index=packed["choice_index"].copy(),
-            output_position=context_lens[samples] - kept["num_prompt_tokens"],
+            output_position=context_lens - kept["num_prompt_tokens"],
             **(sampling_extras(requesting) if requesting else {}),
         )
 
@@ -253,8 +229,7 @@ class RankState:
             row = int(self._drawn[index])
             special = self._special[row]
             assert special.sampling is not None
-            if special.has_grammar:
-                special.grammar = _StepGrammar(mask_of.get(row), row in bans_stop)
+            special.mask, special.bans_stop = mask_of.get(row), row in bans_stop
             requesting.append((index, special, special.sampling))
         return requesting
 
@@ -277,6 +252,18 @@ class RankState:
         return found
 
 
+def _sampling_row(params: SamplingParams, choice_index: int) -> tuple[float | int, ...]:
+    """The fields of `_SAMPLING`."""
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k,
+        choice_index,
+        params.seed,
+    )
+
+
 def _prompt_logprobs(plan: StepPlan, rows: Integers) -> dict[int, PromptSuccessors]:
     if not plan.successors:
         return {}
@@ -285,6 +272,26 @@ def _prompt_logprobs(plan: StepPlan, rows: Integers) -> dict[int, PromptSuccesso
         index_of[each.row]: PromptSuccessors(unpack(each.token_ids), each.num_top_logprobs)
         for each in plan.successors
     }
+
+
+def _feed(input_ids: Integers, fed: tuple[Fed, ...], rows: Integers, ends: Integers) -> None:
+    """Writes the tokens that rows have not drawn."""
+    if not fed:
+        return
+    end_of = dict(zip(rows.tolist(), ends.tolist(), strict=True))
+    for each in fed:
+        token_ids = unpack(each.token_ids)
+        end = end_of[each.row]
+        input_ids[end - len(token_ids) : end] = token_ids
+
+
+def _blocks_of(tables: Integers, row_of_token: Integers, block_indices: Integers) -> Integers:
+    """[G, T] the block of each token."""
+    if len(tables) == 1:
+        blocks: Integers = tables[0][row_of_token, block_indices]
+        return blocks[None]
+    of_groups: Integers = tables[:, row_of_token, block_indices]
+    return of_groups
 
 
 def _with_length(values: np.ndarray, length: int, *, axis: int = 0) -> np.ndarray:

@@ -16,7 +16,6 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.inputs import build_inputs
 from shared.engine.step import KvRun
 from shared.errors import HearthError
 from tests.shared.engine.support.checkpoints import write_llama
@@ -82,7 +81,7 @@ class Driver:
             rows, _ = self.engine.schedule()
             if not rows:
                 return
-            output = await self.executor.run(build_inputs(rows, 16))
+            output = await self.executor.result(self.executor.submit(rows))
             for progress in self.engine.apply(rows, output):
                 self.tokens[progress.sequence.sequence_id] += progress.token_ids
             self.engine.pool.check()

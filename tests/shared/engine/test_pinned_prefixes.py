@@ -4,12 +4,11 @@ import msgspec
 import pytest
 
 from shared.block_hash import extend_chain, root_hash
-from shared.engine.inputs import build_inputs
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.errors import ContextFull, InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PrefixPinned
 from shared.packing import pack_hashes, pack_token_ids
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish, greedy, new_sequence, prompt
+from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
 
 LEASE_S = 10.0
 
@@ -43,8 +42,7 @@ class Pinned:
             rows, progress = engine.schedule()
             self.pins.on_step(progress)
             if rows:
-                sampled = finish(self.rig.executor.run(build_inputs(rows, BLOCK_SIZE)))
-                self.pins.on_step(engine.apply(rows, sampled))
+                self.pins.on_step(engine.apply(rows, self.rig.computed(rows)))
 
     def fill(self, start: int) -> None:
         """Computes other prompts, which take all evictable blocks."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.inputs import build_inputs
 from shared.kv_layout import Chunk, Window, first_sent
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.model_worker import Worker
@@ -142,5 +141,6 @@ async def poisoned_step(worker: Worker) -> None:
     rows, _ = engine.schedule()
     free = [n for n in range(engine.pool.num_blocks) if engine.pool.ref_count(n) == 0]
     worker.executor.computer.kv_cache[:, :, free] = float("nan")
-    for each in engine.apply(rows, await worker.executor.run(build_inputs(rows, 16))):
+    output = await worker.executor.result(worker.executor.submit(rows))
+    for each in engine.apply(rows, output):
         worker.tokens[each.sequence.sequence_id] += each.token_ids

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from shared.engine.batching.sequence import SequenceGrammar
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.step_plan import decode_plan, encode
@@ -60,6 +63,17 @@ def test_rank_rejects_a_gap() -> None:
     builder.build(rows)
     with pytest.raises(StepFailed, match="plan 2 came, expected plan 1"):
         rank.apply(builder.build(rows)[0])
+
+
+def test_rows_of_a_plan_that_could_not_be_built_are_new_in_the_next() -> None:
+    rig, builder, rank = Rig(), PlanBuilder(), RankState(BLOCK_SIZE, 1)
+    sequence = rig.add(new_sequence(prompt(5), greedy()))
+    sequence.grammar = Mock(SequenceGrammar, is_stalled=False, error=None, bans_stop=False)
+    sequence.grammar.mask.side_effect = [RuntimeError("the lane is closed"), None]
+    rows, _ = rig.engine.schedule()
+    with pytest.raises(RuntimeError, match="closed"):
+        builder.build(rows)
+    assert rank.apply(*builder.build(rows)).input_ids.tolist() == prompt(5)
 
 
 def test_garbled_plan_raises() -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.inputs import build_inputs
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.step import SamplingInputs
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import new_sequence, row_of
+from tests.shared.engine.support.rig import inputs_of, new_sequence, row_of
 
 VOCAB_SIZE = 50
 PROMPT, OUTPUT = [3, 4, 4, 9], [9, 7, 7, 7]
@@ -29,12 +28,12 @@ def sequence_with(output: list[int] = OUTPUT, **options: Any) -> Sequence:
     return new_sequence(PROMPT, params, output_ids=output, stop=stop)
 
 
-def inputs_of(*sequences: Sequence) -> SamplingInputs:
+def sampling_of(*sequences: Sequence) -> SamplingInputs:
     """Inputs of a step in which each sequence computes its last token and samples."""
     for sequence in sequences:
         sequence.block_tables = [array("q", [0, 1, 2])]
         sequence.num_computed_tokens = sequence.num_tokens - 1
-    return build_inputs([row_of(each, 1) for each in sequences], 4).sampling
+    return inputs_of([row_of(each, 1) for each in sequences]).sampling
 
 
 def logits_of(num_rows: int, *, seed: int = 0) -> Tensor:
@@ -89,7 +88,7 @@ def test_processed_logprobs_match_the_formulas(name: str) -> None:
     sequence = sequence_with(**OPTIONS[name], **WITH_PROCESSED)
     logits = logits_of(1)
     expected = torch.tensor(oracle(logits[0].tolist(), sequence)).log_softmax(-1)
-    (token_id,), (logprobs,) = sample_tokens(logits, inputs_of(sequence))
+    (token_id,), (logprobs,) = sample_tokens(logits, sampling_of(sequence))
     assert logprobs is not None
     assert token_id == int(expected.argmax())
     values, ids = expected.sort(descending=True, stable=True)
@@ -103,9 +102,9 @@ def test_options_apply_only_to_their_own_row() -> None:
     logits = logits_of(len(OPTIONS), seed=4)
     for row, options in enumerate(OPTIONS.values()):
         sequence = sequence_with(**options, temperature=0.8)
-        one_by_one += sample_tokens(logits[row : row + 1].clone(), inputs_of(sequence))[0]
+        one_by_one += sample_tokens(logits[row : row + 1].clone(), sampling_of(sequence))[0]
     sequences = [sequence_with(**each, temperature=0.8) for each in OPTIONS.values()]
-    inputs = inputs_of(*sequences)
+    inputs = sampling_of(*sequences)
     together = logits.clone()
     assert sample_tokens(together, inputs) == (one_by_one, [])
     assert torch.equal(together[0], logits[0])
@@ -115,7 +114,7 @@ def test_options_apply_only_to_their_own_row() -> None:
 def test_bias_of_100_determines_the_token() -> None:
     for temperature in (0.0, 1.0):
         sequence = sequence_with(logit_bias=((33, 100.0),), temperature=temperature)
-        assert sample_tokens(logits_of(1), inputs_of(sequence))[0] == [33]
+        assert sample_tokens(logits_of(1), sampling_of(sequence))[0] == [33]
 
 
 @pytest.mark.parametrize(
@@ -133,13 +132,13 @@ def test_bias_of_100_determines_the_token() -> None:
 def test_bad_word_is_never_completed(word: tuple[int, ...], is_banned: bool) -> None:
     """Also if the bad word starts in the prompt."""
     sequence = sequence_with(bad_words=(word,), logit_bias=((8, 1000.0),))
-    (token_id,), _ = sample_tokens(logits_of(1), inputs_of(sequence))
+    (token_id,), _ = sample_tokens(logits_of(1), sampling_of(sequence))
     assert (token_id != 8) is is_banned
 
 
 def test_bad_word_longer_than_the_sequence_bans_nothing() -> None:
     sequence = new_sequence([4], SamplingParams(seed=0, max_tokens=9, bad_words=((4, 4, 1),)))
-    assert inputs_of(sequence).banned == []
+    assert sampling_of(sequence).banned == []
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
@@ -148,7 +147,7 @@ def test_raw_logprobs_ignore_the_options(temperature: float, k: int) -> None:
     sequence = sequence_with(**OPTIONS["all"], temperature=temperature, num_logprobs=k)
     logits = logits_of(1, seed=2)
     expected = logits[0].log_softmax(-1)
-    (token_id,), (logprobs,) = sample_tokens(logits, inputs_of(sequence))
+    (token_id,), (logprobs,) = sample_tokens(logits, sampling_of(sequence))
     assert logprobs is not None
     assert token_id != int(expected.argmax()), "the options should have changed the token"
     assert logprobs.logprob == pytest.approx(float(expected[token_id]), abs=1e-6)
@@ -163,7 +162,7 @@ def test_processed_logprobs_include_temperature_and_top_k() -> None:
     logits = logits_of(1, seed=3)
     top_3 = logits[0].topk(3)
     expected = (top_3.values / 2.0).log_softmax(-1).tolist()
-    (token_id,), (logprobs,) = sample_tokens(logits, inputs_of(sequence_with(**options)))
+    (token_id,), (logprobs,) = sample_tokens(logits, sampling_of(sequence_with(**options)))
     assert logprobs is not None
     assert logprobs.top_token_ids[:3] == tuple(top_3.indices.tolist())
     assert logprobs.top_logprobs[:3] == pytest.approx(expected, abs=1e-6)
@@ -179,7 +178,7 @@ def test_greedy_processed_logprobs_ignore_truncation() -> None:
     logits = logits_of(2, seed=5)
     expected = logits[0].log_softmax(-1).sort(descending=True).values[:20].tolist()
     greedy = sequence_with(top_k=2, top_p=0.1, min_p=0.9, **WITH_PROCESSED)
-    _, logprobs = sample_tokens(logits, inputs_of(greedy, sequence_with(temperature=3.0)))
+    _, logprobs = sample_tokens(logits, sampling_of(greedy, sequence_with(temperature=3.0)))
     assert logprobs[1] is None
     assert logprobs[0] is not None
     assert logprobs[0].top_logprobs == pytest.approx(expected, abs=1e-5)
@@ -195,7 +194,7 @@ def test_only_rows_that_request_logprobs_get_them() -> None:
     sequences = [sequence_with(**each, temperature=1.0) for each in row_options]
     logits = logits_of(4)
     expected = logits.log_softmax(-1)
-    token_ids, logprobs = sample_tokens(logits, inputs_of(*sequences))
+    token_ids, logprobs = sample_tokens(logits, sampling_of(*sequences))
     sizes = [None if each is None else len(each.top_token_ids) for each in logprobs]
     assert sizes == [None, 2, 0, None]
     for row in (1, 2):  # at temperature 1 and without options both modes are the same
@@ -208,7 +207,7 @@ def test_sampling_with_every_token_banned_gives_no_nan() -> None:
     bad_words = tuple((token_id,) for token_id in range(VOCAB_SIZE))
     for temperature in (0.0, 1.0):
         sequence = sequence_with(bad_words=bad_words, temperature=temperature, **WITH_PROCESSED)
-        (token_id,), (logprobs,) = sample_tokens(logits_of(1), inputs_of(sequence))
+        (token_id,), (logprobs,) = sample_tokens(logits_of(1), sampling_of(sequence))
         assert 0 <= token_id < VOCAB_SIZE
         assert logprobs is not None
         assert logprobs.logprob == -INFINITY
@@ -217,7 +216,7 @@ def test_sampling_with_every_token_banned_gives_no_nan() -> None:
 
 def test_explicit_zero_is_no_penalty() -> None:
     sequence = sequence_with(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
-    inputs = inputs_of(sequence)
+    inputs = sampling_of(sequence)
     assert (inputs.bias, inputs.penalties, inputs.banned) == (None, None, [])
     assert not inputs.raw_logprobs and not inputs.processed_logprobs
 
@@ -227,7 +226,7 @@ def test_penalties_of_a_long_sequence_are_sparse() -> None:
     sequence = new_sequence([5] * 500, params, output_ids=[6, 7] * 50)
     sequence.block_tables = [array("q", range(200))]
     sequence.num_computed_tokens = sequence.num_tokens - 1
-    penalties = build_inputs([row_of(sequence, 1)], 4).sampling.penalties
+    penalties = inputs_of([row_of(sequence, 1)]).sampling.penalties
     assert penalties is not None
     assert penalties.token_ids.tolist() == [5, 6, 7]
     assert penalties.subtracted.tolist() == [0.0, 25.0, 25.0]

@@ -9,7 +9,6 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.step import KvRun
@@ -73,7 +72,7 @@ class Worker:
             rows, _ = self.engine.schedule()
             if not rows:
                 continue
-            sampled = await self.executor.run(build_inputs(rows, 16))
+            sampled = await self.executor.result(self.executor.submit(rows))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
             for each in self.engine.apply(rows, sampled):
                 self._record(each)

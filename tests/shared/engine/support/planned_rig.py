@@ -13,10 +13,10 @@ from shared.engine.engine import StepProgress
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.grammar.budgeted_output import ForcedToken
-from shared.engine.inputs import build_inputs
-from shared.engine.step import StepInputs
+from shared.engine.step import StepInputs, StepOutput
 from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
 from tests.shared.engine.support.masked import LateMask, ReadyMask
+from tests.shared.engine.support.plain_inputs import plain_inputs
 from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish
 
 
@@ -30,17 +30,12 @@ class PlannedRig(Rig):
         self.ranks = (RankState(BLOCK_SIZE, num_groups), RankState(BLOCK_SIZE, num_groups))
         self.num_plan_bytes: list[int] = []
 
-    def end(self, rows: list[ScheduledSequence]) -> None:
-        if rows:
-            self.rows = []
-            inputs = self.planned(rows)
-            output = finish(self.executor.run(inputs))
-            answer = decode_result(encode(StepResult(0, output))).output
-            for rank in self.ranks:
-                rank.record(answer)
-            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
-            self._record(self.engine.apply(rows, answer))
-            self.check()
+    def computed(self, rows: list[ScheduledSequence]) -> StepOutput:
+        output = finish(self.executor.run(self.planned(rows)))
+        answer = decode_result(encode(StepResult(0, output))).output
+        for rank in self.ranks:
+            rank.record(answer)
+        return answer
 
     def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         self.planned(rows)  # and it raises then: nothing is drawn
@@ -48,7 +43,7 @@ class PlannedRig(Rig):
 
     def planned(self, rows: list[ScheduledSequence]) -> StepInputs:
         """The inputs of a rank, which equal those built from the sequences."""
-        expected = build_inputs(rows, BLOCK_SIZE)
+        expected = plain_inputs(rows, BLOCK_SIZE)
         for builder, rank in zip(self.builders, self.ranks, strict=True):
             plan, masks = builder.build(rows)
             payload = encode(plan)

@@ -18,12 +18,14 @@ from shared.block_hash import root_hash
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.plan_builder import PlanBuilder
+from shared.engine.executors.rank_state import RankState
 from shared.engine.executors.timing_executor import STATE_BYTES, TimingExecutor
-from shared.engine.inputs import build_inputs
-from shared.engine.step import KvRun
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import StepFailed
 from shared.kv_layout import Reach, first_seen
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
+from tests.shared.engine.support.plain_inputs import plain_inputs
 
 T = TypeVar("T")
 
@@ -46,6 +48,12 @@ def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     """A row of the sequence in its current state."""
     completes = sequence.num_uncomputed_tokens == num_tokens
     return ScheduledSequence(sequence, num_tokens, sequence.num_computed_tokens, completes)
+
+
+def inputs_of(rows: list[ScheduledSequence], block_size: int = BLOCK_SIZE) -> StepInputs:
+    """The inputs of a first step."""
+    plan, masks = PlanBuilder().build(rows)
+    return RankState(block_size, len(rows[0].sequence.block_tables)).apply(plan, masks)
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -122,6 +130,7 @@ class Rig:
             max_sequences=max_sequences,
             reaches=reaches,
         )
+        self.plans, self.state = PlanBuilder(), RankState(BLOCK_SIZE, len(reaches))
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.sequences: list[Sequence] = []
@@ -169,10 +178,16 @@ class Rig:
     def end(self, rows: list[ScheduledSequence]) -> None:
         if rows:
             self.rows = []
-            sampled = finish(self.executor.run(build_inputs(rows, BLOCK_SIZE)))
+            sampled = self.computed(rows)
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
             self._record(self.engine.apply(rows, sampled))
             self.check()
+
+    def computed(self, rows: list[ScheduledSequence]) -> StepOutput:
+        plan, masks = self.plans.build(rows)
+        output = finish(self.executor.run(self.state.apply(plan, masks)))
+        self.state.record(output)
+        return output
 
     def step(self) -> list[ScheduledSequence]:
         rows = self.begin()
@@ -301,7 +316,7 @@ def check_writes(rows: list[ScheduledSequence], sequences: list[Sequence]) -> No
     if not rows:
         return
     holders = holders_of(sequences)
-    inputs = build_inputs(rows, BLOCK_SIZE)
+    inputs = plain_inputs(rows, BLOCK_SIZE)
     assert all(holders[block_id] == 1 for block_id in inputs.slot_mapping.ravel() // BLOCK_SIZE)
     sources = {source for source, _ in inputs.block_copies}
     destinations = [destination for _, destination in inputs.block_copies]

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.inputs import build_inputs
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import greedy, new_sequence, row_of
-
-BLOCK_SIZE = 4
+from tests.shared.engine.support.rig import greedy, inputs_of, new_sequence, row_of
 
 
 def sequence_with(
@@ -58,7 +55,7 @@ def test_mixed_step_fills_all_arrays() -> None:
         row_of(first, 2),
         row_of(pushed, 1),
     ]
-    inputs = build_inputs(rows, BLOCK_SIZE)
+    inputs = inputs_of(rows)
 
     assert inputs.input_ids.tolist() == [15, 22, 23, 24, 40, 41, 51]
     assert inputs.positions.tolist() == [5, 2, 3, 4, 0, 1, 1]
@@ -82,7 +79,7 @@ def test_mixed_step_fills_all_arrays() -> None:
 
 def test_chunk_step_has_no_sampling_rows() -> None:
     chunk = sequence_with([1, 2, 3, 4], greedy(), block_table=[0], num_computed_tokens=0)
-    inputs = build_inputs([row_of(chunk, 3)], BLOCK_SIZE)
+    inputs = inputs_of([row_of(chunk, 3)])
     assert inputs.sampling.num_rows == 0
     assert inputs.sampling.banned == []
 
@@ -90,7 +87,7 @@ def test_chunk_step_has_no_sampling_rows() -> None:
 def test_dtypes_are_correct_even_when_empty() -> None:
     chunk = sequence_with([1, 2], greedy(), block_table=[0], num_computed_tokens=0)
     for num_tokens in (1, 2):
-        inputs = build_inputs([row_of(chunk, num_tokens)], BLOCK_SIZE)
+        inputs = inputs_of([row_of(chunk, num_tokens)])
         flat = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.query_lens)
         assert {array.dtype for array in flat} == {np.dtype(np.int64)}
         assert inputs.context_lens.dtype == inputs.block_tables.dtype == np.int64
@@ -104,7 +101,7 @@ def test_dtypes_are_correct_even_when_empty() -> None:
 
 def test_arrays_are_copies_of_the_sequences_data() -> None:
     chunk = sequence_with([1, 2], greedy(), block_table=[6], num_computed_tokens=0)
-    inputs = build_inputs([row_of(chunk, 2)], BLOCK_SIZE)
+    inputs = inputs_of([row_of(chunk, 2)])
     chunk.block_tables[0][0] = 1
     chunk.token_ids[0] = 99
     assert inputs.block_tables.tolist() == [[[6]]]
@@ -127,8 +124,7 @@ def test_arrays_are_copies_of_the_sequences_data() -> None:
 def test_each_extra_sampling_option_sets_its_field(extra: dict[str, Any], field: str) -> None:
     params = SamplingParams(seed=1, max_tokens=9, **extra)
     sequence = sequence_with([10, 11], params, block_table=[1], num_computed_tokens=0, stop=(3,))
-    for _ in range(2):  # the second step uses the cached row
-        assert getattr(build_inputs([row_of(sequence, 2)], BLOCK_SIZE).sampling, field)
+    assert getattr(inputs_of([row_of(sequence, 2)]).sampling, field)
 
 
 def test_each_group_has_its_own_table_and_slots() -> None:
@@ -136,6 +132,6 @@ def test_each_group_has_its_own_table_and_slots() -> None:
     second = sequence_with([1, 2], greedy(), block_table=[5], num_computed_tokens=0)
     first.block_tables.append(array("q", [0, 9]))
     second.block_tables.append(array("q", [8]))
-    inputs = build_inputs([row_of(first, 1), row_of(second, 2)], BLOCK_SIZE)
+    inputs = inputs_of([row_of(first, 1), row_of(second, 2)])
     assert inputs.block_tables.tolist() == [[[6, 2], [5, 0]], [[0, 9], [8, 0]]]
     assert inputs.slot_mapping.tolist() == [[9, 20, 21], [37, 32, 33]]
