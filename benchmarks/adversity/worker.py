@@ -45,9 +45,9 @@ class StepFaults:
         """Raises RuntimeError if this step fails."""
         if 0 <= self.after_s <= since_first_s:
             raise RuntimeError("the device fails every step")
-        sampling = inputs.sampling
-        is_late = sampling.output_position >= POISON_OUTPUT_POSITION
-        if self.poison_seed >= 0 and (is_late & (sampling.seed == self.poison_seed)).any():
+        rows = inputs.sampling.rows
+        is_late = rows["output_position"] >= POISON_OUTPUT_POSITION
+        if self.poison_seed >= 0 and (is_late & (rows["seed"] == self.poison_seed)).any():
             raise RuntimeError("a row breaks the step")
 
 

@@ -56,17 +56,33 @@ class TokenMasks:
     masks: tuple[TokenMask, ...]
 
 
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),  # 0 = greedy
+        ("top_p", np.float32),  # 1 = off
+        ("min_p", np.float32),  # 0 = off
+        ("top_k", np.int64),  # 0 = off
+        ("seed", np.uint64),
+        ("choice_index", np.int64),
+        ("output_position", np.int64),  # index of the token to be sampled
+    ],
+    align=True,  # so that each column is an array of its own type for torch
+)
+
+
+def sampling_rows(num_rows: int, **columns: object) -> NDArray[np.void]:
+    """Greedy rows, except for `columns`: values by field of `SAMPLING_ROW`."""
+    rows = np.zeros(num_rows, dtype=SAMPLING_ROW)
+    for name, values in {"top_p": 1, **columns}.items():
+        rows[name] = values
+    return rows
+
+
 class SamplingInputs(msgspec.Struct, frozen=True):
     """One row for each sequence that samples in this step (R rows)."""
 
     logits_indices: NDArray[np.int64]  # [R] its last token's row in the flat batch
-    temperature: NDArray[np.float32]  # [R] 0 = greedy
-    top_k: NDArray[np.int64]  # [R] 0 = off
-    top_p: NDArray[np.float32]  # [R] 1 = off
-    min_p: NDArray[np.float32]  # [R] 0 = off
-    seed: NDArray[np.uint64]  # [R]
-    choice_index: NDArray[np.int64]  # [R]
-    output_position: NDArray[np.int64]  # [R] index of the token to be sampled
+    rows: NDArray[np.void]  # [R] of `SAMPLING_ROW`
     # (row, token id) pairs that must not be sampled: stop tokens before min_tokens, bad words
     banned: list[tuple[int, int]] = []
     masks: TokenMasks | None = None
@@ -89,7 +105,7 @@ class SamplingInputs(msgspec.Struct, frozen=True):
 
     @property
     def is_plain_greedy(self) -> bool:
-        return self.is_plain and not self.temperature.any()
+        return self.is_plain and not self.rows["temperature"].any()
 
 
 class PromptSuccessors(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from benchmarks.adversity.distance import MAX_ROUND_TRIPS, NUM_REQUESTS, bars_of
 from benchmarks.adversity.load import completion, is_full, num_moves
 from benchmarks.adversity.worker import POISON_OUTPUT_POSITION, StepFaults
 from benchmarks.report import Bar
-from shared.engine.step import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 from tests.chaos.world.clients import Exchange
 
 MAX_TOKENS = 12
@@ -46,13 +46,7 @@ def inputs(seeds: list[int], output_positions: list[int]) -> StepInputs:
     zeros = np.zeros(len(seeds), dtype=np.int64)
     sampling = SamplingInputs(
         logits_indices=zeros,
-        temperature=zeros.astype(np.float32),
-        top_k=zeros,
-        top_p=zeros.astype(np.float32),
-        min_p=zeros.astype(np.float32),
-        seed=np.array(seeds, dtype=np.uint64),
-        choice_index=zeros,
-        output_position=np.array(output_positions),
+        rows=sampling_rows(len(seeds), seed=seeds, output_position=output_positions),
     )
     return StepInputs(zeros, zeros, zeros, zeros, zeros, zeros.reshape(-1, 1), sampling)
 

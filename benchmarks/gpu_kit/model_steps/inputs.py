@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.step import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 
 Integers = NDArray[np.int64]
 
@@ -54,9 +54,6 @@ def _step(
     tables: Integers,
     logits_indices: Integers,
 ) -> StepInputs:
-    num_rows = len(logits_indices)
-    zeros = np.zeros(num_rows, dtype=np.int64)
-    floats = np.zeros(num_rows, dtype=np.float32)
     return StepInputs(
         input_ids=np.random.default_rng(1).integers(3, 500, len(positions)),
         positions=positions,
@@ -64,14 +61,5 @@ def _step(
         query_lens=query_lens,
         context_lens=context_lens,
         block_tables=tables[None],
-        sampling=SamplingInputs(
-            logits_indices=logits_indices,
-            temperature=floats,
-            top_k=zeros,
-            top_p=floats + 1,
-            min_p=floats,
-            seed=zeros.astype(np.uint64),
-            choice_index=zeros,
-            output_position=zeros,
-        ),
+        sampling=SamplingInputs(logits_indices, sampling_rows(len(logits_indices))),
     )

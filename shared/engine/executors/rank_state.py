@@ -20,6 +20,7 @@ from shared.engine.executors.special_rows import (
     sampling_extras,
 )
 from shared.engine.step import (
+    SAMPLING_ROW,
     PoolingInputs,
     PromptSuccessors,
     SamplingInputs,
@@ -31,23 +32,13 @@ from shared.engine.step_plan import Fed, NewRow, StepPlan, unpack
 from shared.errors import StepFailed
 from shared.messages import SamplingParams
 
-_SAMPLING = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("top_k", np.int64),
-        ("choice_index", np.int64),
-        ("seed", np.uint64),
-    ]
-)
 _ROW = np.dtype(
     [
         ("last_id", np.int64),  # drawn last
         ("num_prompt_tokens", np.int64),
         ("samples", np.bool_),
         ("has_extras", np.bool_),
-        ("sampling", _SAMPLING),
+        ("sampling", SAMPLING_ROW),
     ]
 )
 _FEWEST_ROWS, _FEWEST_BLOCKS = 16, 16
@@ -205,17 +196,9 @@ class RankState:
             context_lens = context_lens[sampled]
         self._drawn, packed = rows, kept["sampling"]
         requesting = self._requesting(plan, masks, kept["has_extras"])
-        return SamplingInputs(
-            logits_indices=last,
-            temperature=packed["temperature"].copy(),
-            top_k=packed["top_k"].copy(),
-            top_p=packed["top_p"].copy(),
-            min_p=packed["min_p"].copy(),
-            seed=packed["seed"].copy(),
-            choice_index=packed["choice_index"].copy(),
-            output_position=context_lens - kept["num_prompt_tokens"],
-            **(sampling_extras(requesting) if requesting else {}),
-        )
+        packed["output_position"] = context_lens - kept["num_prompt_tokens"]
+        extras = sampling_extras(requesting) if requesting else {}
+        return SamplingInputs(last, packed, **extras)
 
     def _requesting(
         self, plan: StepPlan, masks: Sequence[TokenMask], has_extras: NDArray[np.bool_]
@@ -253,14 +236,11 @@ class RankState:
 
 
 def _sampling_row(params: SamplingParams, choice_index: int) -> tuple[float | int, ...]:
-    """The fields of `_SAMPLING`."""
+    """The fields of `SAMPLING_ROW`."""
     return (
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.top_k,
+        *(params.temperature, params.top_p, params.min_p, params.top_k, params.seed),
         choice_index,
-        params.seed,
+        0,
     )
 
 

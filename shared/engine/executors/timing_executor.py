@@ -347,9 +347,10 @@ def _masked_logprobs(ranked: NDArray[np.int64], num_top_logprobs: int) -> TokenL
 
 
 def _noise(sampling: SamplingInputs, row: int) -> bytes:
-    if sampling.temperature[row] == 0:
+    own = sampling.rows[row]
+    if own["temperature"] == 0:
         return b""
-    words = (sampling.seed[row], sampling.choice_index[row])
+    words = (own["seed"], own["choice_index"])
     return b"".join(int(word).to_bytes(8, "little") for word in words)
 
 

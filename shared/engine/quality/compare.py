@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.step import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 from shared.errors import CheckpointError
 from shared.kv_layout import KvLayout
 
@@ -125,14 +125,5 @@ def _step(layout: KvLayout, token_ids: Sequence[int], start: int, end: int) -> S
         query_lens=np.array([num_new]),
         context_lens=np.array([end]),
         block_tables=tables,
-        sampling=SamplingInputs(
-            logits_indices=np.arange(num_new),
-            temperature=np.zeros(num_new, dtype=np.float32),
-            top_k=np.zeros(num_new, dtype=np.int64),
-            top_p=np.ones(num_new, dtype=np.float32),
-            min_p=np.zeros(num_new, dtype=np.float32),
-            seed=np.zeros(num_new, dtype=np.uint64),
-            choice_index=np.zeros(num_new, dtype=np.int64),
-            output_position=np.zeros(num_new, dtype=np.int64),
-        ),
+        sampling=SamplingInputs(np.arange(num_new), sampling_rows(num_new)),
     )

@@ -20,6 +20,7 @@ from shared.engine.step import (
     SamplingInputs,
     StepInputs,
     TokenMasks,
+    sampling_rows,
 )
 
 # More tokens than one segment of attention: parts of a context are computed apart, and joined.
@@ -101,13 +102,7 @@ def idle_step(
         block_tables=np.zeros((num_groups, num_rows, width), dtype=np.int64),
         sampling=SamplingInputs(
             logits_indices=np.cumsum(lens) - 1,
-            temperature=np.full(num_rows, temperature, dtype=np.float32),
-            top_k=np.zeros(num_rows, dtype=np.int64),
-            top_p=np.ones(num_rows, dtype=np.float32),
-            min_p=np.zeros(num_rows, dtype=np.float32),
-            seed=np.zeros(num_rows, dtype=np.uint64),
-            choice_index=np.zeros(num_rows, dtype=np.int64),
-            output_position=np.zeros(num_rows, dtype=np.int64),
+            rows=sampling_rows(num_rows, temperature=temperature),
         ),
     )
 

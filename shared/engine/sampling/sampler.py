@@ -42,7 +42,7 @@ from shared.engine.sampling.mask_words import (
     few_tokens,
     without_banned,
 )
-from shared.engine.step import SamplingInputs
+from shared.engine.step import SamplingInputs, sampling_rows
 from shared.messages import TokenLogprobs
 
 
@@ -71,16 +71,9 @@ def sampling_columns(
     inputs: SamplingInputs, device: torch.device, rows: NDArray[np.int64] | slice = slice(None)
 ) -> list[Tensor]:
     """The operands of `sample` after the logits, of these rows."""
-    columns = (
-        inputs.temperature,
-        inputs.top_k,
-        inputs.top_p,
-        inputs.min_p,
-        inputs.seed.view(np.int64),
-        inputs.choice_index,
-        inputs.output_position,
-    )
-    return _on(device, *(each[rows] for each in columns))
+    chosen = inputs.rows[rows]
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "output_position")
+    return _on(device, *(chosen[name] for name in names))
 
 
 def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
@@ -123,7 +116,7 @@ def _few(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> 
     """
     if not logits.is_cpu:
         return None
-    is_cut = (inputs.top_k > 0) | (inputs.top_p < 1)
+    is_cut = (inputs.rows["top_k"] > 0) | (inputs.rows["top_p"] < 1)
     excluded = {*np.flatnonzero(is_cut).tolist(), *inputs.processed_logprobs}
     found = {row: each for row, each in words.items() if row not in excluded}
     return few_tokens(found, logits.shape[1])
@@ -142,7 +135,7 @@ def _sample(
     logits: Tensor, inputs: SamplingInputs, rows: NDArray[np.int64] | slice = slice(None)
 ) -> list[int]:
     """logits of these rows."""
-    if not inputs.temperature[rows].any():
+    if not inputs.rows["temperature"][rows].any():
         return argmax(logits).tolist()
     return sample(logits, *sampling_columns(inputs, logits.device, rows)).tolist()
 
@@ -150,15 +143,13 @@ def _sample(
 def _sample_few(logits: Tensor, inputs: SamplingInputs, few: FewTokens) -> list[int]:
     """Also the other rows, among all their tokens."""
     sampled, rows = np.empty(len(logits), np.int64), few.rows
+    own = inputs.rows.take(rows)
+    names = ("temperature", "min_p", "seed", "choice_index", "output_position")
     sampled[rows] = sample_among(
         logits.numpy()[few.row_of_token, few.token_ids],
         few.token_ids,
         few.starts,
-        inputs.temperature[rows],
-        inputs.min_p[rows],
-        inputs.seed[rows],
-        inputs.choice_index[rows],
-        inputs.output_position[rows],
+        *(own[name].copy() for name in names),
     )
     others = np.setdiff1d(np.arange(len(logits)), rows)
     if len(others):
@@ -168,15 +159,11 @@ def _sample_few(logits: Tensor, inputs: SamplingInputs, few: FewTokens) -> list[
 
 def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
     """The logits that rows are sampled from; greedy ones at temperature 1, not truncated."""
-    is_sampled = inputs.temperature[rows] > 0
-    columns = _on(
-        logits.device,
-        np.where(is_sampled, inputs.temperature[rows], np.float32(1)),
-        np.where(is_sampled, inputs.top_k[rows], 0),
-        np.where(is_sampled, inputs.top_p[rows], np.float32(1)),
-        np.where(is_sampled, inputs.min_p[rows], np.float32(0)),
-    )
-    return scale_logits(logits, *columns)
+    own = inputs.rows.take(rows)
+    is_greedy = own["temperature"] == 0
+    own[is_greedy] = sampling_rows(1, temperature=1)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return scale_logits(logits, *_on(logits.device, *(own[name] for name in names)))
 
 
 def _add_logprobs(
@@ -193,4 +180,10 @@ def _add_logprobs(
 
 
 def _on(device: torch.device, *columns: NDArray[np.generic]) -> list[Tensor]:
-    return [torch.from_numpy(column).to(device) for column in columns]
+    return [torch.from_numpy(_as_signed(column)).to(device) for column in columns]
+
+
+def _as_signed(column: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Contiguous, and without unsigned integers, on which torch has few operations."""
+    column = column.copy()
+    return column.view(np.int64) if column.dtype == np.uint64 else column

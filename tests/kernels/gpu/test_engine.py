@@ -16,6 +16,8 @@ from kernels.device import IS_INTERPRETED
 from kernels.split_weight import SplitWeight
 from kernels.torch_ops.sample import sample
 from shared.engine.executors.load import load_executor
+from shared.engine.sampling.sampler import sampling_columns
+from shared.engine.step import sampling_rows
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.steps import Blocks, advance, generate, prefill, step_of
 
@@ -111,21 +113,10 @@ def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
         tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
     inputs = step_of([(Blocks(executor.num_blocks).line(prompt_of(9)), 9)])
-    sampling = replace(
-        inputs.sampling,
-        temperature=np.full(9, 0.9, dtype=np.float32),
-        top_k=np.full(9, 20, dtype=np.int64),
-        top_p=np.full(9, 0.8, dtype=np.float32),
-        seed=np.arange(9, dtype=np.uint64),
-    )
+    rows = sampling_rows(9, temperature=0.9, top_k=20, top_p=0.8, seed=np.arange(9))
+    sampling = replace(inputs.sampling, rows=rows)
     sampled = asyncio.run(executor.run(replace(inputs, sampling=sampling))).token_ids
-    columns = (
-        torch.from_numpy(column).to(device)
-        for column in (
-            *(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
-            *(sampling.seed.view(np.int64), sampling.choice_index, sampling.output_position),
-        )
-    )
+    columns = sampling_columns(sampling, device)
     assert sampled == sample(executor.step_logits(inputs), *columns).tolist()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shared.engine.batching.sequence import Sequence
+from shared.engine.step import SAMPLING_ROW
 from shared.messages import SamplingParams
 from tests.shared.engine.support.rig import greedy, inputs_of, new_sequence, row_of
 
@@ -67,13 +68,13 @@ def test_mixed_step_fills_all_arrays() -> None:
     sampling = inputs.sampling
     assert sampling.num_rows == 2
     assert sampling.logits_indices.tolist() == [0, 5]
-    assert sampling.temperature.tolist() == [0.5, 0.0]
-    assert sampling.top_k.tolist() == [3, 0]
-    assert sampling.top_p.tolist() == [0.75, 1.0]
-    assert sampling.min_p.tolist() == [0.25, 0.0]
-    assert sampling.seed.tolist() == [2**64 - 1, 0]
-    assert sampling.choice_index.tolist() == [1, 0]
-    assert sampling.output_position.tolist() == [2, 0]
+    assert sampling.rows["temperature"].tolist() == [0.5, 0.0]
+    assert sampling.rows["top_k"].tolist() == [3, 0]
+    assert sampling.rows["top_p"].tolist() == [0.75, 1.0]
+    assert sampling.rows["min_p"].tolist() == [0.25, 0.0]
+    assert sampling.rows["seed"].tolist() == [2**64 - 1, 0]
+    assert sampling.rows["choice_index"].tolist() == [1, 0]
+    assert sampling.rows["output_position"].tolist() == [2, 0]
     assert sampling.banned == [(0, 3)]  # row 0 has 2 of 3 minimum tokens; row 1 may stop at once
 
 
@@ -92,11 +93,8 @@ def test_dtypes_are_correct_even_when_empty() -> None:
         assert {array.dtype for array in flat} == {np.dtype(np.int64)}
         assert inputs.context_lens.dtype == inputs.block_tables.dtype == np.int64
         sampling = inputs.sampling
-        assert sampling.logits_indices.dtype == sampling.top_k.dtype == np.int64
-        assert sampling.choice_index.dtype == sampling.output_position.dtype == np.int64
-        assert sampling.seed.dtype == np.uint64
-        floats = (sampling.temperature, sampling.top_p, sampling.min_p)
-        assert {array.dtype for array in floats} == {np.dtype(np.float32)}
+        assert sampling.logits_indices.dtype == np.int64
+        assert sampling.rows.dtype == SAMPLING_ROW
 
 
 def test_arrays_are_copies_of_the_sequences_data() -> None:

@@ -15,7 +15,7 @@ GENERATE = """
 import asyncio, json, sys
 import numpy as np
 from shared.engine.executors.load import load_executor
-from shared.engine.step import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 
 options = {"dtype": "float32", "kv_cache_bytes": 1 << 24, "num_threads": 1}
 executor = load_executor("shared/demo_model", **options)
@@ -29,9 +29,7 @@ def step(tokens, context_len):
         query_lens=one(count, np.int64), context_lens=one(context_len, np.int64),
         block_tables=np.arange(13)[None, None],
         sampling=SamplingInputs(
-            logits_indices=one(count - 1, np.int64), temperature=one(0, np.float32),
-            top_k=one(0, np.int64), top_p=one(1, np.float32), min_p=one(0, np.float32),
-            seed=one(0, np.uint64), choice_index=one(0, np.int64), output_position=one(0, np.int64),
+            logits_indices=one(count - 1, np.int64), rows=sampling_rows(1)
         ),
     )
 

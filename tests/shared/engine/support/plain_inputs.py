@@ -7,7 +7,15 @@ import numpy as np
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.special_rows import SpecialRow, has_extras, sampling_extras
-from shared.engine.step import PoolingInputs, PromptSuccessors, SamplingInputs, StepInputs
+from shared.engine.step import (
+    PoolingInputs,
+    PromptSuccessors,
+    SamplingInputs,
+    StepInputs,
+    sampling_rows,
+)
+
+OPTIONS = ("temperature", "top_p", "min_p", "top_k", "seed")
 
 
 def plain_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
@@ -58,13 +66,12 @@ def _sampling(rows: list[ScheduledSequence], last: np.ndarray) -> SamplingInputs
     ]
     return SamplingInputs(
         logits_indices=_integers(last[indices]),
-        temperature=np.array([each.temperature for each in params], dtype=np.float32),
-        top_k=_integers([each.top_k for each in params]),
-        top_p=np.array([each.top_p for each in params], dtype=np.float32),
-        min_p=np.array([each.min_p for each in params], dtype=np.float32),
-        seed=np.array([each.seed for each in params], dtype=np.uint64),
-        choice_index=_integers([each.choice_index for each in sequences]),
-        output_position=_integers([each.num_output_tokens for each in sequences]),
+        rows=sampling_rows(
+            len(sequences),
+            **{name: [getattr(each, name) for each in params] for name in OPTIONS},
+            choice_index=[each.choice_index for each in sequences],
+            output_position=[each.num_output_tokens for each in sequences],
+        ),
         **(sampling_extras(requesting) if requesting else {}),
     )
 

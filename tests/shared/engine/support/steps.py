@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.step import SamplingInputs, StepInputs
+from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 
 
 @dataclass
@@ -53,16 +53,8 @@ class Blocks:
 
 
 def greedy(logits_indices: Sequence[int]) -> SamplingInputs:
-    num_rows = len(logits_indices)
     return SamplingInputs(
-        logits_indices=np.array(logits_indices, dtype=np.int64),
-        temperature=np.zeros(num_rows, dtype=np.float32),
-        top_k=np.zeros(num_rows, dtype=np.int64),
-        top_p=np.ones(num_rows, dtype=np.float32),
-        min_p=np.zeros(num_rows, dtype=np.float32),
-        seed=np.zeros(num_rows, dtype=np.uint64),
-        choice_index=np.zeros(num_rows, dtype=np.int64),
-        output_position=np.zeros(num_rows, dtype=np.int64),
+        np.array(logits_indices, dtype=np.int64), sampling_rows(len(logits_indices))
     )
 
 
