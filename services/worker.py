@@ -26,6 +26,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.ranks.group_executor import GroupExecutor
 from shared.engine.runners.freed_memory import use_one_arena
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.step import KvMemory
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError
@@ -79,24 +80,9 @@ def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Execu
     # torch: other executors do not need it
     from shared.engine.executors.load import load_executor
 
-    options: dict[str, Any] = {
-        "dtype": config.dtype,
-        "kv_dtype": config.kv_dtype,
-        "block_size": config.block_size,
-        "kv_cache_bytes": config.kv_cache_bytes,
-        "kv_ceiling_bytes": config.kv_ceiling_bytes,
-        "is_parked": config.is_parked,
-        "max_context_tokens": config.max_context_tokens,
-        "max_batch_tokens": config.max_batch_tokens,
-        "max_sequences": config.max_sequences,
-        "load_format": config.load_format,
-        "num_threads": config.num_threads or None,
-        "mode": config.mode,
-        "activations": config.activations,
-        "experts": config.experts,
-        "weights": config.weights,
-        "has_row_kernels": True,
-    }
+    names = set(LoadOptions.__struct_fields__) & set(config.__struct_fields__)
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    options |= {"num_threads": config.num_threads or None, "has_row_kernels": True}
     shape = MeshShape(config.tp, config.pp)
     if shape.num_ranks == 1:
         return load_executor(config.model_dir, config.device, **options)

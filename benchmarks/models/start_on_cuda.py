@@ -24,7 +24,7 @@ from benchmarks.gpu_kit.shapes import CONFIG_8B
 from benchmarks.report import Row, at_most, write_result
 from shared.engine.executors import cuda_executor
 from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
-from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.step_computer import StepComputer
 
 MAX_BATCH_TOKENS = 8192

@@ -47,6 +47,7 @@ from shared.engine.parallel.planning.step_bytes import SUMS_PER_LAYER
 from shared.engine.parallel.rank_mesh import RankMesh
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.warm_up import idle_step
 from shared.log import configure_logging
 from shared.numerics import Activations, exchange_of
@@ -173,20 +174,20 @@ def run_rank(options: dict[str, Any]) -> None:
     mesh = RankMesh(transport, exchange_of(options["activations"]))
     setup = RankSetup(
         model_dir=options["folder"],
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        mode="exact",
-        activations=options["activations"],
-        load_format="dummy",
+        options=LoadOptions(
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            activations=options["activations"],
+            load_format="dummy",
+        ),
+        max_blocks=NUM_BLOCKS,
         num_threads=1,
         kv=(),
         masks=-1,
     )
     executor: Any = SumsAlone(mesh, sum(options["query_lens"]))
     if options["has_products"]:
-        executor = load_rank(setup, mesh).executor
+        executor = load_rank(setup, mesh).computer
     step = idle_step(BLOCK_SIZE, options["query_lens"])
     executor.run(step)
     meet(transport, rank)

@@ -24,19 +24,6 @@ from shared.kv_layout import KvLayout
 _MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
-def num_blocks_for(
-    kv_layout: KvLayout, kv_cache_bytes: int, *, option: str = "kv_cache_bytes"
-) -> int:
-    """Raises ConfigError if not even one block fits."""
-    num_blocks = kv_cache_bytes // kv_layout.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(
-            f"{option} {kv_cache_bytes} holds no block of {kv_layout.block_size} tokens "
-            f"({kv_layout.block_bytes} bytes)"
-        )
-    return num_blocks
-
-
 def allocate_kv_cache(kv_layout: KvLayout, num_blocks: int, device: torch.device) -> Tensor:
     """[num_slots, planes, num_blocks, heads, block_size, dim], zeroed. Raises ConfigError for more
     than the address space holds, and RuntimeError on other devices.

@@ -25,7 +25,11 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.runners.cuda.first_step import run_largest_step
-from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_layout_of
+from shared.engine.runners.load_options import LoadOptions
+from shared.engine.runners.model_loading import (
+    finish_model,
+    kv_layout_of,
+)
 from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import AllTokens, idle_step
 from shared.engine.step import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks

@@ -20,7 +20,7 @@ from shared.engine.executors import cuda_executor
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.runners.cuda_device import CudaDevice
-from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.load_options import LoadOptions
 
 # Functions that `CudaExecutor.load` calls; kernels are compiled while the weights are read.
 STAGES = (

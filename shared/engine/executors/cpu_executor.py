@@ -11,9 +11,8 @@ from torch import nn
 
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
-from shared.clock import Clock
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import load_kv_scales
 from shared.engine.layers.linear import ProductModule
@@ -26,8 +25,9 @@ from shared.engine.runners.cpu_kernels import (
     load_kernels,
 )
 from shared.engine.runners.freed_memory import retain_freed_memory, return_freed_memory
+from shared.engine.runners.kv_sizing import num_blocks_for
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.model_loading import (
-    LoadOptions,
     OpenedWeights,
     empty_model,
     finish_model,
@@ -60,11 +60,9 @@ class CpuExecutor(LocalExecutor):
         computer: StepComputer,
         *,
         num_blocks: int,
-        model_name: str,
         revision: str,
         mode: Mode,
         num_threads: int | None,
-        clock: Clock,
         activations: Activations = "plain",
     ) -> None:
         super().__init__(
@@ -72,11 +70,9 @@ class CpuExecutor(LocalExecutor):
             num_blocks=num_blocks,
             max_blocks=computer.kv_cache.shape[2],
             is_elastic=True,
-            model_name=model_name,
             revision=revision,
             mode=mode,
             activations=activations,
-            clock=clock,
             init_step_thread=retain_freed_memory,
         )
         self._row_kernels: RowKernels | None = None
@@ -118,14 +114,12 @@ class CpuExecutor(LocalExecutor):
         )
         kv_cache = allocate_kv_cache(kv_layout, max_blocks, _CPU)
         loaded = cls(
-            StepComputer(model, kv_cache, kv_layout, clock=options.clock),
+            StepComputer(model, kv_cache, kv_layout),
             num_blocks=num_blocks,
-            model_name=options.served_name(model_dir),
             revision=revision,
             mode=options.mode,
             activations=options.activations,
             num_threads=options.num_threads,
-            clock=options.clock,
         )
         if plan is not None:
             # a ready worker has all its kernels compiled

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.kv_cache import allocate_kv_cache
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import load_kv_scales
 from shared.engine.models.checkpoint_config import read_config
@@ -20,9 +20,9 @@ from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kern
 from shared.engine.runners.cuda.first_step import run_largest_step
 from shared.engine.runners.cuda.meta_model import META
 from shared.engine.runners.cuda_device import CudaDevice
-from shared.engine.runners.kv_sizing import num_blocks_in
+from shared.engine.runners.kv_sizing import num_blocks_for, num_blocks_in
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.model_loading import (
-    LoadOptions,
     empty_model,
     finish_model,
     kv_layout_of,
@@ -49,7 +49,6 @@ class CudaExecutor(LocalExecutor):
         *,
         num_blocks: int,
         revision: str,
-        model_name: str,
         options: LoadOptions,
     ) -> None:
         super().__init__(
@@ -57,11 +56,9 @@ class CudaExecutor(LocalExecutor):
             num_blocks=num_blocks,
             max_blocks=options.kv_ceiling(computer.kv_layout, num_blocks),
             is_elastic=False,
-            model_name=model_name,
             revision=revision,
             mode=options.mode,
             activations=options.activations,
-            clock=options.clock,
             init_step_thread=device.bind,
             init_copy_thread=device.bind,
         )
@@ -138,7 +135,6 @@ class CudaExecutor(LocalExecutor):
             allocate_kv_cache(kv_layout, 1, target),
             kv_layout,
             check_thread=device.check_bound,
-            clock=options.clock,
         )
         run_largest_step(computer, options)
         if num_blocks is None:
@@ -152,7 +148,6 @@ class CudaExecutor(LocalExecutor):
             device,
             num_blocks=num_blocks,
             revision=revision,
-            model_name=options.served_name(model_dir),
             options=options,
         )
 

@@ -12,8 +12,8 @@ import torch
 
 from shared.config import default_block_size
 from shared.engine.executors.local_executor import LocalExecutor
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.mode_choice import resolve_mode
-from shared.engine.runners.model_loading import LoadOptions
 from shared.errors import ConfigError
 from shared.numerics import ModeChoice
 

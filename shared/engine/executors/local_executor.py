@@ -16,7 +16,7 @@ import structlog
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.clock import Clock
+from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
@@ -50,17 +50,14 @@ class LocalExecutor:
         num_blocks: int,
         max_blocks: int,
         is_elastic: bool,
-        model_name: str,
         revision: str,
         mode: Mode,
-        clock: Clock,
         activations: Activations = "plain",
         init_step_thread: Callable[[], None] | None = None,
         init_copy_thread: Callable[[], None] | None = None,
     ) -> None:
         config = computer.model.config
         self.computer = computer
-        self.model_name = model_name
         self.revision = revision
         self.kv_layout = computer.kv_layout
         _log_groups(self.kv_layout)
@@ -82,7 +79,7 @@ class LocalExecutor:
         self._step = -1
         self._inputs: StepInputs | None = None  # of the step in flight
         self._budget = StepBudget()
-        self._clock = clock
+        self._clock = MonotonicClock()
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
         self._copy_thread = ThreadPoolExecutor(1, "engine-copy", initializer=init_copy_thread)
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import torch
 
+from shared.clock import MonotonicClock
 from shared.engine.executors.cpu_executor import DEFAULT_KV_CACHE_BYTES
 from shared.engine.executors.load import resolve_device
-from shared.engine.kv_cache import num_blocks_for
 from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.weight_cuts import WeightCuts
@@ -29,9 +29,10 @@ from shared.engine.ranks.kv.rank_links import RankLinks
 from shared.engine.ranks.link_report import report_links
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.runners.device_numerics import device_numerics
+from shared.engine.runners.kv_sizing import num_blocks_for
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.mode_choice import resolve_mode
 from shared.engine.runners.model_loading import (
-    LoadOptions,
     kv_layout_of,
     open_weights,
     resolve_dtype,
@@ -72,7 +73,6 @@ def load_group(
     given = options.kv_cache_bytes
     num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
     max_blocks = options.kv_ceiling(kv_layout, num_blocks)
-    max_context_tokens = options.context_tokens(config, max_blocks)
     whole = model_on_meta(config, dtype)
     with open_weights(model_dir, config, whole, options.load_format) as source:
         names = matched_names(source.tensors, whole.weight_destinations())
@@ -88,15 +88,8 @@ def load_group(
     mode = resolve_mode(options.mode, CPU)
     setup = RankSetup(
         model_dir=str(model_dir.resolve()),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        block_size=options.block_size,
+        options=msgspec.structs.replace(options, dtype=dtype, mode=mode),
         max_blocks=max_blocks,
-        max_context_tokens=max_context_tokens,
-        mode=mode,
-        activations=options.activations,
-        experts=options.experts,
-        load_format=options.load_format,
         num_threads=max(1, num_threads // num_local),
         kv=channels.rank_kv,
         masks=channels.rank_masks,
@@ -114,20 +107,21 @@ def load_group(
         dtype=dtype,
         activations=options.activations,
     )
+    clock = MonotonicClock()
     return GroupExecutor(
-        GroupSteps(group, channels.masks, parent_thread, options.clock),
+        GroupSteps(group, channels.masks, parent_thread, clock),
         RankLinks(channels.kv, kv_shards(parts)),
         shape,
         kv_layout=kv_layout,
         numerics=device_numerics(CPU, dtype, mode, options.activations, kv_dtype=kv_dtype),
         num_blocks=num_blocks,
         max_blocks=max_blocks,
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=options.context_tokens(config, max_blocks),
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         has_head=config.has_head,
         revision=revision,
-        clock=options.clock,
+        clock=clock,
     )
 
 

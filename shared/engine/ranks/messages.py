@@ -11,28 +11,21 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.config import ExpertSplit
-from shared.numerics import Activations, Mode
+from shared.engine.runners.load_options import LoadOptions
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a rank's part of the model, and the descriptors that it inherits.
 
+    `options`: of the whole model, with the dtype and mode that the leader has chosen.
     `kv`: a socket for each rank; `masks`: one of the answering rank; -1: of another host's.
     `data_plane_host`: of ranks on another host than the leader's, where they receive KV.
     """
 
     model_dir: str
-    dtype: str
-    kv_dtype: str  # torch's name
-    block_size: int
-    max_blocks: int
-    max_context_tokens: int
-    mode: Mode
-    activations: Activations = "plain"
-    experts: ExpertSplit = "auto"
-    load_format: str
+    options: LoadOptions
     num_threads: int
+    max_blocks: int
     kv: tuple[int, ...]
     masks: int
     data_plane_host: str = ""

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
 from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
 from shared.engine.kv_quantisation.kv_scales import read_kv_scales, set_kv_scales
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
@@ -129,27 +130,28 @@ class LoadedRank:
 
 def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     """Raises CheckpointError, ConfigError."""
-    model_dir = Path(setup.model_dir)
-    config = read_config(model_dir)
-    parts = worker_parts(config, mesh.shape, setup.experts)
+    options = setup.options
+    config = read_config(Path(setup.model_dir))
+    parts = worker_parts(config, mesh.shape, options.experts)
     part = parts[mesh.rank]
     stage, _ = mesh.shape.place(mesh.rank)
     local = local_config(config, part)
-    layout = kv_layout_of(config, setup.kv_dtype, setup.block_size)
+    kv_dtype = resolve_kv_dtype(options.kv_dtype, options.dtype, config, CPU)
+    layout = kv_layout_of(config, kv_dtype, options.block_size)
     kv_layout = rank_layout(layout, part)
     if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
-        compile_kernels(compile_plan(local, setup.dtype, kv_layout, is_compressed=False))
+        compile_kernels(compile_plan(local, options.dtype, kv_layout, is_compressed=False))
     model = RankDecoder(
         config,
         part,
         [parts[rank].vocabulary for rank in mesh.shape.stage_ranks(stage)],
         mesh,
-        dtype=getattr(torch, setup.dtype),
-        num_positions=setup.max_context_tokens,
+        dtype=getattr(torch, options.dtype),
+        num_positions=options.context_tokens(config, setup.max_blocks),
     ).eval()
-    checkpoint = _fill(model, config, part, model_dir, setup)
+    checkpoint = _fill(model, config, part, setup, kv_dtype)
     numerics = device_numerics(
-        CPU, setup.dtype, setup.mode, setup.activations, kv_dtype=setup.kv_dtype
+        CPU, options.dtype, options.mode, options.activations, kv_dtype=kv_dtype
     )
     identity = RankIdentity(
         weights_digest=checkpoint,
@@ -157,7 +159,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
         numerics=str(numerics),
         versions=" ".join(f"{name} {version(name)}" for name in ("torch", "numpy")),
     )
-    finish_model(model, setup.mode, is_compressed=False)
+    finish_model(model, options.mode, is_compressed=False)
     kv_cache = allocate_kv_cache(kv_layout, setup.max_blocks, CPU)
     computer = RankComputer(model, kv_cache, kv_layout, mesh)
     if not IS_INTERPRETED:
@@ -177,16 +179,21 @@ def _warm_up(computer: RankComputer) -> None:
 
 
 def _fill(
-    model: RankDecoder, config: ModelConfig, part: RankPart, model_dir: Path, setup: RankSetup
+    model: RankDecoder,
+    config: ModelConfig,
+    part: RankPart,
+    setup: RankSetup,
+    kv_dtype: str,
 ) -> str:
     """Reads the rank's parts of the weights, and no others. Returns a fingerprint of all.
 
     They lie packed in the host's cache, one file for each part: a second start maps it.
     """
     destinations = model.weight_destinations()
-    whole = model_on_meta(config, setup.dtype)
-    with open_weights(model_dir, config, whole, setup.load_format) as source:
-        if setup.kv_dtype == FP8:
+    options = setup.options
+    whole = model_on_meta(config, options.dtype)
+    with open_weights(Path(setup.model_dir), config, whole, options.load_format) as source:
+        if kv_dtype == FP8:
             scales = read_kv_scales(source.tensors, config)
             set_kv_scales(model, scales[part.layers][:, :, part.kv_heads])
         own = RankTensors(source.tensors, WeightCuts(config, part), destinations.keys())

@@ -39,7 +39,7 @@ class ModelWork:
         configure_logging(f"rank-{context.rank}")
         setup = msgspec.msgpack.decode(context.config, type=RankSetup)
         torch.set_num_threads(setup.num_threads)
-        self._mesh = context.mesh(exchange=exchange_of(setup.activations))
+        self._mesh = context.mesh(exchange=exchange_of(setup.options.activations))
         loaded = load_rank(setup, self._mesh)
         self._computer, self.identity = loaded.computer, loaded.identity
         layout = self._computer.kv_layout

@@ -1,4 +1,4 @@
-"""The number of KV blocks that fit a device besides weights and the largest step. Pure."""
+"""The number of KV blocks in a given size, or besides weights and the largest step. Pure."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ def num_blocks_in(report: MemoryReport, kv_layout: KvLayout) -> int:
             param="kv_cache_bytes",
         )
     return min(num_blocks, MAX_BLOCKS)
+
+
+def num_blocks_for(
+    kv_layout: KvLayout, kv_cache_bytes: int, *, option: str = "kv_cache_bytes"
+) -> int:
+    """Raises ConfigError if not even one block fits."""
+    num_blocks = kv_cache_bytes // kv_layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{option} {kv_cache_bytes} holds no block of {kv_layout.block_size} tokens "
+            f"({kv_layout.block_bytes} bytes)"
+        )
+    return num_blocks

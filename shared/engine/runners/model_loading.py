@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import structlog
 import torch
 
-from shared.clock import Clock, MonotonicClock
-from shared.config import LOAD_FORMATS, ExpertSplit
-from shared.engine.kv_cache import num_blocks_for
+from shared.config import LOAD_FORMATS
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import MatrixModule, ProductModule, weights_unset_on
@@ -31,69 +29,11 @@ from shared.engine.weights.weight_form import weights_report
 from shared.engine.weights.weight_source import WeightSource
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import KvLayout, LatentKv, LayerState, PagedKv, Reach, group_layers
-from shared.numerics import Activations, KvDtype, Mode
+from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
 
 DTYPES = ("bfloat16", "float32", "float16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA a share of the free memory after loading.
-    `kv_ceiling_bytes`: the most that the KV cache may get later; None: no more than at the start.
-    `is_parked`: it takes no memory before it gets a size. `max_context_tokens`: at most; None: the
-    model's.
-
-    `mode` exact: a token's bits depend neither on its batch nor on chunking, so that a resumed
-    response continues identically. On the CPU this always holds, at no cost; "fast" only declares
-    the worker's KV usable by other hardware in that mode.
-    `activations`: how sums of lanes cross ranks, rounded alike by a worker of one rank.
-    `kv_dtype`: see `resolve_kv_dtype`.
-    `experts`: how ranks share a model's experts, with the same bits.
-    `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
-    `max_batch_tokens` and `max_sequences` bound the size of the steps.
-    `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
-    prompts take more time, with the same bits.
-    """
-
-    dtype: str = "auto"
-    kv_dtype: KvDtype = "auto"
-    block_size: int = 16
-    kv_cache_bytes: int | None = None
-    kv_ceiling_bytes: int | None = None
-    is_parked: bool = False
-    max_context_tokens: int | None = None
-    max_batch_tokens: int = 512
-    max_sequences: int = 256
-    num_threads: int | None = None
-    mode: Mode = "exact"
-    activations: Activations = "plain"
-    experts: ExpertSplit = "auto"
-    weights: str = "auto"
-    load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
-    has_row_kernels: bool = False
-    model_name: str | None = None  # None: the directory's
-    clock: Clock = field(default_factory=MonotonicClock)
-
-    def kv_ceiling(self, kv_layout: KvLayout, num_blocks: int) -> int:
-        """The most blocks of a cache that has `num_blocks` at the start. Raises ConfigError."""
-        if self.kv_ceiling_bytes is None:
-            return num_blocks
-        most = num_blocks_for(kv_layout, self.kv_ceiling_bytes, option="kv_ceiling_bytes")
-        return max(num_blocks, most)
-
-    def context_tokens(self, config: ModelConfig, max_blocks: int | None) -> int:
-        """The longest sequence: of the model, of the option, and of `max_blocks`."""
-        limits = [config.max_position_embeddings]
-        if self.max_context_tokens is not None:
-            limits.append(self.max_context_tokens)
-        if max_blocks is not None:
-            limits.append(max_blocks * self.block_size)
-        return min(limits)
-
-    def served_name(self, model_dir: Path) -> str:
-        return model_dir.resolve().name if self.model_name is None else self.model_name
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import copy_blocks
-from shared.clock import Clock, MonotonicClock
+from shared.clock import MonotonicClock
 from shared.engine.kv_copies import KvCopies, any_thread
 from shared.engine.layers.attention_inputs import LayerKind
 from shared.engine.layers.moe import MoeMlp
@@ -44,7 +44,6 @@ class StepComputer(KvCopies):
         kv_layout: KvLayout,
         *,
         check_thread: Callable[[], None] = any_thread,
-        clock: Clock | None = None,
     ) -> None:
         super().__init__(kv_cache, kv_layout, check_thread)
         self.model = model
@@ -55,7 +54,7 @@ class StepComputer(KvCopies):
         self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs
         self.kind_of_layer = [self._kinds.index(each) for each in of_layers]
         self._slot_of_layer = [slot for _, slot in kv_layout.places]
-        self._clock = MonotonicClock() if clock is None else clock
+        self._clock = MonotonicClock()
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:

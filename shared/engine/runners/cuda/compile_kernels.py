@@ -26,7 +26,7 @@ from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
 from shared.engine.runners.cuda.meta_model import META, distinct_layers, meta_model
-from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import COPIES, warm_up_steps
 from shared.engine.step import StepInputs

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from shared.engine.models.device_step import DeviceStepOutput
-from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import largest_step, logprobs_step, sampled_steps
 

@@ -20,7 +20,7 @@ from shared.engine.executors.cuda_executor import CudaExecutor
 from shared.engine.executors.load import load_executor
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.kv_sizing import KV_SHARE
-from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.step_computer import StepComputer
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import ConfigError

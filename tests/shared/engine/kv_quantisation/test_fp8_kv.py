@@ -24,6 +24,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_computer import load_rank
 from shared.engine.runners.kv_sizing import MemoryReport, num_blocks_in
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.weights.load import open_checkpoint, report_unused
 from shared.errors import CheckpointError, ConfigError
@@ -267,13 +268,8 @@ def test_ranks_take_the_scales_of_their_heads(edited: Callable[[Edit], Path]) ->
     expected = logits_of(executor)
     setup = RankSetup(
         model_dir=str(path),
-        dtype="bfloat16",
-        kv_dtype=FP8,
-        block_size=16,
+        options=LoadOptions(dtype="bfloat16", kv_dtype="fp8"),
         max_blocks=16,
-        max_context_tokens=256,
-        mode="exact",
-        load_format="auto",
         num_threads=1,
         kv=(),
         masks=-1,
@@ -281,9 +277,9 @@ def test_ranks_take_the_scales_of_their_heads(edited: Callable[[Edit], Path]) ->
 
     def logits(mesh: Mesh) -> tuple[Tensor, str]:
         loaded = load_rank(setup, mesh)
-        loaded.executor.num_blocks = 16  # type: ignore[attr-defined]
+        loaded.computer.num_blocks = 16  # type: ignore[attr-defined]
         line = Blocks(16).line(PROMPT)
-        return prefill(loaded.executor, line, 64), loaded.identity.numerics  # type: ignore[arg-type]
+        return prefill(loaded.computer, line, 64), loaded.identity.numerics  # type: ignore[arg-type]
 
     for found, numerics in run_ranks(MeshShape(2), logits):
         assert torch.equal(found, expected)

@@ -17,6 +17,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.load_group import load_group
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.runners.load_options import LoadOptions
 from shared.errors import CheckpointError
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_model
@@ -137,13 +138,8 @@ def test_a_cut_inside_of_a_block_is_an_error(tmp_path: Path) -> None:
 def setup(folder: Path) -> RankSetup:
     return RankSetup(
         model_dir=str(folder),
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        block_size=16,
+        options=LoadOptions(dtype="bfloat16"),
         max_blocks=64,
-        max_context_tokens=16 * 64,
-        mode="exact",
-        load_format="auto",
         num_threads=1,
         kv=(),
         masks=-1,

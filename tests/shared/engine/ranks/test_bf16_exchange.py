@@ -21,6 +21,7 @@ from shared.engine.parallel.planning.model_shape import model_shape
 from shared.engine.parallel.planning.parallel_plan import all_plans, plan_of
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.step import StepInputs
 from shared.numerics import Activations, exchange_of
 from tests.shared.engine.parallel.rank_threads import run_ranks
@@ -73,14 +74,8 @@ def run_model(
 ) -> Any:
     setup = RankSetup(
         model_dir=str(folder),
-        dtype=dtype,
-        kv_dtype=dtype,
-        block_size=16,
+        options=LoadOptions(dtype=dtype, activations=activations),
         max_blocks=NUM_BLOCKS,
-        max_context_tokens=16 * NUM_BLOCKS,
-        mode="exact",
-        activations=activations,
-        load_format="auto",
         num_threads=1,
         kv=(),
         masks=-1,

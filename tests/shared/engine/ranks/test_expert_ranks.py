@@ -18,6 +18,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.planning.worker_parts import worker_parts
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.step import StepInputs
 from shared.errors import ConfigError
 from shared.numerics import Activations
@@ -100,15 +101,8 @@ def of_ranks(
     """Logits of each step, of each rank of the last stage."""
     setup = RankSetup(
         model_dir=str(folder),
-        dtype=dtype,
-        kv_dtype=dtype,
-        block_size=16,
+        options=LoadOptions(dtype=dtype, activations=activations, experts=experts),
         max_blocks=NUM_BLOCKS,
-        max_context_tokens=16 * NUM_BLOCKS,
-        mode="exact",
-        activations=activations,
-        experts=experts,
-        load_format="auto",
         num_threads=1,
         kv=(),
         masks=-1,

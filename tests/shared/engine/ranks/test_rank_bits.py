@@ -14,6 +14,7 @@ from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.ranks.messages import RankSetup
 from shared.engine.ranks.rank_computer import load_rank
+from shared.engine.runners.load_options import LoadOptions
 from shared.engine.step import StepInputs
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.shared.engine.support.checkpoints import write_model
@@ -90,13 +91,8 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
     expected = [executor.step_logits(step) for step in steps(num_groups)]
     setup = RankSetup(
         model_dir=str(folder),
-        dtype=dtype,
-        kv_dtype=dtype,
-        block_size=16,
+        options=LoadOptions(dtype=dtype),
         max_blocks=NUM_BLOCKS,
-        max_context_tokens=16 * NUM_BLOCKS,
-        mode="exact",
-        load_format="auto",
         num_threads=1,
         kv=(),
         masks=-1,

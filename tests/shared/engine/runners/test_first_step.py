@@ -13,7 +13,8 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import DeviceStepOutput
 from shared.engine.runners.cuda.first_step import run_largest_step
-from shared.engine.runners.model_loading import LoadOptions, kv_layout_of
+from shared.engine.runners.load_options import LoadOptions
+from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.runners.step_computer import StepComputer
 from shared.engine.runners.warm_up import MAX_TOP_LOGPROBS
 from shared.engine.step import StepInputs
