@@ -49,6 +49,9 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.name == name and self.revision in (revision, digest)
 
 
+_OF_MODEL = [each for each in HostedModel.__struct_fields__ if each in ModelView.__struct_fields__]
+
+
 def host_view(heartbeat: Heartbeat, state: str) -> HostView:
     """`state`: of the process."""
     load = heartbeat.host
@@ -77,20 +80,8 @@ def in_order(models: Iterable[ModelView]) -> list[ModelView]:
 
 def _model_view(model: HostedModel, heartbeat: Heartbeat, host_state: str) -> ModelView:
     return ModelView(
-        name=model.name,
-        revision=model.revision,
-        state=model.state,
+        **{name: getattr(model, name) for name in _OF_MODEL},
         host_id=heartbeat.process_id,
-        device=model.device,
         host_state=host_state,
         region=heartbeat.region,
-        worker_id=model.worker_id,
-        weights_bytes=model.weights_bytes,
-        kv_bytes=model.kv_bytes,
-        wake_s=model.wake_s,
-        start_s=model.start_s,
-        hot_s=model.hot_s,
-        priority=model.priority,
-        is_pinned=model.is_pinned,
-        failure=model.failure,
     )
