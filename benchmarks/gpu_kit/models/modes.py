@@ -38,12 +38,12 @@ def mode_row(
 
     from kernels.device import compute_capability
     from shared.engine.runners.mode_choice import MeasuredDevice
-    from shared.numerics import KERNELS_VERSION
+    from shared.numerics import TRITON_KERNELS_VERSION
 
     cases = {case for case, _ in wanted_figures(session)}
     cost = max(milliseconds[case, "exact"] / milliseconds[case, "fast"] for case in cases)
     device = f"sm{compute_capability(session.device)}"
-    row = MeasuredDevice(device, KERNELS_VERSION, has_passed_bit_tests, round(cost, 3))
+    row = MeasuredDevice(device, TRITON_KERNELS_VERSION, has_passed_bit_tests, round(cost, 3))
     return msgspec.structs.asdict(row)
 
 

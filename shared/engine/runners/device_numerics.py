@@ -9,7 +9,13 @@ import torch
 from kernels.device import IS_INTERPRETED, compute_capability
 from kernels.ops import cpu_host
 from shared.engine.parallel.lanes import NUM_LANES
-from shared.numerics import KERNELS_VERSION, Activations, Mode, Numerics
+from shared.numerics import (
+    KERNELS_VERSION,
+    TRITON_KERNELS_VERSION,
+    Activations,
+    Mode,
+    Numerics,
+)
 
 
 def device_numerics(
@@ -21,7 +27,9 @@ def device_numerics(
     kv_dtype: str,
 ) -> Numerics:
     """Call on the CPU once its kernels are compiled: a host that cannot compile has others."""
-    parts = [str(KERNELS_VERSION), f"torch{_release('torch')}"]
+    has_triton = IS_INTERPRETED or device.type == "cuda"
+    kernels_version = TRITON_KERNELS_VERSION if has_triton else KERNELS_VERSION
+    parts = [str(kernels_version), f"torch{_release('torch')}"]
     if device.type == "cuda":
         parts.append(f"triton{_release('triton')}")
         name = f"sm{compute_capability(device)}"

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from kernels.device import compute_capability
-from shared.numerics import KERNELS_VERSION, Mode, ModeChoice
+from shared.numerics import TRITON_KERNELS_VERSION, Mode, ModeChoice
 
 log = structlog.get_logger(__name__)
 
@@ -48,12 +48,12 @@ def resolve_mode(choice: ModeChoice, device: torch.device) -> Mode:
 
 def reason_for_fast(device: str, rows: tuple[MeasuredDevice, ...]) -> str | None:
     """Why results are not exact on this architecture, as text; None if they are."""
-    found = [row for row in rows if (row.device, row.kernels) == (device, KERNELS_VERSION)]
+    found = [row for row in rows if (row.device, row.kernels) == (device, TRITON_KERNELS_VERSION)]
     if not found:
-        return f"exact results of kernels {KERNELS_VERSION} have not been tested on {device}"
+        return f"exact results of kernels {TRITON_KERNELS_VERSION} have not been tested on {device}"
     row = found[-1]
     if not row.has_passed_bit_tests:
-        return f"the bit tests of kernels {KERNELS_VERSION} fail on {device}"
+        return f"the bit tests of kernels {TRITON_KERNELS_VERSION} fail on {device}"
     if row.cost > MAX_COST:
         return f"exact results cost {row.cost:.2f} of the time on {device}, more than {MAX_COST}"
     return None

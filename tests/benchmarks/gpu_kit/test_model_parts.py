@@ -26,7 +26,7 @@ from shared.clock import MonotonicClock
 from shared.config import default_block_size
 from shared.engine.runners.load_options import LoadOptions
 from shared.engine.runners.mode_choice import MeasuredDevice
-from shared.numerics import KERNELS_VERSION
+from shared.numerics import TRITON_KERNELS_VERSION
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
 
 GIB = 1 << 30
@@ -168,7 +168,7 @@ def test_mode_is_written_from_the_parts_before(is_exact: bool, tmp_path: Path) -
     modes.run(session)
     row = session.rows[-1]
     fields = {name: row[name] for name in MeasuredDevice.__struct_fields__}
-    expected = MeasuredDevice("sm90", KERNELS_VERSION, is_exact, 1.3)
+    expected = MeasuredDevice("sm90", TRITON_KERNELS_VERSION, is_exact, 1.3)
     assert (row["case"], msgspec.convert(fields, MeasuredDevice)) == ("mode", expected)
 
 

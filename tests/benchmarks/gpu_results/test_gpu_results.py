@@ -15,7 +15,7 @@ from benchmarks.gpu_results.runs import NoMeasurement, slug_of, stored_runs, who
 from benchmarks.gpu_results.table import NOTHING
 from benchmarks.readme_table import BEGIN, END, GPU
 from shared.engine.runners.mode_choice import MeasuredDevice, reason_for_fast
-from shared.numerics import KERNELS_VERSION
+from shared.numerics import TRITON_KERNELS_VERSION
 
 H100 = "NVIDIA H100 80GB HBM3"
 COMMIT = "0123456789ab"
@@ -184,7 +184,7 @@ def test_changed_bits_are_printed(root: Path, tmp_path: Path) -> None:
 def test_measured_mode_decides_auto(root: Path, tmp_path: Path) -> None:
     """A new row of a device replaces the one before."""
     path = root / "shared" / "engine" / "modes.json"
-    row = {"part": "modes", "case": "verdict", "device": "sm90", "kernels": KERNELS_VERSION}
+    row = {"part": "modes", "case": "verdict", "device": "sm90", "kernels": TRITON_KERNELS_VERSION}
     row |= {"has_passed_bit_tests": True}
     for cost, name in ((1.9, "1"), (1.1, "2")):
         rows = [row | {"cost": cost}, {"part": "modes", "case": "bits"}]

@@ -8,8 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from shared.numerics import KERNELS_VERSION
+from kernels.device import IS_INTERPRETED
+from shared.engine.runners import device_numerics as numerics
+from shared.numerics import KERNELS_VERSION, TRITON_KERNELS_VERSION
 from tests.shared.engine.support import golden
 
 RECORD = "record the digests: python -m tests.shared.engine.support.golden --write"
@@ -49,3 +52,14 @@ def test_library_with_fewer_instructions_has_a_name_of_its_own() -> None:
     found = golden.found_in_child(**golden.GENERIC, ONEDNN_MAX_CPU_ISA="AVX512_CORE")
     golden.merge(found, golden.found_in_child(**golden.GENERIC))
     check(found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_kind_of_kernels_has_its_version(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits that change on GPUs alone leave workers on CPUs their numerics."""
+    monkeypatch.setattr(numerics, "compute_capability", lambda device: 90)
+    has_triton = IS_INTERPRETED or device == "cuda"
+    version = TRITON_KERNELS_VERSION if has_triton else KERNELS_VERSION
+    found = numerics.device_numerics(torch.device(device), "float32", "exact", kv_dtype="float32")
+    assert found.kernels.split("-")[0] == str(version)
+    assert TRITON_KERNELS_VERSION != KERNELS_VERSION

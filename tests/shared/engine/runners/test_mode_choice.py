@@ -15,12 +15,14 @@ from shared.engine.runners.mode_choice import (
     reason_for_fast,
     resolve_mode,
 )
-from shared.numerics import KERNELS_VERSION
+from shared.numerics import TRITON_KERNELS_VERSION
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def row(device: str = "sm90", kernels: int = KERNELS_VERSION, **fields: object) -> MeasuredDevice:
+def row(
+    device: str = "sm90", kernels: int = TRITON_KERNELS_VERSION, **fields: object
+) -> MeasuredDevice:
     given: dict[str, object] = {"has_passed_bit_tests": True, "cost": 1.2, **fields}
     return MeasuredDevice(device, kernels, **given)  # type: ignore[arg-type]
 
@@ -31,7 +33,7 @@ def row(device: str = "sm90", kernels: int = KERNELS_VERSION, **fields: object) 
         ((row(),), None),
         ((), "have not been tested on sm90"),
         ((row("sm80"),), "have not been tested on sm90"),
-        ((row(kernels=KERNELS_VERSION - 1),), "have not been tested on sm90"),
+        ((row(kernels=TRITON_KERNELS_VERSION - 1),), "have not been tested on sm90"),
         ((row(has_passed_bit_tests=False),), "bit tests .* fail on sm90"),
         ((row(cost=1.26),), "cost 1.26 of the time on sm90"),
         ((row(cost=1.26), row(cost=1.25)), None),
