@@ -11,6 +11,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from tests.grids import thin
 from tests.servers import NatsServer, RedisServer
 
 # Non-interactive shells start background jobs with SIGINT ignored, which children inherit.
@@ -46,7 +47,8 @@ SLOW_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts slow files to the front; preserves the order within a file."""
+    """Sorts slow files to the front; preserves the order within a file. Thins grids."""
+    thin(item for item in items if item.get_closest_marker("each_value"))
     root = Path(__file__).parents[1]
 
     def rank(item: pytest.Item) -> int:

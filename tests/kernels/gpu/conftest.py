@@ -30,7 +30,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter takes 0.3 s per case: FP32 in every run, FP16 in long runs."""
+    """The interpreter takes seconds for a case: FP32 in every run, each value of a grid once;
+    FP16 and all combinations in long runs.
+    """
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -39,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         elif call is not None and call.params.get("dtype") is torch.float16:
             item.add_marker(pytest.mark.long)
+        else:
+            item.add_marker(pytest.mark.each_value)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

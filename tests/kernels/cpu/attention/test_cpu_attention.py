@@ -17,6 +17,7 @@ from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCE)
+SHAPES = [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)]
 
 
 class Paged:
@@ -75,14 +76,14 @@ def decode(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("reach", "cap"),
     [(None, None), (Window(1), None), (Window(37), 2.5), (Chunk(40), None), (None, 2.5)],
 )
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)],
+    ("dtype", "num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(dtype, *shape) for dtype in DTYPES for shape in SHAPES],
 )
 def test_prefill_and_decode_equal_fp64_and_each_other(
     num_heads: int,

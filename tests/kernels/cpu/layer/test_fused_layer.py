@@ -133,10 +133,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 96, "rotary_dim": 96, "has_head_norms": True, "hidden": 288},
 }
 COMPRESSED = {"hidden": 256, "inner": 512, "is_compressed": True}
+DTYPES = {torch.bfloat16: BF16, torch.float32: AVX512}
 each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.bfloat16, marks=BF16), pytest.param(torch.float32, marks=AVX512)],
-    ids=str,
+    "dtype", [pytest.param(dtype, marks=mark) for dtype, mark in DTYPES.items()], ids=str
 )
 
 
@@ -168,9 +167,13 @@ def check(layer: Layer, num_rows: int) -> None:
         assert torch.equal(fused.post_attention(x, attended, is_by_rows=is_by_rows), expected)
 
 
-@each_dtype
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 70, 2 * MANY_ROWS + 5])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [pytest.param(dtype, name, marks=mark) for dtype, mark in DTYPES.items() for name in LAYERS],
+    ids=str,
+)
 def test_bits_equal_those_of_single_operations(
     name: str, num_rows: int, dtype: torch.dtype
 ) -> None:

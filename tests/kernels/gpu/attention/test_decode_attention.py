@@ -60,7 +60,11 @@ def _check(
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
-    [(1, 64, 16), (4, 80, 32), (7, 96, 64), (8, 128, 16), (4, 256, 32), (3, 20, 4)],
+    [
+        *[(1, 64, 16), (7, 96, 64), (4, 256, 32), (3, 20, 4)],
+        pytest.param(4, 80, 32, marks=pytest.mark.long),
+        pytest.param(8, 128, 16, marks=pytest.mark.long),
+    ],
 )
 def test_shapes(
     group: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -129,7 +133,10 @@ def test_fp8_cache_with_scales(dtype: torch.dtype, device: torch.device) -> None
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "reach"),
-    [(7, 64, None), (1, 80, Window(70)), (1, 80, Chunk(48)), (8, 128, None)],
+    [
+        *[(7, 64, None), (1, 80, Window(70)), (1, 80, Chunk(48))],
+        pytest.param(8, 128, None, marks=pytest.mark.long),
+    ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks(
     group: int,

@@ -56,8 +56,11 @@ def test_shapes(
     expected = reference_decode(query.float(), wide, tables, lens, scale, value_dim=value_dim)
     assert_near(out, expected)
 
-    query = random(sum(QUERY_LENS), num_heads, head_dim, like=device, dtype=dtype, seed=1)
-    rest = tables, _starts(QUERY_LENS, tables), lens, scale
+    query_lens = QUERY_LENS
+    if IS_INTERPRETED:  # a tile has fewer tokens if there are more heads
+        query_lens = [min(length, 200 // num_heads) for length in QUERY_LENS]
+    query = random(sum(query_lens), num_heads, head_dim, like=device, dtype=dtype, seed=1)
+    rest = tables, _starts(query_lens, tables), lens, scale
     with poisoned_outputs():
         out = prefill_attention(query, context.cache, *rest, **options)
     assert_near(out, reference_prefill(query.float(), wide, *rest, value_dim=value_dim))

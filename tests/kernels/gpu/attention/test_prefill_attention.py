@@ -66,7 +66,11 @@ def _check(
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
-    [(1, 64, 16), (4, 80, 32), (7, 96, 64), (8, 128, 16), (4, 256, 32), (3, 20, 4)],
+    [
+        *[(1, 64, 16), (7, 96, 64), (4, 256, 32), (3, 20, 4)],
+        pytest.param(4, 80, 32, marks=pytest.mark.long),
+        pytest.param(8, 128, 16, marks=pytest.mark.long),
+    ],
 )
 def test_shapes(
     group: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device

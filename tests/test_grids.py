@@ -1,0 +1,27 @@
+"""The short run keeps each value of each parameter of a grid that is thinned."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.grids import covering
+
+
+@pytest.mark.parametrize("lengths", [(5, 2, 2), (4, 2, 2), (3,), (1, 1), (3, 4)])
+def test_every_value_of_a_grid_stays_in_few_cells(lengths: tuple[int, ...]) -> None:
+    axes = [[(str(axis), value) for value in range(length)] for axis, length in enumerate(lengths)]
+    cells = [frozenset(cell) for cell in product(*axes)]
+    chosen = covering(cells)
+    assert len(chosen) == max(lengths)
+    assert frozenset().union(*(cells[index] for index in chosen)) == frozenset().union(*cells)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("second", "ab")
+@pytest.mark.parametrize("first", range(3))
+def test_grid(request: pytest.FixtureRequest, first: int, second: str) -> None:
+    """A cell knows whether it belongs to the short run."""
+    is_long = request.node.get_closest_marker("long") is not None
+    assert is_long == ((first, second) not in {(0, "a"), (1, "b"), (2, "a")})
