@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.grids import covering
+from tests.support.grids import covering
 
 
 @pytest.mark.parametrize("lengths", [(5, 2, 2), (4, 2, 2), (3,), (1, 1), (3, 4)])
