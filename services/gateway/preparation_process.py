@@ -8,7 +8,6 @@ requests, which take some 0.1 ms, need not wait for the 0.1 to 6 s of a body of 
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,7 +23,7 @@ from services.gateway.text.process_jobs import (
     PreparedBody,
     ProcessSetup,
 )
-from services.gateway.text.template_process import MAX_MEMORY_BYTES, BodyHandler, main
+from services.gateway.text.template_process import BodyHandler, loading, main
 
 BODY_NICENESS = 10  # more than the process has
 
@@ -34,14 +33,10 @@ def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> Bod
     from services.gateway.dialect_table import GENERATING, JOBS
     from services.gateway.request.prepared_bodies import prepare_body
     from services.gateway.text.model_files import ModelFiles
-    from services.gateway.tokenization.conversion import encoded
+    from services.gateway.text.tokenizer import encoded
 
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    try:
+    with loading():
         files = ModelFiles(Path(setup.model_dir))
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (_num_mapped_bytes() + MAX_MEMORY_BYTES, most))
 
     def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
         if isinstance(job, EncodeJob):
@@ -68,11 +63,6 @@ def _lower_priority() -> None:
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread) + BODY_NICENESS
     os.setpriority(os.PRIO_PROCESS, thread, niceness)
-
-
-def _num_mapped_bytes() -> int:
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return num_pages * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -35,8 +35,9 @@ from services.gateway.http.server import WebServer
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.preparation import PoolLoad
 from services.gateway.model_list import TenantModels
-from services.gateway.models.checked_model import checked_family
+from services.gateway.models.checked_model import checked_model
 from services.gateway.models.loaded_texts import LoadedTexts
+from services.gateway.models.model_check import CheckedModel
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
@@ -72,11 +73,8 @@ from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
-from services.gateway.tools.family import Family
-from services.gateway.tools.family_choice import family_of
 from services.gateway.workers_ai.dialect import RUN, RunState
 from shared.background import Background
 from shared.block_hash import root_key
@@ -112,9 +110,8 @@ class GatewayService:
         config: GatewayConfig,
         bus: Bus,
         store: Store,
-        files: ModelFiles | None,
+        own: CheckedModel | None,
         *,
-        family: Family | None = None,
         clock: Clock,
         randomness: Randomness,
         pool: PreparationPool | None = None,
@@ -125,11 +122,10 @@ class GatewayService:
         clients: NatsBus | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`files`: of its own model; None: it has none. `family`: of these files (default: it is
-        found here, for trusted files). `prefix_redis`: a Redis connection outside the request path
-        (default: `store`); `bulk_redis`: one for replies of megabytes (default: `prefix_redis`);
-        `redis_replica`: a near one, for API keys; `clients`: the connection of the API over NATS
-        (default: there is none).
+        """`own`: the gateway's own model; None: it has none. `prefix_redis`: a Redis connection
+        outside the request path (default: `store`); `bulk_redis`: one for replies of megabytes
+        (default: `prefix_redis`); `redis_replica`: a near one, for API keys; `clients`: the
+        connection of the API over NATS (default: there is none).
         """
         self._config = config
         self._bus = bus
@@ -137,7 +133,6 @@ class GatewayService:
         self._prefix_redis = store if prefix_redis is None else prefix_redis
         self._bulk_redis = self._prefix_redis if bulk_redis is None else bulk_redis
         self._redis_replica = redis_replica
-        self.files = files
         self._clock = clock
         self._randomness = randomness
         self.metrics = GatewayMetrics(config.process_id)
@@ -154,9 +149,7 @@ class GatewayService:
         fleet = self._health_monitor.fleet
         self._cluster = ClusterFeed(ClusterState(fleet, clock.now, wall_clock))
         public = PublicPrefixes(root_key(config.cluster_secret))
-        if family is None and files is not None:
-            family = own_family(config, files)
-        setup = None if files is None or family is None else own_setup(config, files, family)
+        setup = None if own is None else process_setup(own, config.tool_format)
         self._pool = preparation_pool(setup) if pool is None else pool
         check_pool = grammar_pool(setup) if check_pool is None else check_pool
         self._checks = GrammarChecks(check_pool)
@@ -168,11 +161,11 @@ class GatewayService:
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
         loader = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
         self._texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
-        own = None
-        if files is not None and setup is not None and family is not None:
-            own = loader.text(files, family, setup)
+        self._own = None if own is None or setup is None else loader.text(own, setup)
         self._catalogue = CatalogueReader(self._prefix_redis, clock)
-        self.models = ServedModels(self.catalog, own, self._catalogue, self._texts, randomness)
+        self.models = ServedModels(
+            self.catalog, self._own, self._catalogue, self._texts, randomness
+        )
         self.model_aliases = ModelAliases(store, clock, is_native=self.models.has)
         self.model_names = ModelNames(self.models, self.model_aliases)
         self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
@@ -269,7 +262,7 @@ class GatewayService:
         return PrefixTokenizer(
             partial(self.submission.tokenize, model.text),
             lambda: self._bus.max_payload_bytes,
-            model.text.files.tokenizer.longest_token_chars,
+            model.text.files.longest_token_chars,
         )
 
     def _app(self, opener: Opener, wall_clock: Callable[[], float]) -> ASGIApp:
@@ -370,6 +363,11 @@ class GatewayService:
         scheme = "http" if self._certificate is None else "https"
         return f"{scheme}://{authority(*self._web_server.address)}"
 
+    async def load_tokenizer(self) -> None:
+        """Optional first call: no prompt for the gateway's own model then waits for it."""
+        if self._own is not None:
+            await self._own.renderer.load_tokenizer()
+
     # ── process.Service ──────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
@@ -431,7 +429,9 @@ class GatewayService:
         await self.telemetry.close()
         await self._pool.close()
         await self._checks.close()
-        self._texts.close()
+        await self._texts.close()
+        if self._own is not None:
+            await self._own.renderer.close()
         if self._clients is not None:
             await self._clients.close()
         await self._bus.close()
@@ -514,12 +514,11 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     check(config)
     if not config.cluster_secret:
         log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
-    files, family, setup = None, None, None
+    own, setup = None, None
     if config.model_dir is not None:
         given = (config.model_dir, config.response_template, config.tool_format)
-        family = await asyncio.to_thread(checked_family, *given)
-        files = ModelFiles(config.model_dir)
-        setup = own_setup(config, files, family)
+        own = await asyncio.to_thread(checked_model, *given)
+        setup = process_setup(own, config.tool_format)
     pool, check_pool = preparation_pool(setup), grammar_pool(setup)
     await asyncio.gather(pool.start(), check_pool.start())
     clock = MonotonicClock()
@@ -533,12 +532,11 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S, tls=tls)
         for _ in range(2)
     )
-    return GatewayService(
+    gateway = GatewayService(
         config,
         bus,
         store,
-        files,
-        family=family,
+        own,
         clock=clock,
         randomness=SystemRandomness(),
         pool=pool,
@@ -548,6 +546,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         redis_replica=replica,
         clients=await connect_to_clients(config),
     )
+    await gateway.load_tokenizer()
+    return gateway
 
 
 def preparation_pool(setup: ProcessSetup | None) -> PreparationPool:
@@ -565,12 +565,3 @@ def preparation_loads(pool: PreparationPool, check_pool: PreparationPool) -> dic
         name: PoolLoad(each.num_waiting, each.num_running, each.num_lost)
         for name, each in (("requests", pool), ("grammars", check_pool))
     }
-
-
-def own_family(config: GatewayConfig, files: ModelFiles) -> Family:
-    """Of files that are trusted, of the model that the gateway was given. Raises ConfigError."""
-    return family_of(files, config.response_template, tool_format=config.tool_format)
-
-
-def own_setup(config: GatewayConfig, files: ModelFiles, family: Family) -> ProcessSetup:
-    return process_setup(files, family, config.tool_format)

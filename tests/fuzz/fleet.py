@@ -10,12 +10,14 @@ from typing import Any
 
 import structlog.testing
 
+from services.gateway.models.model_check import checked_files
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.prompt import TextPrompt
+from services.gateway.request.prompt import TokenPrompt
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.tools.family_choice import family_of
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
@@ -48,7 +50,7 @@ PROCESSES = (*WORKERS, "gateway-1", "scheduler-1", "kv_index-1")
 
 class Fleet:
     def __init__(self, model_dir: Path, files: ModelFiles) -> None:
-        self.network = SimulatedNetwork()
+        self.network, self._prompt = SimulatedNetwork(), files.tokenizer.encode([PROMPT])
         clock, data_plane = VirtualClock(), DataPlane()
         self.index_store, self._gateway_store = MemoryStore(), MemoryStore()
         self.gateway = GatewayService(
@@ -63,7 +65,7 @@ class Fleet:
             ),
             self.network.bus("gateway-1"),
             self._gateway_store,
-            files,
+            checked_files(files, family_of(files)),
             clock=clock,
             randomness=SeededRandomness(1),
         )
@@ -109,7 +111,7 @@ class Fleet:
     ) -> RequestOutput:
         generation = GenerationRequest(
             model=MODEL,
-            prompt=TextPrompt(PROMPT, "prompt"),
+            prompt=TokenPrompt(self._prompt, "prompt"),
             sampling=SamplingFields(seed=7, ignore_eos=True),
             max_tokens=max_tokens,
             num_logprobs=1,

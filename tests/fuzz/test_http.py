@@ -22,8 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.http.server import WebServer
+from services.gateway.models.model_check import checked_files
 from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.tools.family_choice import family_of
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.lifecycle.process import freeze_gc_heap
@@ -222,7 +224,7 @@ class FuzzedGateway:
             config,
             network.bus("gateway-1"),
             store,
-            files,
+            checked_files(files, family_of(files)),
             clock=MonotonicClock(),
             randomness=SystemRandomness(),
         )

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from services.gateway.service import GatewayService, build_gateway
+from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService, build_kv_index
 from services.local.credentials import tls_block
 from services.scheduler.service import SchedulerService, build_scheduler
@@ -239,7 +240,9 @@ async def secrets_of(cluster: LiveCluster) -> dict[str, list[bytes]]:
     assert len(states) == served["num_pushed_tokens"] > 64
     prefix = {"model": "tiny", "system": PREFIX}
     (await cluster.http.put("/v1/prefixes/bank", json=prefix)).raise_for_status()
-    token_ids = cluster.gateway.files.tokenizer.encode([PROMPT])
+    assert cluster.gateway._own is not None
+    files = ModelFiles(Path(cluster.gateway._own.files.model_dir))
+    token_ids = files.tokenizer.encode([PROMPT])
     return {
         "prompt": [PROMPT.encode()],
         "prompt as JSON": [b'"content":"' + PROMPT.encode()],

@@ -1,6 +1,6 @@
 """Counts the tokens of a prompt as `/v1/messages` would render it. Nothing is run, or charged.
 
-small ──▶ decode ──▶ render in a preparation process ──▶ tokenize on a thread
+small ──▶ decode ──▶ render and tokenize in other processes
 large ──▶ all of it in a preparation process
 """
 

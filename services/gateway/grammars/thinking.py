@@ -4,7 +4,7 @@ thinks first. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from services.gateway.grammars.answer_grammar import GrammarPlan
@@ -23,8 +23,8 @@ from shared.grammar.thinking import ThinkingBudget
 # Of a prompt: it ends inside reasoning, or after it, or leaves it to the model.
 Thinking = Literal["open", "closed", "undecided"]
 
-# The token sequences that spell a text in an output.
-Spell = Callable[[str], tuple[StartTokens, ...]]
+# The token sequences that spell a mark in an output, by the mark.
+Spellings = Mapping[str, tuple[StartTokens, ...]]
 
 TAIL_TOKENS = 16  # of a prompt, that show where it ends
 _ANY_TEXT = "/(?s:.*)/"
@@ -76,24 +76,31 @@ def opens_reasoning(thinking: Thinking, family: Family, token_id_of: TokenIdOf) 
 
 
 def budget_of(
-    max_tokens: int, thinking: Thinking, family: Family, spell: Spell
+    max_tokens: int, thinking: Thinking, family: Family, spellings: Spellings
 ) -> ThinkingBudget | None:
     """None for a family that does not mark the end of reasoning."""
-    closes = _spellings(family.think_close, spell)
+    closes = _short(family.think_close, spellings)
     if not closes:
         return None
     return ThinkingBudget(
         max_tokens=max_tokens,
         closes=closes,
-        opens=_spellings(family.think_open, spell),
+        opens=_short(family.think_open, spellings),
         is_open=thinking == "open",
     )
 
 
-def _spellings(mark: str, spell: Spell) -> tuple[StartTokens, ...]:
-    """Without the white space after a mark, which a model may leave out."""
-    mark = mark.rstrip()
-    return tuple(each for each in spell(mark) if len(each) <= MAX_START_TOKENS) if mark else ()
+def mark_spellings(family: Family, spell: Callable[[str], tuple[StartTokens, ...]]) -> Spellings:
+    """Of the marks of reasoning, without the white space after them, which a model may leave out.
+    For `budget_of`; `spell`: of a tokenizer.
+    """
+    marks = (family.think_open.rstrip(), family.think_close.rstrip())
+    return {mark: spell(mark) for mark in marks if mark}
+
+
+def _short(mark: str, spellings: Spellings) -> tuple[StartTokens, ...]:
+    found = spellings.get(mark.rstrip(), ())
+    return tuple(each for each in found if len(each) <= MAX_START_TOKENS)
 
 
 def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> ReasoningMarks | None:

@@ -1,4 +1,4 @@
-"""Has the files of a model read by a process with limits, before this process reads them."""
+"""Has the files of a model read by a process with limits."""
 
 from __future__ import annotations
 
@@ -13,57 +13,27 @@ import msgspec
 from services.gateway.models.model_check import (
     CPU_LIMIT_S,
     MAX_REASON_CHARS,
+    MAX_REPLY_BYTES,
     MEMORY_LIMIT_BYTES,
     PROGRAM_LIMIT_S,
+    CheckedModel,
     ModelCheck,
     printable_line,
 )
-from services.gateway.tools.family import Family
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import child_environ
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 MODULE = "services.gateway.models.model_check"
 WALL_LIMIT_S = 180.0  # of a process that waits for a disk; on a busy machine also for a core
-MAX_CHECKED = 1024
-MAX_REPLY_BYTES = 8 << 20
 # Native code that finds no memory or no stack aborts.
 ENDED_BY_LIMITS = {signal.SIGXCPU, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV}
 
 
-class CheckedModels:
-    """Checks a folder once, until one of its files changes. May be called from any thread."""
-
-    def __init__(self, tool_format: str) -> None:
-        self._tool_format = tool_format
-        self._families: dict[object, Family] = {}
-
-    def family(self, model_dir: Path) -> Family:
-        """As `checked_family`."""
-        state = _state(model_dir)
-        found = self._families.get(state)
-        if found is None:
-            found = checked_family(model_dir, "", self._tool_format)
-            if len(self._families) >= MAX_CHECKED:
-                self._families.clear()
-            self._families[state] = found
-        return found
-
-
-def _state(model_dir: Path) -> object:
-    """Differs once a file in the folder changes. Raises ConfigError."""
-    try:
-        paths = sorted([*model_dir.iterdir(), *model_dir.glob("*/*.jinja")])
-        stats = [(path, path.stat(follow_symlinks=path.exists())) for path in paths]
-    except OSError as error:
-        raise ConfigError(f"{model_dir}: cannot be read: {error}") from error
-    return tuple((path, each.st_ino, each.st_size, each.st_ctime_ns) for path, each in stats)
-
-
-def checked_family(
+def checked_model(
     model_dir: Path, choice: str, tool_format: str, *, module: str = MODULE
-) -> Family:
-    """How the model writes calls, as `family_of`; its files can then be read here. Blocks. Raises
+) -> CheckedModel:
+    """`choice`, `tool_format`: as of `family_of`. Blocks, and lets other threads run. Raises
     ConfigError for files that cannot be read, or not within the limits.
     """
     command = [sys.executable, "-m", module, str(model_dir), choice, tool_format]
@@ -81,15 +51,14 @@ def checked_family(
     if done.returncode != 0:
         raise ConfigError(f"{model_dir}: {_failure(done.returncode, done.stderr)}")
     if len(done.stdout) > MAX_REPLY_BYTES:
-        excess = f"{len(done.stdout)} bytes, the limit is {MAX_REPLY_BYTES}"
-        raise ConfigError(f"{model_dir}: its response template takes {excess}")
+        raise ConfigError(f"{model_dir}: the result of its check is too long")
     try:
         found = msgspec.msgpack.decode(done.stdout, type=ModelCheck)
     except UNREADABLE as error:
         raise ConfigError(f"{model_dir}: no result of its check: {one_line(error)}") from None
-    if found.family is None:
+    if found.model is None:
         raise ConfigError(found.failure)
-    return found.family
+    return found.model
 
 
 def _failure(status: int, errors: bytes) -> str:

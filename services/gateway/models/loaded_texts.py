@@ -66,10 +66,12 @@ class LoadedTexts:
         self._recent.put(source, text)
         return text
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for task in self._loading.values():
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for text in [*self._alive.values()]:
+            await text.renderer.close()
 
     async def _loaded(self, source: Source) -> ServedText:
         self._check_pause(source)
@@ -91,6 +93,7 @@ class LoadedTexts:
             self._fail(source, one_line(loaded), seconds)
             self._check_pause(source)
             raise loaded
+        await loaded.renderer.load_tokenizer()  # else a second request waits for a turn
         self._alive[source] = loaded
         log.info("model_text_loaded", source=source.place, seconds=seconds)
         return loaded

@@ -12,12 +12,14 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 
+from services.gateway.grammars.thinking import Spellings, mark_spellings
 from services.gateway.text.checkpoint.tokenizer_costs import check_size, check_token_lengths
-from services.gateway.text.model_files import ModelFiles, read_tokenizer
+from services.gateway.text.model_files import ModelFiles, ModelText, read_tokenizer
 from services.gateway.tools.family import Family
 from services.gateway.tools.family_choice import family_of
 from services.gateway.tools.parsing.parsing import ResponseParsing
@@ -34,10 +36,23 @@ MAX_PATTERNS_S = 0.5
 MAX_TOKENIZER_S = 30.0  # a vocabulary of 260,000 tokens takes 7 s
 
 
+MAX_REPLY_BYTES = 48 << 20  # the tokens of the largest vocabularies take 10 MB
+
+
+class CheckedModel(msgspec.Struct, frozen=True):
+    """What the gateway needs of a model, all of it from files that can be read within the limits.
+    `family`: how it writes calls and reasoning; `spellings`: of the marks of its reasoning.
+    """
+
+    text: ModelText
+    family: Family
+    spellings: Spellings
+
+
 class ModelCheck(msgspec.Struct, frozen=True):
     """`failure`: empty if the files can be used."""
 
-    family: Family | None = None
+    model: CheckedModel | None = None
     failure: str = ""
 
 
@@ -50,12 +65,20 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(output, "wb") as file:
-        file.write(msgspec.msgpack.encode(check(Path(model_dir), choice, tool_format)))
+        file.write(encoded_check(check(Path(model_dir), choice, tool_format), model_dir))
+
+
+def encoded_check(found: ModelCheck, model_dir: str) -> bytes:
+    reply = msgspec.msgpack.encode(found)
+    if len(reply) <= MAX_REPLY_BYTES:
+        return reply
+    excess = f"{len(reply)} bytes, the limit is {MAX_REPLY_BYTES}"
+    return msgspec.msgpack.encode(ModelCheck(failure=f"{model_dir}: its texts take {excess}"))
 
 
 def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
     try:
-        return ModelCheck(_family(model_dir, choice, tool_format))
+        return ModelCheck(_checked(model_dir, choice, tool_format))
     except HearthError as error:
         reason = error.message
     except BaseException as error:  # of files that anybody may have written
@@ -70,7 +93,7 @@ def printable_line(reason: str) -> str:
     return " ".join(printable.split())[:MAX_REASON_CHARS]
 
 
-def _family(model_dir: Path, choice: str, tool_format: str) -> Family:
+def _checked(model_dir: Path, choice: str, tool_format: str) -> CheckedModel:
     _, text, _ = read_tokenizer(model_dir)  # once: one of another form is converted
     check_size(text)
     began_s = time.process_time()
@@ -87,13 +110,18 @@ def _family(model_dir: Path, choice: str, tool_format: str) -> Family:
         files.chat_template.compiled()
     family = family_of(files, choice, tool_format=tool_format)
     began_s = time.process_time()
-    ResponseParsing(family, files.tokenizer.added_ids)
+    ResponseParsing(family, files.tokens.added_ids)
     _check_time("response template", time.process_time() - began_s, MAX_PATTERNS_S)
     for mark in filter(None, (family.think_open, family.think_close)):
         if len(mark) > MAX_MARK_CHARS:
             raise ConfigError(f"response_template: a mark of {len(mark)} characters is too long")
-        files.tokenizer.spellings(mark)
-    return family
+    return checked_files(files, family)
+
+
+def checked_files(files: ModelFiles, family: Family) -> CheckedModel:
+    """Of files that are trusted, or have passed the check."""
+    text = ModelText(**{each.name: getattr(files, each.name) for each in fields(ModelText)})
+    return CheckedModel(text, family, mark_spellings(family, files.tokenizer.spellings))
 
 
 def _check_time(what: str, seconds: float, most: float) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
+from weakref import finalize
 
 import msgspec
 
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.request_grammars import RequestGrammars
-from services.gateway.models.checked_model import CheckedModels
+from services.gateway.grammars.thinking import Spellings
+from services.gateway.models.checked_model import checked_model
+from services.gateway.models.model_check import CheckedModel
 from services.gateway.models.model_source import source_dir
 from services.gateway.text.chat_template import TemplateSource
-from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.model_files import ModelText
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
 from services.gateway.text.template_renderer import Renderer
@@ -20,13 +23,19 @@ from services.gateway.tools.family import Family
 from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.messages import ModelCard
 
+ENCODING_PROCESS = "services.gateway.text.encoding_process"
+MAX_LOAD_S = 180.0  # of a tokenizer that has passed its check, on a busy machine
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedText:
-    """`family`: how the model writes calls and reasoning, for its grammars, parser and call ids."""
+    """`family`: how the model writes calls and reasoning, for its grammars, parser and call ids.
+    `spellings`: of the marks of its reasoning. Its process ends when nothing holds the text.
+    """
 
-    files: ModelFiles
+    files: ModelText
     family: Family
+    spellings: Spellings
     parsing: ResponseParsing
     renderer: Renderer
     grammars: RequestGrammars
@@ -53,43 +62,51 @@ class TextLoader:
         self._renderers = renderers
         self._checks = checks
         self._tool_format = tool_format
-        self._checked = CheckedModels(tool_format)
         self._next_key = count(1).__next__
 
     def load(self, source: str) -> ServedText:
         """Raises ConfigError for a source that is not here, or an invalid file."""
-        model_dir = source_dir(source)
-        family = self._checked.family(model_dir)
-        files = ModelFiles(model_dir)
-        key = str(self._next_key())
-        return self.text(files, family, process_setup(files, family, self._tool_format, key=key))
+        model = checked_model(source_dir(source), "", self._tool_format)
+        return self.text(model, process_setup(model, self._tool_format, key=str(self._next_key())))
 
-    def text(self, files: ModelFiles, family: Family, setup: ProcessSetup) -> ServedText:
+    def text(self, model: CheckedModel, setup: ProcessSetup) -> ServedText:
         """Raises ConfigError for a response template that is not valid."""
-        return ServedText(
-            files,
-            family,
-            ResponseParsing(family, files.tokenizer.added_ids),
-            Renderer(self._renderers, setup),
+        most = model.text.max_known_chars
+        encoding = _encoding_pool() if most else None
+        renderer = Renderer(self._renderers, setup, encoding, max_known_chars=most)
+        text = ServedText(
+            model.text,
+            model.family,
+            model.spellings,
+            ResponseParsing(model.family, model.text.tokens.added_ids),
+            renderer,
             RequestGrammars(self._checks, setup),
         )
+        finalize(text, renderer.end_process)
+        return text
 
 
-def process_setup(
-    files: ModelFiles, family: Family, tool_format: str, *, key: str = ""
-) -> ProcessSetup:
+def _encoding_pool() -> PreparationPool:
+    """One process, which starts with its first job."""
+    return PreparationPool(
+        None, num_processes=1, module=ENCODING_PROCESS, hang_s=MAX_LOAD_S, is_costly=True
+    )
+
+
+def process_setup(model: CheckedModel, tool_format: str, *, key: str = "") -> ProcessSetup:
     """What the preparation and check processes need of the model."""
+    files = model.text
     return ProcessSetup(
-        template_source(files, family, tool_format),
-        str(files.model_dir),
+        template_source(files, model.family, tool_format),
+        files.model_dir,
         files.end_token_ids,
-        msgspec.msgpack.encode(family),
-        files.tokenizer.added_ids,
+        msgspec.msgpack.encode(model.family),
+        files.tokens.added_ids,
         key,
     )
 
 
-def template_source(files: ModelFiles, family: Family, tool_format: str) -> TemplateSource | None:
+def template_source(files: ModelText, family: Family, tool_format: str) -> TemplateSource | None:
     """The model's chat template, with the form of calls that it requires. None: it has none."""
     if files.chat_template is None:
         return None

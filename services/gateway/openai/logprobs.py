@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway.request.prompt import Echo
+from services.gateway.text.decoding.token_bytes import TokenBytes
 from services.gateway.text.scored_tokens import ScoredToken
-from services.gateway.text.token_bytes import TokenBytes
 from shared.errors import HearthError
 from shared.messages import TokenLogprobs
 

@@ -20,7 +20,7 @@ from services.gateway.prefixes.bodies import (
 from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import PreparedRequest
-from services.gateway.text.tokenizer import PromptTokenizer
+from services.gateway.text.decoding.token_table import TokenTable
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
 from shared.transport.wire_errors import UNREADABLE
@@ -74,8 +74,8 @@ async def dry_run(
         prompts.append(prepared.prompt_token_ids)
     if len(runs) == 1:
         return DryRunReport(request=runs[0])
-    tokenizer = model.text.files.tokenizer
-    divergence = _divergence(prompts[0], prompts[1], tokenizer, model.card.block_size)
+    tokens = model.text.files.tokens
+    divergence = _divergence(prompts[0], prompts[1], tokens, model.card.block_size)
     return DryRunReport(request=runs[0], other=runs[1], divergence=divergence)
 
 
@@ -114,7 +114,7 @@ async def _run(
 
 
 def _divergence(
-    first: Sequence[int], second: Sequence[int], tokenizer: PromptTokenizer, block_size: int
+    first: Sequence[int], second: Sequence[int], tokens: TokenTable, block_size: int
 ) -> Divergence | None:
     if first == second:
         return None
@@ -122,7 +122,7 @@ def _divergence(
     index = sum(1 for _ in same)
 
     def text(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode(token_ids)
+        return tokens.decode(token_ids)
 
     def token_text(token_ids: Sequence[int]) -> str | None:
         return text(token_ids[index : index + 1]) if index < len(token_ids) else None

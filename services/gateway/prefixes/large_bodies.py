@@ -21,7 +21,7 @@ def check_prefix_body(job: BodyJob, files: ModelFiles, _: ChatTemplate | None) -
     for prompt in _prompts(job):
         check_min_tokens(
             prompt,
-            files.tokenizer.longest_token_chars,
+            files.longest_token_chars,
             max_context_tokens=job.max_context_tokens,
             max_input_tokens=job.max_input_tokens,
         )

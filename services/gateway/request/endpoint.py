@@ -12,8 +12,8 @@ from services.gateway.output.framing import Framing
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.supported_fields import SupportedFields
-from services.gateway.text.model_files import ModelFiles, RankingTokens
-from services.gateway.text.token_bytes import TokenBytes
+from services.gateway.text.decoding.token_bytes import TokenBytes
+from services.gateway.text.model_files import ModelText, RankingTokens
 from shared.tenancy.tenant import TenantRecord
 
 Requests = Sequence[GenerationRequest]
@@ -106,7 +106,7 @@ class GeneratingEndpoint(Endpoint):
     encoder: Callable[[Any, ResponseContext], Encoder]
     without_prompts: Callable[[Any, int], Any]
     # body, its requests, the model's files → the requests that this model gets
-    for_model: Callable[[Any, Requests, ModelFiles], Requests] = lambda _, generations, __: (
+    for_model: Callable[[Any, Requests, ModelText], Requests] = lambda _, generations, __: (
         generations
     )
     merge: Callable[[bytes, bytes], bytes] | None = None

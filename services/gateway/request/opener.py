@@ -158,7 +158,7 @@ class Opener:
         state = self._states.get(endpoint.name)
         context = ResponseContext(
             merger,
-            files.tokenizer.token_bytes,
+            files.tokens.token_bytes,
             request_id=reservation.request_id,
             model=named,
             created=int(self._wall_clock()),

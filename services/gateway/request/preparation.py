@@ -23,9 +23,16 @@ from services.gateway.request.generation_request import (
     cut_warning,
     max_output_tokens,
 )
-from services.gateway.request.prompt import ChatPrompt, Echo, PackedPrompt, echo_of, tokenize
+from services.gateway.request.prompt import (
+    ChatPrompt,
+    Echo,
+    PackedPrompt,
+    TokenPrompt,
+    echo_of,
+    token_ids_of,
+)
 from services.gateway.request.public_prefixes import PublicPrefixes
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.model_files import GenerationDefaults
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
@@ -79,7 +86,7 @@ def check_logprobs(prepared: Sequence[PreparedRequest]) -> None:
 
 
 class Preparation:
-    """Pure except for the seed. May run on a thread: tokenizing lets other threads run."""
+    """Pure except for the seed. May run on a thread."""
 
     def __init__(
         self, config: GatewayConfig, randomness: Randomness, public: PublicPrefixes | None = None
@@ -98,13 +105,14 @@ class Preparation:
         request_id: str,
         max_payload_bytes: int,
         checked: CheckedPlan | None = None,
-        bad_words: tuple[tuple[int, ...], ...] | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> PreparedRequest:
-        """`bad_words`: the tokens of the request's own; None: they are tokenized here. Raises the
+        """The prompt has tokens. `bad_words`: the tokens of the request's own. Raises the
         InvalidRequest that rejects the request.
         """
-        card, text = model.card, model.text
-        prompt = tokenize(generation.prompt, text.files, card)
+        card, text, given = model.card, model.text, generation.prompt
+        assert isinstance(given, TokenPrompt | PackedPrompt), "it is tokenized before"
+        prompt = token_ids_of(given, card)
         default = self._default_max_tokens(generation, tenant, text.files.defaults)
         max_tokens = max_output_tokens(generation, len(prompt), card, default)
         origin = RequestContext(
@@ -128,7 +136,7 @@ class Preparation:
         )
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
-        echo = echo_of(generation.prompt, text.files) if generation.has_echo else None
+        echo = echo_of(given, text.files.tokens) if generation.has_echo else None
         stop = StopAutomaton(generation.sampling.stop_strings)
         warnings = cut_warning(generation, max_tokens, card)
         warnings += () if checked is None else checked.warnings
@@ -159,7 +167,7 @@ def check_min_tokens_of(
     """Rejects what cannot fit by its characters alone. Raises PromptTooLong, ExceedsLimit."""
     check_min_tokens(
         generation.prompt,
-        model.text.files.tokenizer.longest_token_chars,
+        model.text.files.longest_token_chars,
         max_context_tokens=model.card.max_context_tokens,
         max_input_tokens=tenant.input_tokens_per_min,
     )
@@ -171,13 +179,9 @@ def assembler_of(
     """One that splits calls and reasoning off, where the response can have them."""
     context = prepared.prompt_token_ids if prepared.generation.continues_text else []
     text = prepared.model.text
-    tokenizer = text.files.tokenizer
-    detokenizer = Detokenizer(
-        tokenizer.tokenizer,
-        context[-CONTEXT_TOKENS:],
-        num_partial=tokenizer.token_bytes.num_partial(context),
-        complete_texts=tokenizer.complete_texts,
-    )
+    tokens = text.files.tokens
+    num_partial = tokens.token_bytes.num_partial(context)
+    detokenizer = Detokenizer(tokens, context[-CONTEXT_TOKENS:], num_partial=num_partial)
     min_tokens = prepared.request.sampling.min_tokens
     generation = prepared.generation
     if generation.continues_text or not text.parsing.applies(generation.tools):
@@ -192,7 +196,7 @@ def assembler_of(
         num_earlier_calls=prompt.num_calls if isinstance(prompt, ChatPrompt | PackedPrompt) else 0,
         is_constrained=generation.constrains_text,
         opens_reasoning=not generation.constrains_text
-        or opens_reasoning(thinking, text.family, tokenizer.added_token_id),
+        or opens_reasoning(thinking, text.family, tokens.added_token_id),
     )
     return OutputAssembler(
         detokenizer,
@@ -210,7 +214,7 @@ def _grammar(
 ) -> GrammarSpec:
     family = PLAIN if generation.continues_text else text.family
     thinking = thinking_at_end(_tail(prompt, text), family)
-    return spec_of(checked.plan, thinking, family, text.files.tokenizer.added_token_id)
+    return spec_of(checked.plan, thinking, family, text.files.tokens.added_token_id)
 
 
 def _thinking_budget(
@@ -222,11 +226,11 @@ def _thinking_budget(
         return None
     family = PLAIN if generation.continues_text else text.family
     thinking = thinking_at_end(_tail(prompt, text), family)
-    budget = budget_of(max_tokens, thinking, family, text.files.tokenizer.spellings)
+    budget = budget_of(max_tokens, thinking, family, text.spellings)
     if budget is None and param is not None:
         raise InvalidRequest(f"{param}: this model does not mark its reasoning", param=param)
     return budget
 
 
 def _tail(prompt: Sequence[int], text: ServedText) -> str:
-    return text.files.tokenizer.decode(prompt[-TAIL_TOKENS:])
+    return text.files.tokens.decode(prompt[-TAIL_TOKENS:])

@@ -1,5 +1,4 @@
-"""Decodes, renders and tokenizes in a preparation process: one body, or one request of a model
-whose tokenizer is of unknown cost.
+"""Decodes, renders and tokenizes in other processes: a large body, or the prompt of a request.
 
 The reply is the same body with empty prompts, which the gateway decodes in no time, and the tokens
 of the prompts that were in their place.
@@ -25,9 +24,10 @@ from services.gateway.request.prompt import (
     PackedPrompt,
     Prompt,
     TextPrompt,
-    echo_of,
+    check_tokens,
+    encoded_echo,
+    encoded_prompt,
     naming_field_of,
-    prompt_tokens,
 )
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
@@ -66,16 +66,16 @@ def _tokenized(
 ) -> TokenizedPrompt:
     check_min_tokens(
         generation.prompt,
-        files.tokenizer.longest_token_chars,
+        files.longest_token_chars,
         max_context_tokens=job.max_context_tokens,
         max_input_tokens=job.max_input_tokens,
     )
     prompt = _rendered(generation.prompt, template)
-    token_ids = prompt_tokens(prompt, files)
+    token_ids = encoded_prompt(prompt, files)
     most = job.max_context_tokens
     if most is not None and len(token_ids) > most:
         raise prompt_too_long(prompt.param, f"{len(token_ids)} tokens", most)
-    echo = echo_of(prompt, files) if generation.has_echo else None
+    echo = encoded_echo(prompt, files) if generation.has_echo else None
     return TokenizedPrompt(
         prompt.param,
         pack_token_ids(token_ids),
@@ -109,54 +109,45 @@ def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
     )
 
 
-async def tokenized_elsewhere(
+async def tokenized(
     generation: GenerationRequest, tenant_id: str, text: ServedText
-) -> tuple[GenerationRequest, BadWords | None]:
-    """Returns the rendered request with a packed prompt, and the tokens of its bad words; it and
-    None if the tokenizer may run in this process. Raises the error that rejects the request.
+) -> tuple[GenerationRequest, BadWords]:
+    """Returns the rendered request with a prompt of tokens, and the tokens of its bad words. Raises
+    the error that rejects the request.
     """
     prompt = generation.prompt
-    if may_tokenize_here(prompt, text):
-        return generation, None
     if isinstance(prompt, ChatPrompt):
         prompt = await _packed_chat(prompt, tenant_id, text)
     elif isinstance(prompt, TextPrompt):
-        prompt = await _packed_text(prompt, tenant_id, text)
+        prompt = await _packed_text(prompt, tenant_id, text, has_echo=generation.has_echo)
     bad_words = await _bad_words(generation.sampling.bad_words or (), tenant_id, text)
     return msgspec.structs.replace(generation, prompt=prompt), bad_words
 
 
-def may_tokenize_here(prompt: Prompt, text: ServedText) -> bool:
-    """Of a rendered prompt."""
-    most = text.files.tokenizer.max_chars_here
-    match prompt:
-        case ChatPrompt():
-            return most > 0 and sum(map(len, prompt.parts)) <= most
-        case TextPrompt():
-            return most > 0 and len(prompt.text) <= most
-    return most > 0
-
-
 async def _packed_chat(prompt: ChatPrompt, tenant_id: str, text: ServedText) -> PackedPrompt:
-    found = await text.renderer.encode(prompt.parts, tenant_id=tenant_id)
-    token_ids = pack_token_ids(list(chain.from_iterable(found.token_ids)))
+    found = await text.renderer.encode([prompt.parts], tenant_id=tenant_id)
+    token_ids = pack_token_ids(found.token_ids[0])
     return PackedPrompt(token_ids, prompt.param, is_chat=True, num_calls=prompt.num_calls)
 
 
-async def _packed_text(prompt: TextPrompt, tenant_id: str, text: ServedText) -> PackedPrompt:
+async def _packed_text(
+    prompt: TextPrompt, tenant_id: str, text: ServedText, *, has_echo: bool
+) -> PackedPrompt:
     found = await text.renderer.encode(
-        [prompt.text], tenant_id=tenant_id, adds_special_tokens=prompt.add_special_tokens
+        [[prompt.text]],
+        tenant_id=tenant_id,
+        adds_special_tokens=prompt.add_special_tokens,
+        has_offsets=has_echo,
     )
-    (token_ids,), (offsets,) = found.token_ids, found.offsets
-    if not token_ids:
-        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
-    echo = Echo(prompt.text, token_ids, offsets)
+    (token_ids,) = found.token_ids
+    check_tokens(prompt, token_ids)
+    echo = Echo(prompt.text, token_ids, found.offsets[0]) if has_echo else None
     return PackedPrompt(pack_token_ids(token_ids), prompt.param, echo=echo)
 
 
-async def _bad_words(words: list[str] | tuple[()], tenant_id: str, text: ServedText) -> BadWords:
-    texts = list(chain.from_iterable(map(bad_word_texts, words)))
-    if not texts:
+async def _bad_words(words: Sequence[str], tenant_id: str, text: ServedText) -> BadWords:
+    if not words:
         return ()
-    found = await text.renderer.encode(texts, tenant_id=tenant_id)
+    texts = chain.from_iterable(map(bad_word_texts, words))
+    found = await text.renderer.encode([[each] for each in texts], tenant_id=tenant_id)
     return tuple(dict.fromkeys(map(tuple, found.token_ids)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
+from services.gateway.text.decoding.detokenizer import decode_with_offsets
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
@@ -125,17 +127,22 @@ def min_tokens(prompt: Prompt, longest_token_chars: int | None) -> int:
     return 0 if longest_token_chars is None else -(-num_chars // longest_token_chars)
 
 
-def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
+def token_ids_of(prompt: TokenPrompt | PackedPrompt, card: ModelCard) -> list[int]:
     """Raises InvalidRequest for a prompt without tokens or with one not in the vocabulary."""
-    token_ids = prompt_tokens(prompt, files)
-    is_given = isinstance(prompt, TokenPrompt | PackedPrompt)
-    if is_given or files.tokenizer.highest_id >= card.vocab_size:
-        _check_vocabulary(token_ids, prompt.param, card)
+    if isinstance(prompt, PackedPrompt):
+        token_ids = unpack_token_ids(prompt.tokens)
+    else:
+        token_ids = prompt.token_ids
+    check_tokens(prompt, token_ids)
+    highest = max(token_ids)
+    if highest >= card.vocab_size:
+        reason = f"{prompt.param}: {highest} is not in this model's vocabulary"
+        raise InvalidRequest(reason, param=prompt.param)
     return token_ids
 
 
-def prompt_tokens(prompt: Prompt, files: ModelFiles) -> list[int]:
-    """Raises InvalidRequest for a prompt without tokens."""
+def encoded_prompt(prompt: Prompt, files: ModelFiles) -> list[int]:
+    """In a preparation process. Raises InvalidRequest for a prompt without tokens."""
     match prompt:
         case ChatPrompt():
             token_ids = files.tokenizer.encode(prompt.parts)
@@ -144,7 +151,14 @@ def prompt_tokens(prompt: Prompt, files: ModelFiles) -> list[int]:
         case PackedPrompt():
             token_ids = unpack_token_ids(prompt.tokens)
         case TextPrompt():
-            token_ids = _text_tokens(prompt, files)[0]
+            add = prompt.add_special_tokens
+            token_ids = files.tokenizer.encode_text(prompt.text, add_special_tokens=add)
+    check_tokens(prompt, token_ids)
+    return token_ids
+
+
+def check_tokens(prompt: Prompt, token_ids: Sequence[int]) -> None:
+    """Raises InvalidRequest for a prompt without tokens."""
     if not token_ids:
         is_chat = isinstance(prompt, ChatPrompt) or (
             isinstance(prompt, PackedPrompt) and prompt.is_chat
@@ -152,28 +166,20 @@ def prompt_tokens(prompt: Prompt, files: ModelFiles) -> list[int]:
         reason = "the model's chat template writes nothing for this conversation"
         reason = reason if is_chat else "a prompt must hold a token"
         raise InvalidRequest(f"{prompt.param}: {reason}", param=prompt.param)
-    return token_ids
 
 
-def echo_of(prompt: Prompt, files: ModelFiles) -> Echo | None:
-    """Returns the echo of a tokenized prompt; None for a rendered conversation."""
-    match prompt:
-        case TextPrompt():
-            return Echo(prompt.text, *_text_tokens(prompt, files))
-        case TokenPrompt(token_ids):
-            text, offsets = files.tokenizer.decode_with_offsets(token_ids)
-            return Echo(text, token_ids, offsets)
-        case PackedPrompt():
-            return prompt.echo
-    return None
+def encoded_echo(prompt: Prompt, files: ModelFiles) -> Echo | None:
+    """In a preparation process. None for a conversation."""
+    if isinstance(prompt, TextPrompt):
+        add = prompt.add_special_tokens
+        found = files.tokenizer.encode_with_offsets(prompt.text, add_special_tokens=add)
+        return Echo(prompt.text, *found)
+    return None if isinstance(prompt, ChatPrompt) else echo_of(prompt, files.tokens)
 
 
-def _text_tokens(prompt: TextPrompt, files: ModelFiles) -> tuple[list[int], list[int]]:
-    add = prompt.add_special_tokens
-    return files.tokenizer.encode_with_offsets(prompt.text, add_special_tokens=add)
-
-
-def _check_vocabulary(token_ids: list[int], param: str, card: ModelCard) -> None:
-    highest = max(token_ids, default=0)
-    if highest >= card.vocab_size:
-        raise InvalidRequest(f"{param}: {highest} is not in this model's vocabulary", param=param)
+def echo_of(prompt: TokenPrompt | PackedPrompt, tokens: TokenTable) -> Echo | None:
+    """None for a rendered conversation."""
+    if isinstance(prompt, PackedPrompt):
+        return prompt.echo
+    text, offsets = decode_with_offsets(tokens, prompt.token_ids)
+    return Echo(text, prompt.token_ids, offsets)

@@ -8,8 +8,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from services.gateway.grammars.spellings import ConstraintFields
-from services.gateway.text.model_files import GenerationDefaults, ModelFiles
-from services.gateway.text.tokenizer import PromptTokenizer
+from services.gateway.text.model_files import GenerationDefaults, ModelText
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
 from shared.grammar.thinking import ThinkingBudget
@@ -64,13 +63,12 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         num_prompt_logprobs: int | None,
         default_seed: int,
         card: ModelCard,
-        files: ModelFiles,
-        bad_words: tuple[tuple[int, ...], ...] | None = None,
+        files: ModelText,
+        bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: GrammarSpec | None = None,
         thinking: ThinkingBudget | None = None,
     ) -> SamplingParams:
-        """The wire's form, with the defaults of the model's files. `bad_words`: their tokens; None:
-        they are tokenized here.
+        """The wire's form, with the defaults of the model's files. `bad_words`: their tokens.
 
         Raises InvalidRequest for options that contradict each other or the vocabulary.
         """
@@ -99,9 +97,7 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             logit_bias=tuple(logit_bias.items()),
-            bad_words=_bad_words(self.bad_words or (), files.tokenizer)
-            if bad_words is None
-            else bad_words,
+            bad_words=bad_words,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             logprobs_mode="raw" if self.logprobs_mode is None else self.logprobs_mode,
@@ -115,10 +111,6 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         if defaults.do_sample is False and all(value is None for value in given):
             return 0.0
         return _first(self.temperature, defaults.temperature, 1.0)
-
-
-def _bad_words(words: Iterable[str], tokenizer: PromptTokenizer) -> tuple[tuple[int, ...], ...]:
-    return tuple(token_ids for word in words for token_ids in tokenizer.bad_word_tokens(word))
 
 
 def _check_vocabulary(param: str, token_ids: Iterable[int], card: ModelCard) -> None:

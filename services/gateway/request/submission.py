@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -39,7 +38,7 @@ from services.gateway.request.preparation import (
     check_min_tokens_of,
 )
 from services.gateway.request.preparation_slots import PreparationSlots, RecentTenants
-from services.gateway.request.prepared_bodies import may_tokenize_here, tokenized_elsewhere
+from services.gateway.request.prepared_bodies import tokenized
 from services.gateway.request.prompt import ChatPrompt, naming_field_of
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
@@ -61,7 +60,7 @@ from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
 
-# Longer prompts are tokenized on a thread, so that running streams do not wait.
+# Longer prompts are hashed on a thread, so that running streams do not wait.
 MAX_INLINE_CHARS = 8192
 MAX_PROMPTS = 16_384  # of a tenant, of all its responses: each takes up to 4 KB until they close
 
@@ -227,9 +226,7 @@ class Submission:
             )
             if record is not None:
                 record.begin("tokenize", self._clock.now())
-            generation, bad_words = await tokenized_elsewhere(
-                generation, tenant.tenant_id, model.text
-            )
+            generation, bad_words = await tokenized(generation, tenant.tenant_id, model.text)
             prepare = partial(
                 self._preparation.prepare,
                 generation,
@@ -348,10 +345,7 @@ class Submission:
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
             )
-            if may_tokenize_here(ChatPrompt((), tuple(parts)), text):
-                return await asyncio.to_thread(text.files.tokenizer.encode, parts)
-            encoded = await text.renderer.encode(parts, tenant_id=tenant_id)
-            return list(chain.from_iterable(encoded.token_ids))
+            return (await text.renderer.encode([parts], tenant_id=tenant_id)).token_ids[0]
 
     def count_usage(self) -> None:
         """Counts what running responses have delivered since the last count."""

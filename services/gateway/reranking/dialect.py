@@ -23,7 +23,7 @@ from services.gateway.reranking.bodies import (
 )
 from services.gateway.reranking.responses import RerankEncoder, ScoreEncoder
 from services.gateway.scoring.pairs import embedding_requests, requests_for_model
-from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.model_files import ModelText
 
 Body = RerankRequest | ScoreRequest
 
@@ -39,7 +39,7 @@ def _requests(body: Body, default_model: str) -> list[GenerationRequest]:
 
 
 def _for_model(
-    body: Body, generations: Sequence[GenerationRequest], files: ModelFiles
+    body: Body, generations: Sequence[GenerationRequest], files: ModelText
 ) -> Sequence[GenerationRequest]:
     return requests_for_model(body.pairs, generations, files)
 

@@ -16,7 +16,7 @@ import msgspec
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import SamplingFields
-from services.gateway.text.model_files import ModelFiles, RankingTokens
+from services.gateway.text.model_files import ModelText, RankingTokens
 from shared.errors import InvalidRequest
 
 MAX_DOCUMENTS = 1000
@@ -91,7 +91,7 @@ def embedding_requests(
 
 
 def requests_for_model(
-    pairs: Pairs, generations: Sequence[GenerationRequest], files: ModelFiles
+    pairs: Pairs, generations: Sequence[GenerationRequest], files: ModelText
 ) -> Sequence[GenerationRequest]:
     """`generations`: those of `embedding_requests`, which a reranking checkpoint replaces by one
     question for each pair. Raises InvalidRequest if the model cannot be asked.

@@ -6,6 +6,7 @@ Anybody may have written them: `models/model_check.py` reads them first, in a pr
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ from msgspec import Meta
 
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.checkpoint.template_files import Templates, read_templates
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import NumTokens
@@ -81,58 +83,98 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
     response_template: dict[str, Any] | None = None
 
 
-class ModelFiles:
-    """Raises ConfigError for a missing or invalid file. `chat_template`, `response_template`,
-    `ranking`: None if there is none; the template is text, which no process of ours has compiled.
-    `token_texts`: of special tokens, by names such as eos_token. `end_token_ids`: of answers.
+@dataclass(kw_only=True)
+class ModelText:
+    """What the gateway's own process needs of a model's files. `chat_template`,
+    `response_template`, `ranking`: None if there is none; the template is text, which no process of
+    ours has compiled. `token_texts`: of special tokens, by names such as eos_token.
+    `end_token_ids`: of answers. `longest_token_chars`: None if there is no bound.
+    `max_known_chars`: as of `PromptTokenizer`.
+    """
+
+    model_dir: str
+    tokens: TokenTable
+    defaults: GenerationDefaults
+    limits: ModelConfig
+    token_texts: dict[str, str]
+    end_token_ids: tuple[int, ...]
+    response_template: dict[str, Any] | None
+    ranking: Ranking | None
+    chat_template: TemplateSource | None
+    longest_token_chars: int | None
+    max_known_chars: int
+
+
+class ModelFiles(ModelText):
+    """All of a model's files, with the tokenizer, which the gateway's own process does not load.
+    Raises ConfigError for a missing or invalid file.
     """
 
     def __init__(self, model_dir: Path) -> None:
-        self.model_dir = model_dir
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         templates = read_templates(model_dir, config.chat_template)
-        special, text, self.end_token_ids = read_tokenizer(model_dir)
+        special, text, end_token_ids = read_tokenizer(model_dir)
         self.tokenizer = PromptTokenizer(text, templates.text, place=str(model_dir))
-        self.defaults = _defaults(model_dir / "generation_config.json")
-        self.limits = _read(model_dir / "config.json", ModelConfig)
-        self.token_texts = special.texts
+        limits = _read(model_dir / "config.json", ModelConfig)
+        super().__init__(
+            model_dir=str(model_dir),
+            tokens=self.tokenizer.table(),
+            defaults=_defaults(model_dir / "generation_config.json"),
+            limits=limits,
+            token_texts=special.texts,
+            end_token_ids=end_token_ids,
+            response_template=config.response_template,
+            ranking=_ranking(model_dir, limits, self.tokenizer),
+            chat_template=_template(templates, special.texts, self.tokenizer),
+            longest_token_chars=self.tokenizer.longest_token_chars,
+            max_known_chars=self.tokenizer.max_known_chars,
+        )
         self._report_excess()
-        self.response_template = config.response_template
-        self.ranking = self._ranking()
-        self.chat_template = self._template(templates)
         if self.chat_template is None:
-            log.warning("chat_template_missing", model=str(model_dir), effect="chats are refused")
+            log.warning("chat_template_missing", model=self.model_dir, effect="chats are refused")
 
     def _report_excess(self) -> None:
         most = self.limits.vocab_size
-        added = self.tokenizer.added_ids
+        added = self.tokens.added_ids
         excess = [] if most is None else [text for text, each in added.items() if each >= most]
         if excess:
             effect = "prompts with them are rejected"
             tokens = sorted(excess)[:MAX_SHOWN_TOKENS]
             log.warning("tokens_beyond_the_model", tokens=tokens, vocab_size=most, effect=effect)
 
-    def _ranking(self) -> Ranking | None:
-        """Of a model that answers yes or no to a query and a document."""
-        answers = self.limits.classifier_from_token
-        if answers is None and not _is_reranker(self.model_dir / "README.md"):
-            return None
-        found = [self.tokenizer.tokenizer.token_to_id(each) for each in answers or NO_AND_YES]
-        match found:
-            case [int(no), int(yes)]:
-                return Ranking(RankingTokens(yes, no))
-        return Ranking(None)
 
-    def _template(self, templates: Templates) -> TemplateSource | None:
-        if templates.source is None:
-            return None
-        return TemplateSource(
-            templates.source,
-            for_tools=templates.for_tools,
-            special_tokens=tuple(self.tokenizer.special_tokens),
-            markers=self.tokenizer.markers,
-            variables=self.token_texts,
-        )
+def prompt_tokenizer(model_dir: Path) -> PromptTokenizer:
+    """That of `ModelFiles` alone. Raises ConfigError."""
+    config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+    templates = read_templates(model_dir, config.chat_template)
+    _, text, _ = read_tokenizer(model_dir)
+    return PromptTokenizer(text, templates.text, place=str(model_dir))
+
+
+def _ranking(model_dir: Path, limits: ModelConfig, tokenizer: PromptTokenizer) -> Ranking | None:
+    """Of a model that answers yes or no to a query and a document."""
+    answers = limits.classifier_from_token
+    if answers is None and not _is_reranker(model_dir / "README.md"):
+        return None
+    found = [tokenizer.tokenizer.token_to_id(each) for each in answers or NO_AND_YES]
+    match found:
+        case [int(no), int(yes)]:
+            return Ranking(RankingTokens(yes, no))
+    return Ranking(None)
+
+
+def _template(
+    templates: Templates, variables: dict[str, str], tokenizer: PromptTokenizer
+) -> TemplateSource | None:
+    if templates.source is None:
+        return None
+    return TemplateSource(
+        templates.source,
+        for_tools=templates.for_tools,
+        special_tokens=tuple(tokenizer.special_tokens),
+        markers=tokenizer.markers,
+        variables=variables,
+    )
 
 
 def read_tokenizer(model_dir: Path) -> tuple[SpecialTokens, str, tuple[int, ...]]:

@@ -31,6 +31,7 @@ from services.gateway.text.fair_turns import FairTurns
 from services.gateway.text.process_jobs import (
     MAX_SETUPS,
     SIZE,
+    EncodeJob,
     Finished,
     Job,
     ProcessSetup,
@@ -48,7 +49,7 @@ from shared.lifecycle.child_process import Progress, child_environ, lower_priori
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
-MAX_SMALL_BYTES = 4096  # of a conversation that shares a turn: a pipe holds all of them
+MAX_SMALL_BYTES = 4096  # or characters, of a job that shares a turn: a pipe holds all of them
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
 SUSPECT_S = 0.5  # twice without progress, and the process of a job counts as frozen
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
@@ -167,12 +168,14 @@ class PreparationPool:
         spare_delay_s: float = SPARE_DELAY_S,
         niceness: int = 0,
         grows: bool = False,
+        is_costly: bool = False,
     ) -> None:
         """`setup`: of the model that a process loads as it starts, until another has had jobs;
         None: there is none yet. `num_processes`: without the spare. `module`: what each process
         runs. `niceness`: of each process, beyond this one's. `grows`: whether it has no more
         processes than were busy at once: one of a large vocabulary takes 0.5 s of CPU to start, and
-        100 MB.
+        100 MB. `is_costly`: whether a process takes seconds to start: there is no spare, and none
+        is killed because the client of its job has left.
         """
         count = default_num_processes() if num_processes is None else num_processes
         self.max_wait_s = max_wait_s
@@ -180,6 +183,7 @@ class PreparationPool:
         self._spare_delay_s = spare_delay_s
         self._niceness = niceness
         self._grows = grows
+        self._is_costly = is_costly
         self._setup = setup  # of the last job
         self._module = module
         self._seats = [_Seat() for _ in range(count)]
@@ -227,6 +231,12 @@ class PreparationPool:
             raise
         finally:
             patience.cancel()
+
+    def kill(self) -> None:
+        """Ends the processes, which nothing waits for; a later job starts another."""
+        for seat in self._seats:
+            if seat.process is not None:
+                seat.process.kill()
 
     async def close(self) -> None:
         self._is_closed = True
@@ -319,6 +329,8 @@ class PreparationPool:
     def _leave(self, waiting: _Waiting) -> None:
         """Kills the process that runs a cancelled job alone, so that the next job need not wait."""
         self._turns.remove(waiting.tenant_id, waiting)
+        if self._is_costly:
+            return
         for seat in self._seats:
             if [*seat.running] == [waiting] and seat.process is not None:
                 process, seat.process = seat.process, None  # the next job takes another
@@ -356,6 +368,8 @@ class PreparationPool:
 
     def _start_spares(self) -> None:
         """Starts the missing processes in the background: at first after a while, then at once."""
+        if self._is_costly:
+            return
         if not self._is_filling and self._num_alive() <= self._num_wanted():
             self._is_filling = True
             self._background.start_item(self._fill(), is_logged)
@@ -420,7 +434,12 @@ def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
 
 
 def _is_small(job: Job) -> bool:
-    return isinstance(job, RenderJob) and len(job.values) <= MAX_SMALL_BYTES
+    match job:
+        case RenderJob():
+            return len(job.values) <= MAX_SMALL_BYTES
+        case EncodeJob():
+            return job.num_chars <= MAX_SMALL_BYTES
+    return False
 
 
 def _fail_jobs(jobs: Sequence[_Waiting], error: Exception) -> None:

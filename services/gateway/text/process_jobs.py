@@ -82,16 +82,18 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Texts to tokenize, each with a flag for literal text. `adds_special_tokens`: of the texts of
-    a client's prompt; None: they are parts of one that is rendered.
+    """Prompts to tokenize, in parts with a flag for literal text. `adds_special_tokens`: of a
+    client's prompt, which has one part; None: of a rendered one. `has_offsets`: of a client's
+    prompt; it takes several times as long.
     """
 
-    parts: list[tuple[bool, str]]
+    prompts: list[list[tuple[bool, str]]]
     adds_special_tokens: bool | None = None
+    has_offsets: bool = False
 
     @property
     def num_chars(self) -> int:
-        return sum(len(text) for _, text in self.parts)
+        return sum(len(text) for parts in self.prompts for _, text in parts)
 
 
 class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -119,7 +121,7 @@ class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Of each text: its token ids, and the start of each token in a client's prompt."""
+    """Of each prompt: its token ids, and the start of each token if the job has offsets."""
 
     token_ids: list[list[int]]
     offsets: list[list[int]]

@@ -11,7 +11,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -96,6 +98,19 @@ class _Models:
             handler = self._make(setup, self.template)
             self._handlers.put(setup.key, handler)
         return handler
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Lifts the memory limit for files that a process with limits of its own has loaded before."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        yield
+    finally:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        num_bytes = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, most))
 
 
 def main(make_body_handler: MakeBodyHandler | None = None) -> None:

@@ -1,9 +1,12 @@
-"""Renders chat templates, and prepares large bodies, in the preparation processes."""
+"""Renders chat templates, prepares large bodies and tokenizes, in other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.preparation_pool import PreparationPool
@@ -26,11 +29,23 @@ NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Renderer:
-    """Of one model, `setup`, in a pool that all models share."""
+    """Of one model, `setup`. `pool`: of all models; `encoding`: the model's own process, which
+    tokenizes prompts of up to `max_known_chars`; None: it has none.
+    """
 
-    def __init__(self, pool: PreparationPool, setup: ProcessSetup) -> None:
+    def __init__(
+        self,
+        pool: PreparationPool,
+        setup: ProcessSetup,
+        encoding: PreparationPool | None = None,
+        *,
+        max_known_chars: int = 0,
+    ) -> None:
         self._pool = pool
         self._setup = setup
+        self._encoding = encoding
+        self._own_setup = msgspec.structs.replace(setup, template=None, family=b"", added_ids={})
+        self._max_known_chars = max_known_chars
 
     async def render(
         self,
@@ -63,20 +78,40 @@ class Renderer:
 
     async def encode(
         self,
-        parts: Sequence[str],
+        prompts: Sequence[Sequence[str]],
         *,
         tenant_id: str,
         adds_special_tokens: bool | None = None,
+        has_offsets: bool = False,
     ) -> Encoded:
-        """Tokenizes texts, as `EncodeJob`, of a model whose tokenizer may not run elsewhere. Raises
-        as `prepare_body`.
-        """
-        given = [(isinstance(part, LiteralText), str(part)) for part in parts]
-        job = EncodeJob(given, adds_special_tokens)
-        reply = await self._pool.run(tenant_id, self._setup, job)
+        """Tokenizes prompts, as `EncodeJob`. Raises as `prepare_body`."""
+        job = EncodeJob([*map(_flagged, prompts)], adds_special_tokens, has_offsets)
+        if self._encoding is not None and job.num_chars <= self._max_known_chars:
+            reply = await self._encoding.run(tenant_id, self._own_setup, job)
+        else:
+            reply = await self._pool.run(tenant_id, self._setup, job)
         _check(reply)
         assert isinstance(reply, Encoded), "the reply to an EncodeJob"
         return reply
+
+    async def load_tokenizer(self) -> None:
+        """Optional first call: no prompt then waits for it. Prompts find a failure again."""
+        if self._encoding is not None:
+            with suppress(HearthError):
+                await self.encode([], tenant_id="")
+
+    async def close(self) -> None:
+        if self._encoding is not None:
+            await self._encoding.close()
+
+    def end_process(self) -> None:
+        """Ends the model's own process, which nothing waits for. May be called on any thread."""
+        if self._encoding is not None:
+            self._encoding.kill()
+
+
+def _flagged(parts: Sequence[str]) -> list[tuple[bool, str]]:
+    return [(isinstance(each, LiteralText), str(each)) for each in parts]
 
 
 def _check(reply: Reply) -> None:

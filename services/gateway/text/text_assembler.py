@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.scored_tokens import HeldTokens, ScoredToken
 from services.gateway.text.stop_strings import StopAutomaton, StopStrings
 from shared.messages import TokenLogprobs

@@ -21,7 +21,7 @@ import msgspec
 import tiktoken
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from services.gateway.text.token_bytes import byte_level_bytes
+from services.gateway.text.decoding.token_bytes import byte_level_bytes
 from shared.tokenizer.tiktoken_model import KIMI
 from shared.tokenizer.tokenizer_steps import TokenizerSteps
 

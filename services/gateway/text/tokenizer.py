@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import product
 
 import msgspec
@@ -14,14 +13,17 @@ from tokenizers import AddedToken, Tokenizer
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.checkpoint.prepended_text import prepends_text
 from services.gateway.text.checkpoint.tokenizer_costs import (
+    MAX_TOKEN_IDS,
     check_steps,
     has_known_cost,
     most_chars_of_one,
 )
-from services.gateway.text.detokenizer import REPLACEMENT, Detokenizer
+from services.gateway.text.decoding.packed_texts import packed
+from services.gateway.text.decoding.token_bytes import complete_texts, is_byte_level
+from services.gateway.text.decoding.token_table import TokenTable
+from services.gateway.text.process_jobs import Encoded, EncodeJob
 from services.gateway.text.tiktoken_bpe import MAX_CHARS, encoders
 from services.gateway.text.token_bounds import longest_token_chars
-from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
 from shared.tokenizer import tiktoken_model
 from shared.tokenizer.tokenizer_steps import read_steps
@@ -29,8 +31,7 @@ from shared.tokenizer.tokenizer_text import vocabulary
 
 # What models write before and after a marker, which tokens may hold together with it.
 _AROUND = tuple(product(("", " ", "\n", "\n\n", ".", ".\n", ".\n\n"), ("", "\n", "\n\n")))
-# Normalized, of tokenizers that let no other thread run: some 30 ms.
-MAX_BLOCKING_CHARS = 64 << 10
+MAX_SLOW_CHARS = 64 << 10  # normalized, of the library's own encoding: some 30 ms
 _MARKER = re.compile(r"[<\[]\S*\w\S*[>\]]")
 
 
@@ -39,10 +40,10 @@ class PromptTokenizer:
 
     `markers`: the added tokens which are not special but which the chat template writes or looks
     for, such as `<tool_call>` or `</think>`; they are ordinary characters too in the second view.
-    `max_chars_here`: of a text to encode outside of a preparation process.
+    `max_known_chars`: of a text that takes a known time, linear in it.
 
-    Of a vocabulary of 150,000 tokens, the library's parse lets no other thread run for 0.5 s; all
-    other steps for 0.1 s at most. None is taken twice.
+    Of a vocabulary of 150,000 tokens, the library's parse lets no other thread run for 0.5 s, so
+    the gateway's own process makes none, and has its `TokenTable`.
     """
 
     def __init__(self, text: str, chat_template: str = "", *, place: str = "") -> None:
@@ -52,18 +53,16 @@ class PromptTokenizer:
         try:
             self.tokenizer = Tokenizer.from_str(text)
             self.markers = _markers(self.tokenizer, chat_template)
-            steps = read_steps(text)
+            self._steps = steps = read_steps(text)
             check_steps(steps)
             self._literal = _literal_of(self.tokenizer, steps.added_tokens, self.markers)
             vocab = vocabulary(text)
             added = self.tokenizer.get_added_tokens_decoder()
             self._added_ids = {each.content: token_id for token_id, each in added.items()}
-            has_byte_level = is_byte_level(steps)
-            self.complete_texts = complete_texts(steps, vocab, added)
             self.longest_token_chars = longest_token_chars(steps, (*vocab, *self._added_ids))
-            most_blocking = 0
+            most_slow = 0
             if is_known := has_known_cost(steps):
-                most_blocking = MAX_BLOCKING_CHARS // most_chars_of_one(steps)
+                most_slow = MAX_SLOW_CHARS // most_chars_of_one(steps)
             self._prepends = prepends_text(steps)
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -80,9 +79,8 @@ class PromptTokenizer:
         self._encode, self._encode_literal, is_fast = encoders(
             text, steps, vocab, self.tokenizer, self._literal
         )
-        self.max_chars_here = MAX_CHARS if is_fast and is_known else most_blocking
+        self.max_known_chars = MAX_CHARS if is_fast and is_known else most_slow
         self._added = _added_around(self.tokenizer)
-        self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 
     @property
     def special_tokens(self) -> list[str]:
@@ -121,20 +119,6 @@ class PromptTokenizer:
             )
             if first < end and (first >= begin or last > begin)
         )
-
-    @property
-    def added_ids(self) -> Mapping[str, int]:
-        """Added tokens, by text."""
-        return self._added_ids
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
-
-    @cached_property
-    def highest_id(self) -> int:
-        """Of all tokens; a model may have fewer."""
-        return max(self.vocab_size - 1, *self._added_ids.values(), 0)
 
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Encodes without adding tokens: a chat template includes the BOS token."""
@@ -202,36 +186,42 @@ class PromptTokenizer:
         before, after = self._added
         return [*before, *token_ids, *after]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes all tokens at once, including special tokens; what has no token has no text."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+    def table(self) -> TokenTable:
+        """What decoding needs. Raises ConfigError for ids that no model has."""
+        tokenizer, added = self.tokenizer, self.tokenizer.get_added_tokens_decoder()
+        num_ids = 1 + max([*tokenizer.get_vocab().values(), *added], default=-1)
+        if num_ids > MAX_TOKEN_IDS:
+            raise ConfigError(f"it has a token {num_ids - 1}, the limit is {MAX_TOKEN_IDS - 1}")
+        spelled = [tokenizer.id_to_token(token_id) for token_id in range(num_ids)]
+        special = {token.content for token in added.values() if token.special}
+        special_ids = frozenset(n for n, each in enumerate(spelled) if each in special)
+        return TokenTable(
+            spellings=packed(spelled),
+            complete_texts=complete_texts(self._steps, spelled, added.keys() | special_ids),
+            special_ids=special_ids,
+            special_tokens=tuple(self.special_tokens),
+            added_ids=self._added_ids,
+            decoder=msgspec.json.encode(self._steps.decoder),
+            is_byte_level=is_byte_level(self._steps),
+            vocab_size=int(tokenizer.get_vocab_size(with_added_tokens=True)),
+        )
 
-    def spelled(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it, for example `Ġhello`."""
-        return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def decode_with_offsets(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Decodes a token prompt, including special tokens. Returns the text and the offsets. An
-        incomplete character at its end is left out: the output may complete it.
-        """
-        detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
-        num_complete = len(token_ids) - self.token_bytes.num_partial(token_ids)
-        texts, offsets, end = [], [], 0
-        for number, token_id in enumerate(token_ids):
-            if number == num_complete:
-                texts.append(detokenizer.flush())
-                end += len(texts[-1])
-            offsets.append(end)
-            texts.append("".join(detokenizer.feed((token_id,))))
-            end += len(texts[-1])
-        rest = detokenizer.flush()
-        texts.append(rest if num_complete == len(token_ids) else rest.rstrip(REPLACEMENT))
-        return "".join(texts), offsets
+def encoded(job: EncodeJob, tokenizer: PromptTokenizer) -> Encoded:
+    """The reply to the job."""
+    add = job.adds_special_tokens
+    if add is None:
+        rendered = [[_part(*each) for each in parts] for parts in job.prompts]
+        return Encoded([tokenizer.encode(parts) for parts in rendered], [])
+    texts = [text for ((_, text),) in job.prompts]
+    if not job.has_offsets:
+        return Encoded([tokenizer.encode_text(text, add_special_tokens=add) for text in texts], [])
+    pairs = [tokenizer.encode_with_offsets(text, add_special_tokens=add) for text in texts]
+    return Encoded([ids for ids, _ in pairs], [offsets for _, offsets in pairs])
 
-    def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:
-        """Returns the tokens of the texts of `bad_word_texts`."""
-        spelled = (tuple(self.encode([each])) for each in bad_word_texts(word))
-        return list(dict.fromkeys(spelled))
+
+def _part(is_literal: bool, text: str) -> str:
+    return LiteralText(text) if is_literal else text
 
 
 def bad_word_texts(word: str) -> tuple[LiteralText, LiteralText]:

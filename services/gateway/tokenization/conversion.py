@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.process_jobs import Encoded, EncodeJob
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization.bodies import (
     DetokenizeRequest,
@@ -17,64 +17,42 @@ from shared.errors import InvalidRequest
 
 
 def tokenize(
-    body: TokenizeRequest,
-    tokenizer: PromptTokenizer,
-    *,
-    max_model_len: int,
-    chat_token_ids: list[int] | None = None,
+    body: TokenizeRequest, token_ids: list[int], tokens: TokenTable, *, max_model_len: int
 ) -> TokenizeResponse:
-    """`chat_token_ids`: of the rendered messages, for a body with messages. Raises InvalidRequest
-    if fields contradict each other.
-    """
-    check_tokenize(body)
-    if body.messages is None:
-        add = body.add_special_tokens is not False
-        token_ids = tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
-    else:
-        assert chat_token_ids is not None, "the messages are rendered before"
-        token_ids = chat_token_ids
+    """`token_ids`: of the checked body's prompt, or of its rendered messages."""
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=max_model_len,
         tokens=token_ids,
-        token_strs=tokenizer.spelled(token_ids) if body.return_token_strs else None,
+        token_strs=tokens.spelled(token_ids) if body.return_token_strs else None,
     )
 
 
 def detokenize(
-    body: DetokenizeRequest, tokenizer: PromptTokenizer, *, vocab_size: int
+    body: DetokenizeRequest, tokens: TokenTable, *, vocab_size: int
 ) -> DetokenizeResponse:
     """Special tokens become their texts. `vocab_size`: of the model, which may pad that of its
     tokenizer. Raises InvalidRequest for a token outside both vocabularies.
     """
-    limit = max(vocab_size, tokenizer.vocab_size)
+    limit = max(vocab_size, tokens.vocab_size)
     highest = max(body.tokens, default=0)
     if highest >= limit:
         raise InvalidRequest(
             f"tokens: {highest} is not in this model's vocabulary of {limit}", param="tokens"
         )
-    return DetokenizeResponse(prompt=tokenizer.decode(body.tokens))
+    return DetokenizeResponse(prompt=tokens.decode(body.tokens))
 
 
-def encoded(job: EncodeJob, tokenizer: PromptTokenizer) -> Encoded:
-    """In a preparation process."""
-    texts = [LiteralText(text) if is_literal else text for is_literal, text in job.parts]
-    add = job.adds_special_tokens
-    if add is None:
-        return Encoded([tokenizer.encode([text]) for text in texts], [])
-    pairs = [tokenizer.encode_with_offsets(text, add_special_tokens=add) for text in texts]
-    return Encoded([ids for ids, _ in pairs], [offsets for _, offsets in pairs])
-
-
-def chat_tokens(
+def encoded_body(
     body: TokenizeRequest, template: ChatTemplate | None, tokenizer: PromptTokenizer
-) -> list[int] | None:
-    """The tokens of the rendered messages; None for a body with a prompt. Takes the template's
-    time. Raises InvalidRequest, PayloadTooLarge.
+) -> list[int]:
+    """The tokens of the prompt, or of the rendered messages, which takes the template's time. For a
+    preparation process. Raises InvalidRequest, PayloadTooLarge.
     """
-    if body.messages is None:
-        return None
     check_tokenize(body)
+    if body.messages is None:
+        add = body.add_special_tokens is not False
+        return tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
     if template is None:
         raise InvalidRequest("this model has no chat template", param="messages")
     prompt = prompt_of(body)

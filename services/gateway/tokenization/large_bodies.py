@@ -8,23 +8,19 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.tokenization.bodies import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
-from services.gateway.tokenization.conversion import chat_tokens, detokenize, tokenize
+from services.gateway.tokenization.conversion import detokenize, encoded_body, tokenize
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
 
 
 def answer(job: BodyJob, files: ModelFiles, template: ChatTemplate | None) -> PreparedBody:
     """Returns the body of the response. Raises InvalidRequest and its subclasses."""
-    tokenizer = files.tokenizer
     if job.kind == DETOKENIZE:
         tokens = DETOKENIZE_FIELDS.decode(job.body)
-        response = detokenize(tokens, tokenizer, vocab_size=job.vocab_size or 0)
+        response = detokenize(tokens, files.tokens, vocab_size=job.vocab_size or 0)
         return PreparedBody(msgspec.json.encode(response), [])
     body = TOKENIZE_FIELDS.decode(job.body)
-    tokenized = tokenize(
-        body,
-        tokenizer,
-        max_model_len=job.max_context_tokens or 0,
-        chat_token_ids=chat_tokens(body, template, tokenizer),
-    )
+    token_ids = encoded_body(body, template, files.tokenizer)
+    most = job.max_context_tokens or 0
+    tokenized = tokenize(body, token_ids, files.tokens, max_model_len=most)
     return PreparedBody(msgspec.json.encode(tokenized), [])

@@ -1,6 +1,6 @@
 """Tokenizes and detokenizes for a tenant, on any transport: bodies in, bodies out.
 
-    small ──▶ decode ──▶ convert, messages after a preparation process rendered them ──▶ encode
+    small ──▶ decode ──▶ render and tokenize in other processes ──▶ encode
     large ──▶ decode, render, convert and encode in a preparation process
 
 Nothing here is charged: the caller reserves the request.
@@ -51,14 +51,9 @@ class Tokenization:
             return await self._answer_large(tenant, TOKENIZE, data)
         body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
         model = await self._model(tenant, body.model)
-        if not model.text.files.tokenizer.max_chars_here:
-            return await self._answer_large(tenant, TOKENIZE, data)
-        response = tokenize(
-            body,
-            model.text.files.tokenizer,
-            max_model_len=model.card.max_context_tokens,
-            chat_token_ids=await self._chat_tokens(tenant, model.text, body),
-        )
+        token_ids = await self._token_ids(tenant, model.text, body)
+        most = model.card.max_context_tokens
+        response = tokenize(body, token_ids, model.text.files.tokens, max_model_len=most)
         return msgspec.json.encode(response)
 
     async def detokenize(self, tenant: TenantRecord, data: bytes) -> bytes:
@@ -66,8 +61,7 @@ class Tokenization:
             return await self._answer_large(tenant, DETOKENIZE, data)
         body = DETOKENIZE_FIELDS.decode(data)
         model = await self._model(tenant, body.model)
-        tokenizer = model.text.files.tokenizer
-        response = detokenize(body, tokenizer, vocab_size=model.card.vocab_size)
+        response = detokenize(body, model.text.files.tokens, vocab_size=model.card.vocab_size)
         return msgspec.json.encode(response)
 
     async def info(self, tenant: TenantRecord, name: str | None) -> TokenizerInfo:
@@ -82,12 +76,17 @@ class Tokenization:
             **{name: files.token_texts.get(name) for name in STANDARD},
         )
 
-    async def _chat_tokens(
+    async def _token_ids(
         self, tenant: TenantRecord, text: ServedText, body: TokenizeRequest
-    ) -> list[int] | None:
-        if body.messages is None:
-            return None
+    ) -> list[int]:
         check_tokenize(body)
+        if body.messages is None:
+            found = await text.renderer.encode(
+                [[body.prompt or ""]],
+                tenant_id=tenant.tenant_id,
+                adds_special_tokens=body.add_special_tokens is not False,
+            )
+            return found.token_ids[0]
         prompt = prompt_of(body)
         return await self._submission.tokenize(
             text,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.model_files import ModelText
 from services.gateway.tools.families import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -63,7 +63,7 @@ _MARKERS: tuple[tuple[Family, tuple[str, ...]], ...] = (
 )
 
 
-def family_of(files: ModelFiles, choice: str = "", *, tool_format: str = "template") -> Family:
+def family_of(files: ModelText, choice: str = "", *, tool_format: str = "template") -> Family:
     """`choice`: the name of a family, a file with a response template, or "off": no calls and no
     reasoning are recognised; empty: by the checkpoint. `tool_format`: how a chat template without
     tools gets them. Raises ConfigError for a choice that is none of these. Compiles what the

@@ -39,7 +39,7 @@ from services.gateway.scoring.pairs import (
     embedding_requests,
     requests_for_model,
 )
-from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.model_files import ModelText
 from services.gateway.tools.choice_fields import ToolChoiceField, tool_options
 from services.gateway.tools.tool_fields import ToolFields
 from services.gateway.workers_ai.errors import LoraNotSupported
@@ -179,7 +179,7 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
 
 
 def for_model(
-    body: RunRequest, generations: Sequence[GenerationRequest], files: ModelFiles
+    body: RunRequest, generations: Sequence[GenerationRequest], files: ModelText
 ) -> Sequence[GenerationRequest]:
     """What the model is asked to rank contexts. Raises InvalidRequest."""
     pairs = body.pairs

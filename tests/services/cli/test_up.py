@@ -128,9 +128,11 @@ def test_up_starts_one_process_per_service(running: Up) -> None:
     checking = [each for each in lines if "check_process" in each]
     assert 1 <= len(preparing) <= 3  # the gateway's own, of which only the first is there at once
     assert 1 <= len(checking) <= 3
+    encoding = [each for each in lines if "encoding_process" in each]
+    assert len(encoding) <= 1  # of its model, which it starts last
     # five services, nats-server, redis-server, and up itself; a process that is just being forked
     # has the command line of its parent
-    assert len({*lines} - {*preparing, *checking}) == 8
+    assert len({*lines} - {*preparing, *checking, *encoding}) == 8
     workers = ready(running.state)["workers"]
     assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -77,6 +78,12 @@ class Cluster:
     decodes: list[PeerDecode]
     http: httpx.AsyncClient
     answer: list[int]
+
+    @cached_property
+    def files(self) -> ModelFiles:
+        """Of the gateway's own model."""
+        assert self.gateway._own is not None
+        return ModelFiles(Path(self.gateway._own.files.model_dir))
 
     async def reset(self) -> None:
         """Resets the peers to their defaults, and waits until the gateway has no open request."""

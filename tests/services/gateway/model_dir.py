@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.models.model_check import checked_files
 from services.gateway.models.served_text import ServedText, TextLoader, process_setup
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
@@ -58,6 +59,17 @@ def _write(path: Path, **fields: object) -> None:
 
 def served_text(files: ModelFiles, family: Family = PLAIN) -> ServedText:
     """Of a model whose processes never start."""
-    setup = process_setup(files, family, "template")
+    model = checked_files(files, family)
+    setup = process_setup(model, "template")
     pool = PreparationPool(setup)
-    return TextLoader(pool, GrammarChecks(pool), tool_format="template").text(files, family, setup)
+    return TextLoader(pool, GrammarChecks(pool), tool_format="template").text(model, setup)
+
+
+def without_process(text: ServedText) -> ServedText:
+    """No process loads its tokenizer."""
+
+    async def nothing() -> None:
+        pass
+
+    text.renderer.load_tokenizer = nothing  # type: ignore[method-assign]
+    return text

@@ -10,13 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.gateway.models.served_text import template_source
 from services.gateway.preparation_process import BODY_NICENESS
-from services.gateway.service import PREPARATION_PROCESS, own_family, own_setup
+from services.gateway.service import PREPARATION_PROCESS
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import BodyJob, ProcessSetup
 from services.gateway.text.template_renderer import Renderer
+from services.gateway.tools.family_choice import family_of
 from shared.config import GatewayConfig, check
 from shared.errors import ConfigError
 
@@ -65,19 +67,24 @@ async def test_large_bodies_are_prepared_at_a_lower_priority_than_small_requests
         await pool.close()
 
 
+def _template(files: ModelFiles, config: GatewayConfig) -> TemplateSource | None:
+    family = family_of(files, config.response_template, tool_format=config.tool_format)
+    return template_source(files, family, config.tool_format)
+
+
 def test_processes_render_calls_as_the_template_and_the_operator_require(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     files = copy.copy(model_files)
-    found = own_setup(gateway_config, files, own_family(gateway_config, files)).template
+    found = _template(files, gateway_config)
     assert found is not None and (found.call_ids, found.tool_format) == ("own", "template")
     source = "{{ tools }}<|tool_calls_section_begin|><|tool_call_argument_begin|>"
     files.chat_template = TemplateSource(source, (), {})
     as_text = msgspec.structs.replace(gateway_config, tool_format="hermes")
-    found = own_setup(as_text, files, own_family(as_text, files)).template
+    found = _template(files, as_text)
     assert found is not None and (found.call_ids, found.tool_format) == ("kimi", "hermes")
     files.chat_template = None
-    assert own_setup(gateway_config, files, own_family(gateway_config, files)).template is None
+    assert _template(files, gateway_config) is None
 
 
 def test_unknown_tool_format_is_named(gateway_config: GatewayConfig) -> None:

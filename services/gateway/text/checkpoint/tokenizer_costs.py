@@ -30,6 +30,7 @@ MAX_AFFIX_CHARS = 16  # such as "##" and "</w>"
 # The largest tokenizers have some 260,000 tokens and 580,000 merges.
 MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 5 << 19
+MAX_TOKEN_IDS = 4 * MAX_VOCABULARY  # models leave ids out
 _SUFFIX = "</w>"  # of BPEDecoder's words, by default
 _CHAR = (
     r"(?:[^][\\(){}|?*+^$]|\\[sSdDwWtnrfvhH]|\\[^\w\s]|\\[pP]\{\^?\w+\}|\[\^?(?:[^][\\]|\\.)+\])"

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.gateway.output.events import Event, ReasoningDelta, TextDelta
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.scored_tokens import HeldTokens
 from services.gateway.text.stop_strings import StopAutomaton, StopStrings
 from services.gateway.tools.parsing.marker_tokens import MarkerTokens

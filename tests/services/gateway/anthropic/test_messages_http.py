@@ -39,7 +39,7 @@ async def prompt_of(cluster: Cluster, **fields: Any) -> str:
     """What the template makes of a body."""
     await whole(cluster.http, {**BODY, **fields})
     request = await submitted(cluster)
-    return cluster.gateway.files.tokenizer.decode(unpack_token_ids(request.prompt_token_ids))
+    return cluster.files.tokens.decode(unpack_token_ids(request.prompt_token_ids))
 
 
 @pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.grammars.thinking import Thinking, budget_of
+from services.gateway.grammars.thinking import Thinking, budget_of, mark_spellings
 from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tools.families import GEMMA4, HARMONY, HERMES, PLAIN, with_thinking
 from services.gateway.tools.family import Family
@@ -36,7 +36,8 @@ def spelled(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_markers_of_families(
     spelled: PromptTokenizer, family: Family, opens: str, closes: str, thinking: Thinking
 ) -> None:
-    found = budget_of(7, thinking, family, spelled.spellings)
+    spellings = mark_spellings(family, spelled.spellings)
+    found = budget_of(7, thinking, family, spellings)
     assert found is not None
     assert (found.max_tokens, found.is_open) == (7, thinking == "open")
     assert found.opens[0] == tuple(spelled.encode([opens]))
@@ -46,7 +47,8 @@ def test_markers_of_families(
 
 
 def test_family_without_markers(spelled: PromptTokenizer) -> None:
-    assert budget_of(7, "closed", PLAIN, spelled.spellings) is None
+    assert mark_spellings(PLAIN, spelled.spellings) == {}
+    assert budget_of(7, "closed", PLAIN, {}) is None
 
 
 def test_spellings_of_a_text_hold_what_tokens_join_with_it(tmp_path: Path) -> None:
@@ -65,5 +67,6 @@ def test_spellings_of_a_text_hold_what_tokens_join_with_it(tmp_path: Path) -> No
                 for mark in found
                 for start in range(len(written))
             ), (before, after)
-    assert all("</think>" in tokenizer.decode(mark) for mark in found)
+    decode = tokenizer.tokenizer.decode
+    assert all("</think>" in decode(list(mark)) for mark in found)
     assert len(tokenizer.spellings("é")) > 0

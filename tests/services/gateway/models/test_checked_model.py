@@ -6,9 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from services.gateway.models.checked_model import CheckedModels, checked_family
+from services.gateway.models import model_check
+from services.gateway.models.checked_model import checked_model
+from services.gateway.models.model_check import ModelCheck, checked_files
+from services.gateway.text.model_files import ModelFiles
 from services.gateway.tools.families import HERMES, KIMI
 from shared.errors import ConfigError
 
@@ -23,18 +27,25 @@ def test_family_and_what_the_folder_logs(folder: Path) -> None:
     changed = {"eos_token": "<|beyond|>", "chat_template": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(changed))
     (folder / "config.json").write_text('{"vocab_size": 10}')
-    assert checked_family(folder, "", "template").call_format is None
-    assert checked_family(folder, "kimi", "template") == KIMI
+    assert checked_model(folder, "", "template").family.call_format is None
+    assert checked_model(folder, "kimi", "template").family == KIMI
 
 
-def test_folder_is_checked_again_once_a_file_changes(folder: Path) -> None:
-    models = CheckedModels("hermes")
-    assert models.family(folder) == models.family(folder) == HERMES
-    (folder / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="does not compile"):
-        models.family(folder)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        models.family(folder / "none")
+def test_reply_has_what_the_files_have(folder: Path) -> None:
+    files, model = ModelFiles(folder), checked_model(folder, "", "hermes")
+    assert model == checked_files(files, HERMES)
+    assert model.text.chat_template == files.chat_template is not None
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        checked_model(folder / "none", "", "hermes")
+
+
+def test_reply_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ModelCheck(checked_files(ModelFiles(folder), HERMES))
+    monkeypatch.setattr(model_check, "MAX_REPLY_BYTES", 1000)
+    reply = msgspec.msgpack.decode(model_check.encoded_check(found, "m"), type=ModelCheck)
+    assert reply.model is None
+    assert reply.failure.startswith("m: its texts take ")
+    assert reply.failure.endswith("the limit is 1000")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_check_that_ends_early(
     (tmp_path / "spoiled_check.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=expected) as raised:
-        checked_family(tmp_path, "", "auto", module="spoiled_check")
+        checked_model(tmp_path, "", "auto", module="spoiled_check")
     assert raised.value.message.startswith(f"{tmp_path}: ")
 
 
@@ -63,5 +74,5 @@ def test_failure_names_the_folder(folder: Path) -> None:
     config["response_template"] = {"fields": fields}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="a mark of 300 characters is too long") as raised:
-        checked_family(folder, "", "template")
+        checked_model(folder, "", "template")
     assert raised.value.message.startswith(f"{folder}: ")

@@ -16,7 +16,7 @@ import structlog
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.gateway.models.loaded_texts import Source
 from services.gateway.models.served_text import ServedText
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.host.sources import find_source
 from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.errors import HearthError, Overloaded
@@ -77,14 +77,14 @@ async def tried(fleet: Fleet, path: Path) -> str:
 
 
 async def use(fleet: Fleet, text: ServedText, tenant_id: str) -> None:
-    tokenizer = text.files.tokenizer
+    tokens = text.files.tokens
     parser = text.parsing.parser(None, 0, request_id="r", prompt_tail="")
     for _ in range(20):
         parser.feed("a" * 500)
         await asyncio.sleep(0)
-    detokenizer = Detokenizer(tokenizer.tokenizer)
-    detokenizer.feed(range(min(tokenizer.vocab_size, 300)))
-    for each in (text.files.end_token_ids, tokenizer.special_tokens):
+    detokenizer = Detokenizer(tokens)
+    detokenizer.feed(range(min(tokens.vocab_size, 300)))
+    for each in (text.files.end_token_ids, tokens.special_tokens):
         assert len(each) <= 200_000
     await fleet.gateway.submission.tokenize(text, tenant_id, MESSAGES, ())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from services.gateway.models.loaded_texts import (
 )
 from services.gateway.models.served_text import ServedText, TextLoader
 from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
-from tests.services.gateway.model_dir import write_model_dir
+from tests.services.gateway.model_dir import without_process, write_model_dir
 from tests.support.waiting import until
 
 
@@ -49,7 +51,7 @@ class Rig:
     def _load(self, source: str) -> ServedText:
         self.loads.append(source)
         assert self.may_load.wait(10)
-        return self._loader.load(source)
+        return without_process(self._loader.load(source))
 
     async def get(self, path: Path, digest: str = "d") -> ServedText:
         return await self.texts.get(Source(str(path), digest))
@@ -71,6 +73,30 @@ async def test_least_recently_used_one_is_loaded_again(dirs: list[Path]) -> None
     assert (rig.loads, len(rig.texts)) == ([str(a), str(b), str(c)], 2)
     await rig.get(b)
     assert rig.loads == [str(a), str(b), str(c), str(b)]
+
+
+async def test_process_of_a_text_ends_with_it_and_with_no_client(
+    dirs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone makes the tokenizer, which takes this one's time."""
+    monkeypatch.setattr(PromptTokenizer, "__init__", None)
+    pool = PreparationPool(None)
+    text = TextLoader(pool, GrammarChecks(pool), tool_format="template").load(str(dirs[0]))
+    tenant = {"tenant_id": "acme"}
+    (token_ids,) = (await text.renderer.encode([["hello world"]], **tenant)).token_ids
+    assert text.files.tokens.decode(token_ids) == "hello world"
+    leaving = asyncio.create_task(text.renderer.encode([["a" * 200_000]], **tenant))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert (await text.renderer.encode([["hello world"]], **tenant)).token_ids == [token_ids]
+    assert text.renderer._encoding is not None
+    seats, (pid,) = text.renderer._encoding._seats, text.renderer._encoding.process_ids
+    del text, leaving
+    gc.collect()
+    assert seats[0].process is not None and seats[0].process.pid == pid
+    async with asyncio.timeout(10):
+        assert await seats[0].process.process.wait() == -signal.SIGKILL
 
 
 async def test_text_in_use_is_not_loaded_twice(dirs: list[Path]) -> None:
@@ -126,7 +152,7 @@ async def test_failure_is_logged_with_its_source_and_retried_after_a_pause(tmp_p
     assert len(rig.loads) == 1
     write_model_dir(path)
     rig.time = RETRY_S
-    assert (await rig.get(path)).files.model_dir == path
+    assert (await rig.get(path)).files.model_dir == str(path)
 
 
 async def test_wait_for_a_thread_lengthens_no_pause(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from shared.lifecycle.health import Fleet
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad, WorkerLoad
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
-from tests.services.gateway.model_dir import served_text
+from tests.services.gateway.model_dir import served_text, without_process
 from tests.services.gateway.peer import CARD
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.store import MemoryStore
@@ -46,7 +46,7 @@ class Rig:
             self.catalog,
             None if own is None else served_text(own),
             self.reader,
-            LoadedTexts(loader.load, self, max_loaded=4),
+            LoadedTexts(lambda source: without_process(loader.load(source)), self, max_loaded=4),
             SeededRandomness(7),
         )
 
@@ -211,5 +211,5 @@ async def test_own_model_goes_before_one_of_the_catalogue(
         rig.models.check(tenant, "tiny")
         assert [card.name for card in rig.models.cards(tenant)] == ["tiny", "m"]
     served = await rig.models.choose("tiny")
-    assert served.text.files is model_files
+    assert served.text.files.tokens is model_files.tokens
     assert served.card.max_context_tokens == 4096

@@ -135,7 +135,7 @@ async def test_failed_choice_is_cut_beside_whole_ones(cluster: Cluster) -> None:
     fields = {"n": 3, "regex": "a+", "max_tokens": 100}
     body = (await cluster.http.post(CHAT, json={**BODY, **fields})).json()
     found = [(each["message"]["content"], each["finish_reason"]) for each in body["choices"]]
-    cut = cluster.gateway.files.tokenizer.decode(cluster.answer[:3])
+    cut = cluster.files.tokens.decode(cluster.answer[:3])
     assert found == [(ANSWER, "stop"), (cut, "length"), (ANSWER, "stop")]
     assert body["hearth"]["warnings"] == ["choices[1] is cut: too complex"]
     events = await events_of(cluster, **fields)

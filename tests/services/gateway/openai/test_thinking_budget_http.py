@@ -50,10 +50,10 @@ async def test_budget_is_submitted_with_the_markers(
     budget = request.sampling.thinking
     assert budget is not None
     assert (budget.max_tokens, budget.is_open) == (expected, False)
-    tokenizer = tools_cluster.gateway.files.tokenizer
+    files = tools_cluster.files
     for marks, text in ((budget.opens, "<think>"), (budget.closes, "</think>")):
-        assert marks[0] == tuple(tokenizer.encode([text]))
-        assert all(text in tokenizer.decode(mark) for mark in marks)
+        assert marks[0] == tuple(files.tokenizer.encode([text]))
+        assert all(text in files.tokens.decode(mark) for mark in marks)
     assert request.needs == (THINKING_FEATURE,)
 
 

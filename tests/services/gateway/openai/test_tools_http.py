@@ -72,7 +72,7 @@ TEMPLATE = {
 
 def answers(cluster: Cluster, text: str) -> None:
     for decode in cluster.decodes:
-        decode.reset(cluster.gateway.files.tokenizer.encode([text]))
+        decode.reset(cluster.files.tokenizer.encode([text]))
 
 
 async def message_of(cluster: Cluster, **fields: Any) -> tuple[Any, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import msgspec
@@ -17,6 +16,7 @@ from services.gateway.prefixes.errors import PrefixTooLarge, PrefixTooShort
 from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.process_jobs import Encoded
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.clock import MonotonicClock
 from shared.errors import PromptTooLong
@@ -145,21 +145,20 @@ async def test_prefix_is_listed_read_replaced_and_deleted(
 async def test_prefixes_are_tokenized_within_the_slots_of_their_tenant(
     cluster: Cluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of other tenants are tokenized on the same threads."""
-    tokenizer, lock = cluster.gateway.files.tokenizer, threading.Lock()
-    encode, num_running, counts = tokenizer.encode, 0, list[int]()
+    """Requests of other tenants are tokenized in the same process."""
+    assert cluster.gateway._own is not None
+    renderer = cluster.gateway._own.renderer
+    encode, num_running, counts = renderer.encode, 0, list[int]()
 
-    def counted(parts: Sequence[str]) -> list[int]:
+    async def counted(*args: Any, **options: Any) -> Encoded:
         nonlocal num_running
-        with lock:
-            num_running += 1
-            counts.append(num_running)
-        time.sleep(0.02)
-        with lock:
-            num_running -= 1
-        return encode(parts)
+        num_running += 1
+        counts.append(num_running)
+        await asyncio.sleep(0.02)
+        num_running -= 1
+        return await encode(*args, **options)
 
-    monkeypatch.setattr(tokenizer, "encode", counted)
+    monkeypatch.setattr(renderer, "encode", counted)
     puts = [cluster.http.put(f"{PREFIXES}/p{n}", json={"system": SYSTEM}) for n in range(5)]
     assert {each.status_code for each in await asyncio.gather(*puts)} == {200}
     assert max(counts) <= cluster.gateway._config.preparations_per_tenant < 5
@@ -467,7 +466,7 @@ async def test_dry_run_reports_where_two_prompts_diverge(
     response = await cluster.http.post(f"{PREFIXES}/dry_run", json=body)
     assert response.status_code == 200, response.text
     report = response.json()
-    tokenizer = cluster.gateway.files.tokenizer
+    tokenizer = cluster.files.tokenizer
     first, second = (tokenizer.encode([each["prompt"]]) for each in body.values())
     index = next(n for n, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1)
     divergence = report["divergence"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from services.gateway.models.served_text import ServedModel
@@ -20,11 +21,12 @@ from services.gateway.request.prompt import (
     Prompt,
     TextPrompt,
     TokenPrompt,
-    echo_of,
-    tokenize,
+    encoded_echo,
+    encoded_prompt,
 )
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.tokenizer import bad_word_texts
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import SamplingParams
@@ -82,7 +84,7 @@ def test_request_needs_what_its_generation_needs(
     gateway_config: GatewayConfig, model_files: ModelFiles, needs: tuple[str, ...]
 ) -> None:
     generation = GenerationRequest(
-        model="tiny", prompt=TextPrompt("a", "prompt"), sampling=SamplingFields(), needs=needs
+        model="tiny", prompt=TokenPrompt([5], "prompt"), sampling=SamplingFields(), needs=needs
     )
     prepared = Preparation(gateway_config, SystemRandomness()).prepare(
         generation,
@@ -113,7 +115,7 @@ def test_max_tokens(
     prepared = Preparation(config, SystemRandomness()).prepare(
         GenerationRequest(
             model="tiny",
-            prompt=TextPrompt("a", "prompt"),
+            prompt=TokenPrompt([5], "prompt"),
             sampling=SamplingFields(),
             max_tokens=given,
         ),
@@ -125,10 +127,11 @@ def test_max_tokens(
     assert prepared.request.sampling.max_tokens == max_tokens
 
 
-def test_bad_word_is_banned_with_and_without_space(tmp_path: Path, model_files: ModelFiles) -> None:
+def test_bad_word_is_banned_with_and_without_space(model_files: ModelFiles) -> None:
     decode = model_files.tokenizer.tokenizer.decode
-    banned = params(tmp_path, {}, bad_words=["  fox", "<|im_end|>"]).bad_words
-    spelled = [decode(list(each), skip_special_tokens=False) for each in banned]
+    texts = [each for word in ("  fox", "<|im_end|>") for each in bad_word_texts(word)]
+    banned = [model_files.tokenizer.encode([each]) for each in texts]
+    spelled = [decode(each, skip_special_tokens=False) for each in banned]
     assert spelled == ["fox", " fox", "<|im_end|>", " <|im_end|>"]
     assert all(2 not in each for each in banned)  # as text: the special token can be sampled
 
@@ -141,16 +144,16 @@ def check_echo(echo: Echo | None, files: ModelFiles) -> None:
     num_bytes = 0
     for token_id, offset in zip(echo.token_ids, echo.offsets, strict=True):
         assert len(echo.text[:offset].encode()) <= num_bytes  # smaller within a character
-        num_bytes += len(files.tokenizer.token_bytes[token_id])
+        num_bytes += len(files.tokens.token_bytes[token_id])
     assert num_bytes == len(echo.text.encode())
 
 
 @pytest.mark.parametrize("text", ["the lazy 東京 fox", " a", "<|im_start|>x\n", "😀"])
 def test_echo_of_text_and_of_its_tokens_agree(model_files: ModelFiles, text: str) -> None:
-    echo = echo_of(TextPrompt(text, "prompt"), model_files)
+    echo = encoded_echo(TextPrompt(text, "prompt"), model_files)
     check_echo(echo, model_files)
     assert echo is not None
-    assert echo == echo_of(TokenPrompt(echo.token_ids, "prompt"), model_files)
+    assert echo == encoded_echo(TokenPrompt(echo.token_ids, "prompt"), model_files)
 
 
 def test_offsets_do_not_depend_on_trimmed_spans(tmp_path: Path, model_files: ModelFiles) -> None:
@@ -158,22 +161,25 @@ def test_offsets_do_not_depend_on_trimmed_spans(tmp_path: Path, model_files: Mod
     files.tokenizer.tokenizer.post_processor = ByteLevel(trim_offsets=True)
     prompt = TextPrompt("the lazy 東 dog", "prompt")
     assert files.tokenizer.tokenizer.encode(prompt.text).offsets[2][0] > 3
-    assert echo_of(prompt, files) == echo_of(prompt, model_files)
+    assert encoded_echo(prompt, files) == encoded_echo(prompt, model_files)
 
 
 def test_tokenizer_may_add_first_token(tmp_path: Path) -> None:
-    files = ModelFiles(write_model_dir(tmp_path / "m"))
-    files.tokenizer.tokenizer.post_processor = TemplateProcessing(
+    path = write_model_dir(tmp_path / "m") / "tokenizer.json"
+    own = Tokenizer.from_file(str(path))
+    own.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
-    assert tokenize(TextPrompt("", "prompt"), files, CARD) == [0]
-    echo = echo_of(TextPrompt("hello", "prompt"), files)
+    own.save(str(path))
+    files = ModelFiles(path.parent)
+    assert encoded_prompt(TextPrompt("", "prompt"), files) == [0]
+    echo = encoded_echo(TextPrompt("hello", "prompt"), files)
     assert echo is not None
     assert (echo.text, echo.token_ids[0], echo.offsets[:2]) == ("hello", 0, [0, 0])
     without_special = TextPrompt("hello", "prompt", add_special_tokens=False)
-    assert tokenize(without_special, files, CARD) == echo.token_ids[1:]
+    assert encoded_prompt(without_special, files) == echo.token_ids[1:]
     with pytest.raises(InvalidRequest, match="must hold a token"):
-        tokenize(TextPrompt("", "prompt", add_special_tokens=False), files, CARD)
+        encoded_prompt(TextPrompt("", "prompt", add_special_tokens=False), files)
 
 
 @pytest.mark.parametrize(
@@ -250,5 +256,5 @@ def test_logprobs_beyond_64_mib_are_rejected(
 )
 def test_prompts_without_tokens_are_refused(tmp_path: Path, prompt: Prompt, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{reason}") as refusal:
-        tokenize(prompt, ModelFiles(write_model_dir(tmp_path / "m")), CARD)
+        encoded_prompt(prompt, ModelFiles(write_model_dir(tmp_path / "m")))
     assert refusal.value.param == prompt.param

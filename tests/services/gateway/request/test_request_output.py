@@ -118,7 +118,7 @@ def test_backlog_of_tokens_with_logprobs_is_taken_in_parts(
     assert all(token.logprobs == scored for delta in deltas for token in delta.tokens)
     assert max(len(delta.tokens) for delta in deltas) == MAX_DELTA_TOKENS
     assert end == Finished(0, "length")
-    spelled = model_files.tokenizer.token_bytes
+    spelled = model_files.tokens.token_bytes
     shown = 0
     for delta in deltas[:-1]:
         shown += len(delta.tokens)

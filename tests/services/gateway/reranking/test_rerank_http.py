@@ -37,7 +37,7 @@ async def ranked(cluster: Cluster, path: str = PATHS[0], **fields: Any) -> Any:
 
 def expected(cluster: Cluster, documents: list[str] = DOCUMENTS) -> list[tuple[int, float]]:
     """Places and cosines, the best first."""
-    encode = cluster.gateway.files.tokenizer.encode_text  # type: ignore[union-attr]
+    encode = cluster.files.tokenizer.encode_text
 
     def vector(text: str) -> list[float]:
         return embedding_of(encode(text, add_special_tokens=True))

@@ -96,7 +96,7 @@ async def test_question_and_score(
             assert dict(sampling.logit_bias) == {yes: 100.0, no: 100.0}
             assert (sampling.logprobs_mode, sampling.num_logprobs) == ("processed", 2)
             assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
-        text = files.tokenizer.decode(unpack_token_ids(first.prompt_token_ids))
+        text = files.tokens.decode(unpack_token_ids(first.prompt_token_ids))
         assert text == (
             f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web "
             "search query, retrieve relevant passages that answer the query\n<Query>: the fox\n"

@@ -173,7 +173,7 @@ def test_client_text_is_no_marker_of_the_template(tmp_path: Path) -> None:
     template_of = files.chat_template.compiled()
     token_ids = files.tokenizer.encode(template_of.render([user]))
     assert call not in token_ids and think not in token_ids and table in token_ids
-    assert str(user["content"]) in files.tokenizer.decode(token_ids)
+    assert str(user["content"]) in files.tokens.decode(token_ids)
     answer = {"role": "assistant", "content": "x</think>y<|im_end|>"}
     token_ids = files.tokenizer.encode(template_of.render([user, answer]))
     assert token_ids.count(think) == 1

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,15 +13,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.decoding.detokenizer import Detokenizer, decode_with_offsets
+from services.gateway.text.decoding.packed_texts import PackedTexts
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
-from services.gateway.text.token_bytes import TokenBytes, complete_texts
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
-from shared.tokenizer.tokenizer_steps import read_steps
 from tests.services.gateway.model_dir import write_model_dir
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -31,7 +30,7 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 @given(text=st.text(max_size=40))
 def test_detokenizer_equals_full_decode(model_files: ModelFiles, text: str) -> None:
     token_ids = model_files.tokenizer.encode([LiteralText(text)])
-    check_parts(model_files.tokenizer.tokenizer, token_ids, model_files.tokenizer.complete_texts)
+    check_parts(model_files.tokenizer.tokenizer, token_ids, model_files.tokens)
 
 
 @settings(max_examples=300)
@@ -40,38 +39,43 @@ def test_detokenizer_equals_full_decode_of_invalid_text(
     model_files: ModelFiles, token_ids: list[int]
 ) -> None:
     """A model may sample broken UTF-8, special tokens, and one after the other."""
-    check_parts(model_files.tokenizer.tokenizer, token_ids, model_files.tokenizer.complete_texts)
+    check_parts(model_files.tokenizer.tokenizer, token_ids, model_files.tokens)
 
 
-def check_parts(
-    tokenizer: Tokenizer,
-    token_ids: list[int],
-    complete_texts: Mapping[int, str] = MappingProxyType({}),
-) -> None:
+def table_of(tokenizer: Tokenizer) -> TokenTable:
+    return PromptTokenizer(tokenizer.to_str()).table()
+
+
+def without_complete_texts(tokens: TokenTable) -> TokenTable:
+    return msgspec.structs.replace(tokens, complete_texts=PackedTexts())
+
+
+def check_parts(tokenizer: Tokenizer, token_ids: list[int], tokens: TokenTable) -> None:
     expected = tokenizer.decode(token_ids, skip_special_tokens=True)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(without_complete_texts(tokens))
     parts: list[str] = []
     for token_id in token_ids:
         parts += detokenizer.feed((token_id,))
         assert expected.startswith("".join(parts))
-    at_once = Detokenizer(tokenizer, complete_texts=complete_texts)
+    at_once = Detokenizer(tokens)
     assert at_once.feed(token_ids) == parts and all(parts)
     assert detokenizer.flush() == at_once.flush() == expected[len("".join(parts)) :]
     assert expected.startswith("".join(parts)) and detokenizer.flush() == ""
 
 
-def test_complete_texts_cover_90_percent_of_tokens(model_files: ModelFiles) -> None:
+def test_complete_texts_cover_90_percent_of_tokens() -> None:
     tokenizer = PromptTokenizer((DEMO_MODEL_DIR / "tokenizer.json").read_text())
-    texts, vocab_size = tokenizer.complete_texts, tokenizer.vocab_size
-    assert 0.9 * vocab_size < len(texts) < vocab_size
-    for token_id in range(vocab_size):
+    tokens = tokenizer.table()
+    texts = [tokens.complete_texts[token_id] for token_id in range(tokens.vocab_size)]
+    assert 0.9 * tokens.vocab_size < sum(map(bool, texts)) < tokens.vocab_size
+    for token_id, text in enumerate(texts):
         alone = tokenizer.tokenizer.decode([token_id], skip_special_tokens=True)
-        assert texts.get(token_id) == (None if alone.endswith("\ufffd") else alone or None)
+        assert text == (None if alone.endswith("\ufffd") else alone or None)
 
 
-def complete_texts_of(tokenizer: Tokenizer) -> dict[int, str]:
-    steps, vocab = read_steps(tokenizer.to_str()), tokenizer.get_vocab()
-    return complete_texts(steps, vocab, tokenizer.get_added_tokens_decoder())
+def complete_texts_of(tokenizer: Tokenizer) -> list[str | None]:
+    texts = table_of(tokenizer).complete_texts
+    return [texts[number] for number in range(len(texts))]
 
 
 @pytest.mark.parametrize("decoder", [decoders.Metaspace(), None, decoders.Fuse()])
@@ -79,7 +83,7 @@ def test_other_decoders_have_no_complete_texts(decoder: Any) -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, [], fuse_unk=True))
     if decoder is not None:
         tokenizer.decoder = decoder
-    assert complete_texts_of(tokenizer) == {}
+    assert complete_texts_of(tokenizer) == []
 
 
 def test_added_token_has_no_complete_text() -> None:
@@ -87,20 +91,20 @@ def test_added_token_has_no_complete_text() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "\u00ef\u00bf\u00bd": 2}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["a"])
-    assert complete_texts_of(tokenizer) == {1: "b"}
+    assert complete_texts_of(tokenizer) == [None, "b", None]
 
 
 def test_character_of_several_tokens_is_not_split(model_files: ModelFiles) -> None:
     token_ids = model_files.tokenizer.encode(["😀東"])
     assert len(token_ids) == 7
-    detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
+    detokenizer = Detokenizer(model_files.tokens)
     parts = [detokenizer.feed((token_id,)) for token_id in token_ids]
     assert parts == [[], [], [], ["😀"], [], [], ["東"]]
 
 
 def test_incomplete_character_becomes_replacement(model_files: ModelFiles) -> None:
     token_ids = model_files.tokenizer.encode(["ok 😀"])[:-1]
-    detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
+    detokenizer = Detokenizer(model_files.tokens)
     assert "".join(detokenizer.feed(token_ids)) == "ok "
     assert detokenizer.flush() == "\ufffd"
 
@@ -110,7 +114,7 @@ def test_sentencepiece_spaces_are_preserved() -> None:
     vocabulary = {"▁a": 0, "▁b": 1, "c": 2}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], fuse_unk=True))
     tokenizer.decoder = decoders.Metaspace()
-    check_parts(tokenizer, [0, 1, 2, 0, 0, 1])
+    check_parts(tokenizer, [0, 1, 2, 0, 0, 1], table_of(tokenizer))
 
 
 _LEGACY = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -148,22 +152,21 @@ def test_text_continues_from_its_context() -> None:
     """Without the context, the decoder strips the first space."""
     tokenizer = Tokenizer(models.BPE({"▁a": 0, "▁b": 1}, [], fuse_unk=True))
     tokenizer.decoder = decoders.Metaspace()
-    assert Detokenizer(tokenizer).feed((1,)) == ["b"]
-    assert Detokenizer(tokenizer, (0,)).feed((1, 0)) == [" b", " a"]
+    tokens = table_of(tokenizer)
+    assert Detokenizer(tokens).feed((1,)) == ["b"]
+    assert Detokenizer(tokens, (0,)).feed((1, 0)) == [" b", " a"]
 
 
 @pytest.mark.parametrize("text", ["hello 東 fox", "a😀", "é", "x\ufffdb", "x\ufffd", "東😀é"])
 def test_output_completes_the_last_character_of_its_prompt(
     model_files: ModelFiles, text: str
 ) -> None:
-    tokenizer = model_files.tokenizer
-    token_ids = tokenizer.encode([LiteralText(text)])
+    tokens = without_complete_texts(model_files.tokens)
+    token_ids = model_files.tokenizer.encode([LiteralText(text)])
     for end in range(len(token_ids) + 1):
-        before, _ = tokenizer.decode_with_offsets(token_ids[:end])
-        num_partial = tokenizer.token_bytes.num_partial(token_ids[:end])
-        detokenizer = Detokenizer(
-            tokenizer.tokenizer, token_ids[:end], num_partial=num_partial, complete_texts={}
-        )
+        before, _ = decode_with_offsets(model_files.tokens, token_ids[:end])
+        num_partial = tokens.token_bytes.num_partial(token_ids[:end])
+        detokenizer = Detokenizer(tokens, token_ids[:end], num_partial=num_partial)
         after = "".join(detokenizer.feed(token_ids[end:])) + detokenizer.flush()
         if end < len(token_ids):
             assert before + after == text
@@ -177,15 +180,16 @@ def test_character_that_an_output_does_not_complete_is_a_replacement(
     vocabulary = {"aðŁ": 0, "ĺ": 1, "Ģ": 2, "b": 3}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.decoder = decoders.ByteLevel()
-    num_partial = TokenBytes(tokenizer, is_byte_level=True).num_partial([3, 0])
+    tokens = table_of(tokenizer)
+    num_partial = tokens.token_bytes.num_partial([3, 0])
     assert num_partial == 1
     for output, text in [([1, 2], "😀"), ([3], "\ufffdb"), ([1, 3], "\ufffdb")]:
-        detokenizer = Detokenizer(tokenizer, [3, 0], num_partial=num_partial)
+        detokenizer = Detokenizer(tokens, [3, 0], num_partial=num_partial)
         assert "".join(detokenizer.feed(output)) + detokenizer.flush() == text
-    prompt_tokenizer = PromptTokenizer(tokenizer.to_str())  # an echo has the rest of the text
-    assert prompt_tokenizer.decode_with_offsets([3, 0]) == ("ba", [0, 1])
-    assert prompt_tokenizer.decode_with_offsets([3, 0, 1]) == ("ba", [0, 1, 1])
-    assert prompt_tokenizer.decode_with_offsets([1, 0, 1]) == ("\ufffda", [0, 1, 1])
+    # an echo has the rest of the text
+    assert decode_with_offsets(tokens, [3, 0]) == ("ba", [0, 1])
+    assert decode_with_offsets(tokens, [3, 0, 1]) == ("ba", [0, 1, 1])
+    assert decode_with_offsets(tokens, [1, 0, 1]) == ("\ufffda", [0, 1, 1])
 
 
 @given(
@@ -198,8 +202,8 @@ def test_scored_tokens_arrive_with_their_text(
 ) -> None:
     """For any batches, a token is returned with the delta that completes its text."""
     token_ids = model_files.tokenizer.encode([LiteralText(text)])
-    spelled = model_files.tokenizer.token_bytes
-    detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
+    spelled = model_files.tokens.token_bytes
+    detokenizer = Detokenizer(model_files.tokens)
     assembler = TextAssembler(detokenizer, StopAutomaton(stops), min_tokens=0)
     shown, scored, left = "", [], token_ids
 
@@ -236,7 +240,7 @@ def _is_complete(spelled: bytes) -> bool:
 
 
 def test_token_bytes_join_to_text(model_files: ModelFiles) -> None:
-    spelled = model_files.tokenizer.token_bytes
+    spelled = model_files.tokens.token_bytes
     for text in ("hello world", "😀 東\n\t\x00\x7f\xa0\xad", "é"):
         token_ids = model_files.tokenizer.encode([text])
         assert b"".join(spelled[each] for each in token_ids) == text.encode()
@@ -246,14 +250,15 @@ def test_token_bytes_join_to_text(model_files: ModelFiles) -> None:
 
 def test_token_bytes_of_sentencepiece_vocabulary() -> None:
     tokenizer = Tokenizer(models.BPE({"▁a": 0, "<0xF0>": 1, "b": 2}, [], fuse_unk=True))
-    spelled = TokenBytes(tokenizer, is_byte_level=False)
+    spelled = table_of(tokenizer).token_bytes
     assert [spelled[each] for each in range(3)] == [b" a", b"\xf0", b"b"]
 
 
 def test_assembler_counts_tokens_up_to_stop_string(model_files: ModelFiles) -> None:
     tokenizer = model_files.tokenizer.tokenizer
     token_ids = [tokenizer.token_to_id(letter) for letter in "ababab"]
-    assembler = TextAssembler(Detokenizer(tokenizer), StopAutomaton(["b"]), min_tokens=3)
+    detokenizer = Detokenizer(model_files.tokens)
+    assembler = TextAssembler(detokenizer, StopAutomaton(["b"]), min_tokens=3)
     assert assembler.feed(token_ids) == ["a", "b", "a"]
     assert assembler.is_stopped
     assert assembler.num_tokens == 4
@@ -397,6 +402,6 @@ def test_both_views_have_the_same_added_tokens() -> None:
     source = json.dumps({**json.loads(tokenizer.to_str()), "added_tokens": added})
     found = PromptTokenizer(source, "<y>")
     literal = found._literal.get_added_tokens_decoder()
-    assert {each.content: number for number, each in literal.items()} == found.added_ids
-    assert found.encode(["<y>"]) == [found.added_ids["<y>"]]
+    assert {each.content: number for number, each in literal.items()} == found.table().added_ids
+    assert found.encode(["<y>"]) == [found.added_token_id("<y>")]
     assert found.encode([LiteralText("<y>")]) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from services.cli.service_options import DEMO_MODEL_DIR
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization.bodies import (
@@ -23,7 +25,7 @@ from services.gateway.tokenization.bodies import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from services.gateway.tokenization.conversion import chat_tokens, detokenize, tokenize
+from services.gateway.tokenization.conversion import detokenize, encoded_body, tokenize
 from services.gateway.tools.tool_fields import ToolField
 from shared.errors import InvalidRequest, PayloadTooLarge
 
@@ -38,6 +40,11 @@ def tokenizer(request: pytest.FixtureRequest, model_files: ModelFiles) -> Prompt
     ).tokenizer
 
 
+@cache
+def table(tokenizer: PromptTokenizer) -> TokenTable:
+    return tokenizer.table()
+
+
 def texts() -> st.SearchStrategy[str]:
     pieces = st.sampled_from(PIECES + SPECIAL) | st.text(max_size=8)
     return st.lists(pieces, max_size=12).map("".join)
@@ -46,9 +53,8 @@ def texts() -> st.SearchStrategy[str]:
 @given(text=texts())
 def test_detokenized_tokens_are_the_same_text(tokenizer: PromptTokenizer, text: str) -> None:
     body = TokenizeRequest(prompt=text, add_special_tokens=False)
-    response = tokenize(body, tokenizer, max_model_len=512)
-    assert response.count == len(response.tokens) and response.token_strs is None
-    back = detokenize(DetokenizeRequest(tokens=response.tokens), tokenizer, vocab_size=0)
+    tokens = encoded_body(body, None, tokenizer)
+    back = detokenize(DetokenizeRequest(tokens=tokens), table(tokenizer), vocab_size=0)
     assert back.prompt == text
 
 
@@ -62,8 +68,8 @@ def test_tokens_of_a_sentencepiece_decoder_lose_the_first_space(tmp_path: Path) 
     tokenizer = PromptTokenizer((tmp_path / "tokenizer.json").read_text())
     for text in ("a a", " a a"):
         body = TokenizeRequest(prompt=text, add_special_tokens=False)
-        tokens = tokenize(body, tokenizer, max_model_len=1).tokens
-        assert detokenize(DetokenizeRequest(tokens=tokens), tokenizer, vocab_size=0).prompt == "a a"
+        given = DetokenizeRequest(tokens=encoded_body(body, None, tokenizer))
+        assert detokenize(given, table(tokenizer), vocab_size=0).prompt == "a a"
 
 
 TEMPLATES = ["[S] $A", "[S] $A [E]", "$A [E]", "[S] [S] $A [E] [E]", "$A"]
@@ -83,14 +89,15 @@ def test_special_tokens_are_added_as_the_tokenizer_adds_them(
         for add in (True, False):
             expected = own.encode(text, add_special_tokens=add).ids
             body = TokenizeRequest(prompt=text, add_special_tokens=add)
-            assert tokenize(body, tokenizer, max_model_len=1).tokens == expected
-        default = tokenize(TokenizeRequest(prompt=text), tokenizer, max_model_len=1)
-        assert default.tokens == own.encode(text, add_special_tokens=True).ids
+            assert encoded_body(body, None, tokenizer) == expected
+        default = encoded_body(TokenizeRequest(prompt=text), None, tokenizer)
+        assert default == own.encode(text, add_special_tokens=True).ids
 
 
 def test_token_strs_are_the_vocabulary_s(tokenizer: PromptTokenizer) -> None:
     body = TokenizeRequest(prompt="hello é<|im_end|>", return_token_strs=True)
-    response = tokenize(body, tokenizer, max_model_len=7)
+    token_ids = encoded_body(body, None, tokenizer)
+    response = tokenize(body, token_ids, table(tokenizer), max_model_len=7)
     vocab = tokenizer.tokenizer.get_vocab()
     assert response.token_strs is not None and response.max_model_len == 7
     assert [vocab[each] for each in response.token_strs] == response.tokens
@@ -101,14 +108,16 @@ def test_tokens_of_messages_follow_the_template(model_files: ModelFiles) -> None
     assert model_files.chat_template is not None
     tokenizer, template = model_files.tokenizer, model_files.chat_template.compiled()
     shown, opened = "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|>assistant\n"
-    assert chat_tokens(body, template, tokenizer) == tokenizer.encode([shown + opened])
+    assert encoded_body(body, template, tokenizer) == tokenizer.encode([shown + opened])
     closed = msgspec.structs.replace(body, add_generation_prompt=False)
-    assert chat_tokens(closed, template, tokenizer) == tokenizer.encode([shown])
-    assert chat_tokens(TokenizeRequest(prompt="a"), template, tokenizer) is None
+    assert encoded_body(closed, template, tokenizer) == tokenizer.encode([shown])
+    assert encoded_body(TokenizeRequest(prompt="a"), None, tokenizer) == tokenizer.encode(["a"])
     with pytest.raises(InvalidRequest, match="no chat template"):
-        chat_tokens(body, None, tokenizer)
+        encoded_body(body, None, tokenizer)
     with pytest.raises(InvalidRequest, match="does not support tools"):
-        chat_tokens(msgspec.structs.replace(body, tools=[ToolField(name="f")]), template, tokenizer)
+        encoded_body(
+            msgspec.structs.replace(body, tools=[ToolField(name="f")]), template, tokenizer
+        )
 
 
 # ── invalid bodies ───────────────────────────────────────────────────────────────────────────────
@@ -127,12 +136,12 @@ def run_tokenize(data: bytes, files: ModelFiles) -> Any:
     body = TOKENIZE_FIELDS.decode(data)
     source = files.chat_template
     template = None if source is None else source.compiled()
-    rendered = chat_tokens(body, template, files.tokenizer)
-    return tokenize(body, files.tokenizer, max_model_len=1, chat_token_ids=rendered)
+    token_ids = encoded_body(body, template, files.tokenizer)
+    return tokenize(body, token_ids, files.tokens, max_model_len=1)
 
 
 def run_detokenize(data: bytes, files: ModelFiles) -> Any:
-    return detokenize(DETOKENIZE_FIELDS.decode(data), files.tokenizer, vocab_size=400)
+    return detokenize(DETOKENIZE_FIELDS.decode(data), files.tokens, vocab_size=400)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +211,6 @@ def test_tools_are_bounded(parameters: dict[str, Any], model_files: ModelFiles) 
 def test_token_without_text_detokenizes_to_nothing(model_files: ModelFiles) -> None:
     """A model's vocabulary may be larger than its tokenizer's."""
     body = DetokenizeRequest(tokens=[])
-    assert detokenize(body, model_files.tokenizer, vocab_size=0).prompt == ""
-    padding = DetokenizeRequest(tokens=[model_files.tokenizer.vocab_size])
-    assert detokenize(padding, model_files.tokenizer, vocab_size=512).prompt == ""
+    assert detokenize(body, model_files.tokens, vocab_size=0).prompt == ""
+    padding = DetokenizeRequest(tokens=[model_files.tokens.vocab_size])
+    assert detokenize(padding, model_files.tokens, vocab_size=512).prompt == ""

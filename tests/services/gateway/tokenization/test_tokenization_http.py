@@ -12,8 +12,8 @@ import pytest
 from services.gateway import endpoint_handlers
 from services.gateway.request import opener
 from services.gateway.request.submission import Submission
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.text.tokenizer import PromptTokenizer
 from services.gateway.tokenization import tokenization
 from services.gateway.tokenization.tokenization import MAX_BODY_BYTES, Tokenization
 from shared.errors import PayloadTooLarge
@@ -134,8 +134,8 @@ async def test_large_body_takes_no_time_of_the_event_loop(
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("in the gateway's process")
 
-    for name in ("encode", "encode_text", "decode", "spelled"):
-        monkeypatch.setattr(PromptTokenizer, name, fail)
+    for name in ("decode", "spelled"):
+        monkeypatch.setattr(TokenTable, name, fail)
     for name in ("TOKENIZE_FIELDS", "DETOKENIZE_FIELDS"):
         monkeypatch.setattr(tokenization, name, None)
     text = "hello world " * 1000

@@ -7,15 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from services.gateway.service import own_family, own_setup
+from services.gateway.models.served_text import template_source
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.tools.families import HERMES, KIMI, MISTRAL_ARGS
 from services.gateway.tools.family_choice import family_of
-from shared.config import GatewayConfig
 from shared.errors import ConfigError
 
 OWN: dict[str, Any] = {
@@ -115,8 +113,7 @@ def test_a_template_without_tools_gets_hermes(model_files: ModelFiles) -> None:
 
 
 def test_call_ids_of_the_prompt_are_of_the_chosen_family(
-    gateway_config: GatewayConfig, model_files: ModelFiles
+    model_files: ModelFiles,
 ) -> None:
-    config = msgspec.structs.replace(gateway_config, response_template="kimi")
-    source = own_setup(config, model_files, own_family(config, model_files)).template
+    source = template_source(model_files, family_of(model_files, "kimi"), "template")
     assert source is not None and source.call_ids == "kimi"

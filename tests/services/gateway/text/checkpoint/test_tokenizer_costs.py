@@ -18,7 +18,7 @@ from services.gateway.text.checkpoint.tokenizer_costs import (
     check_steps,
     has_known_cost,
 )
-from services.gateway.text.tokenizer import MAX_BLOCKING_CHARS, PromptTokenizer
+from services.gateway.text.tokenizer import MAX_SLOW_CHARS, PromptTokenizer
 from shared.errors import ConfigError
 from shared.tokenizer.tokenizer_steps import read_steps
 
@@ -71,8 +71,8 @@ def test_text_that_is_encoded_at_once_is_short_when_normalized(kind: str) -> Non
     found = PromptTokenizer(tokenizer.to_str())
     some = (*"a\ufdfa\U0001d160\u1f82\u0130", *map(chr, range(0x100, 0x2000)))
     growth = max(len(step.normalize_str(each)) for each in some)
-    assert 0 < found.max_chars_here * growth <= MAX_BLOCKING_CHARS
-    assert found.max_chars_here >= MAX_BLOCKING_CHARS // growth - 1
+    assert 0 < found.max_known_chars * growth <= MAX_SLOW_CHARS
+    assert found.max_known_chars >= MAX_SLOW_CHARS // growth - 1
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
-from tokenizers import Tokenizer
-
+from services.gateway.text.decoding.packed_texts import PackedTexts, packed
 from shared.tokenizer.tiktoken_model import byte_characters
 from shared.tokenizer.tokenizer_steps import TokenizerSteps, flattened
 
@@ -38,22 +37,26 @@ def is_byte_level(steps: TokenizerSteps) -> bool:
 
 
 def complete_texts(
-    steps: TokenizerSteps, vocab: Mapping[str, int], added: Container[int]
-) -> dict[int, str]:
+    steps: TokenizerSteps, spellings: Iterable[str | None], added: Container[int]
+) -> PackedTexts:
     """Returns the text of each token whose text does not depend on its neighbours: the complete
-    UTF-8 tokens, if the decoder only joins bytes; else none. `added`: the ids of added tokens.
+    UTF-8 tokens, if the decoder only joins bytes; else none. `spellings`: by id; `added`: the ids
+    of added tokens.
     """
     if [each["type"] for each in flattened(steps.decoder)] != ["ByteLevel"]:
-        return {}
-    found = {}
-    for token, token_id in vocab.items():
-        try:
-            text = (byte_level_bytes(token) or b"").decode()
-        except UnicodeDecodeError:
-            continue
-        if text and token_id not in added and not text.endswith("\ufffd"):
-            found[token_id] = text
-    return found
+        return PackedTexts()
+    return packed(
+        None if token is None or token_id in added else _complete_text(token)
+        for token_id, token in enumerate(spellings)
+    )
+
+
+def _complete_text(token: str) -> str | None:
+    try:
+        text = (byte_level_bytes(token) or b"").decode()
+    except UnicodeDecodeError:
+        return None
+    return None if text.endswith("\ufffd") else text or None
 
 
 def _is_continuation(byte: int) -> bool:
@@ -68,21 +71,22 @@ def _ends_inside_character(text: bytes) -> bool:
 
 
 class TokenBytes:
-    """Looks each id up once and caches the result, at most one per id of the vocabulary."""
+    """`added_ids`: of added tokens, by their texts, which are not spelled as others."""
 
-    def __init__(self, tokenizer: Tokenizer, *, is_byte_level: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, spellings: PackedTexts, added_ids: Mapping[str, int], *, is_byte_level: bool
+    ) -> None:
+        self._spellings = spellings
         self._is_byte_level = is_byte_level
-        added = tokenizer.get_added_tokens_decoder()
-        self._known = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._added = {token_id: text.encode() for text, token_id in added_ids.items()}
 
     def __getitem__(self, token_id: int) -> bytes:
         """Returns no bytes for an id that is not in the vocabulary."""
-        known = self._known.get(token_id)
-        if known is None:
-            token = self._tokenizer.id_to_token(token_id)
-            known = self._known[token_id] = b"" if token is None else self._spelled(token)
-        return known
+        added = self._added.get(token_id)
+        if added is not None:
+            return added
+        token = self._spellings[token_id]
+        return b"" if token is None else self._spelled(token)
 
     def num_partial(self, token_ids: Sequence[int]) -> int:
         """The tokens at the end that hold bytes of an incomplete character; 0 if it is complete."""

@@ -1,0 +1,90 @@
+"""The table decodes as the library's tokenizer, with every kind of decoder and of added token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from services.gateway.text.decoding.detokenizer import Detokenizer
+from services.gateway.text.decoding.packed_texts import PackedTexts, packed
+from services.gateway.text.decoding.token_table import TokenTable
+from services.gateway.text.tokenizer import PromptTokenizer
+from shared.errors import ConfigError
+
+PIECES = ("▁a", "▁", "b", "##c", "d</w>", "Ġe", "ðŁ", "ĺĢ", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>")
+LLAMA = [
+    decoders.Replace("▁", " "),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(" ", 1, 0),
+]
+DECODERS: dict[str, Any] = {
+    "none": None,
+    "ByteLevel": decoders.ByteLevel(),
+    "Metaspace": decoders.Metaspace(),
+    "Llama": decoders.Sequence(LLAMA),  # type: ignore[arg-type]
+    "WordPiece": decoders.WordPiece(),
+    "BPEDecoder": decoders.BPEDecoder(),
+    "Replace": decoders.Replace("b", "bb"),
+    "Fuse": decoders.Fuse(),
+}
+
+
+def tokenizer_of(decoder: Any) -> Tokenizer:
+    """Ids with gaps, special tokens, and one whose text is written otherwise than it is read."""
+    vocab = {each: 2 * number for number, each in enumerate(PIECES)} | {"<s>": 1, "<unk>": 3}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.add_special_tokens(["<s>", "<e>"])
+    tokenizer.add_tokens([AddedToken("A B", normalized=True), AddedToken("<T>", normalized=False)])
+    tokenizer.add_special_tokens([AddedToken("B", normalized=True)])  # read as the token "b"
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def pair(request: pytest.FixtureRequest) -> tuple[Tokenizer, TokenTable]:
+    tokenizer = tokenizer_of(DECODERS[request.param])
+    sent = msgspec.msgpack.encode(PromptTokenizer(tokenizer.to_str()).table())
+    return tokenizer, msgspec.msgpack.decode(sent, type=TokenTable)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 32), max_size=40),
+    sizes=st.lists(st.integers(1, 9), max_size=20),
+)
+def test_any_tokens_have_the_library_s_text(
+    pair: tuple[Tokenizer, TokenTable], token_ids: list[int], sizes: list[int]
+) -> None:
+    tokenizer, tokens = pair
+    for skips in (False, True):
+        expected = tokenizer.decode(token_ids, skip_special_tokens=skips)
+        assert tokens.decode(token_ids, skips_special=skips) == expected
+        detokenizer, left, text = Detokenizer(tokens, skips_special_tokens=skips), token_ids, ""
+        for size in (*sizes, len(token_ids)):
+            text += "".join(detokenizer.feed(left[:size]))
+            left = left[size:]
+        text += detokenizer.flush()
+        if tokenizer.decoder is not None:  # words alone have no spaces between them
+            assert text == expected
+
+
+def test_texts_by_number() -> None:
+    texts = packed(["a", None, "", "é東"])
+    assert [texts[number] for number in range(-1, 5)] == [None, "a", None, "", "é東", None]
+    assert len(texts) == 4 and PackedTexts()[0] is None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(texts), type=PackedTexts) == texts
+
+
+def test_ids_that_no_model_has_are_refused() -> None:
+    tokenizer = PromptTokenizer(Tokenizer(models.BPE({"a": 2**31}, [])).to_str())
+    with pytest.raises(ConfigError, match="token 2147483648, the limit is 4194303"):
+        tokenizer.table()
