@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from functools import partial
+from itertools import count
 
 import msgspec
 import pytest
@@ -287,15 +288,24 @@ async def test_cold_model_is_prepared_with_the_card_of_a_host(fleet: Fleet) -> N
     card = card_of("cold", "digest-cold")
     hosted = HostedModel(name="cold", revision="r1", state="standby", device="cpu", card=card)
     bus = await NatsBus.connect(fleet.nats.url("host-1"), process_id="host-1")
-    await bus.publish(subjects.heartbeat(("host",), "host-1"), of_host(hosted))
+
+    async def live() -> None:
+        for number in count(1):
+            heartbeat = of_host(hosted, number=number)
+            await bus.publish(subjects.heartbeat(("host",), "host-1"), heartbeat)
+            await asyncio.sleep(0.1)
+
+    living = asyncio.create_task(live())
     await until(lambda: fleet.gateway.catalog.card_of("cold", "digest-cold"))
     await fleet.follow()
     fleet.scheduler.is_holding = True  # as it does while the model is woken
     running = asyncio.create_task(fleet.chat("cold", max_tokens=60))
-    async with asyncio.timeout(30):  # two processes load its files
+    await until(lambda: fleet.scheduler.submitted)
+    async with asyncio.timeout(30):
         while (await fleet.chat("cold")).status_code != 503:  # the peer places by live workers
             await asyncio.sleep(0.01)
     running.cancel()
+    living.cancel()
     fleet.scheduler.is_holding = False
     request = (fleet.scheduler.submitted[0]).request
     assert (request.model, request.revision) == ("cold", "digest-cold")
@@ -319,7 +329,7 @@ async def test_clients_are_told_why_no_host_can_serve_a_model(fleet: Fleet) -> N
     )
     subject = subjects.heartbeat(("host",), "host-1")
     try:
-        await bus.publish(subject, of_host(failed, number=2))
+        await bus.publish(subject, of_host(failed, number=10_000))
         reasons = fleet.gateway.catalog.failure_of
         await until(lambda: reasons("broken", {"digest-broken"}))
         message = "the model 'broken' cannot be served: its source has changed"
@@ -332,7 +342,7 @@ async def test_clients_are_told_why_no_host_can_serve_a_model(fleet: Fleet) -> N
             await client.request("chat", body)
         assert (raised.value.status, raised.value.message) == (503, message)
         starting = msgspec.structs.replace(failed, state="starting")  # it may serve soon
-        await bus.publish(subject, of_host(starting, number=3))
+        await bus.publish(subject, of_host(starting, number=10_001))
         await until(lambda: not reasons("broken", {"digest-broken"}))
         assert (
             "no worker and no host has the model 'broken' now" in (await fleet.chat("broken")).text

@@ -15,7 +15,7 @@ from shared.engine.sampling.sampler import sample_tokens
 from shared.errors import HearthError
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD
-from tests.shared.engine.sampling.test_sampler import PROMPT, inputs_of
+from tests.shared.engine.sampling.test_sampler import PROMPT, sampling_of
 from tests.shared.engine.support.rig import new_sequence
 
 TOKENS = RankingTokens(yes=7, no=350)
@@ -48,7 +48,7 @@ def test_relevance_is_the_softmax_of_two_logits(
         logits = torch.randn(1, CARD.vocab_size, generator=generator) * scale
         logits[0, list(TOKENS)] += offset
         expected = float(logits[0, list(TOKENS)].softmax(0)[0])
-        inputs = inputs_of(new_sequence(PROMPT, params))
+        inputs = sampling_of(new_sequence(PROMPT, params))
         (token_id,), (logprobs,) = sample_tokens(logits, inputs)
         assert token_id in TOKENS and logprobs is not None
         choice = ChoiceResult(0)

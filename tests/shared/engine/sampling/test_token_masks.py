@@ -19,7 +19,7 @@ from shared.engine.sampling.mask_words import (
 )
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.step import SamplingInputs, TokenMasks
-from tests.shared.engine.sampling.test_sampler import inputs_of, logits_of, sequence_with
+from tests.shared.engine.sampling.test_sampler import logits_of, sampling_of, sequence_with
 from tests.shared.engine.support.masked import LateMask, ReadyMask, SumGrammar, words_of
 
 VOCAB_SIZE = 50
@@ -32,7 +32,7 @@ def masked(allowed: list[int], row: int = 0) -> JoinedMasks:
 
 def token_of(sequence: Sequence, allowed: list[int], logits: Tensor | None = None) -> int:
     logits = logits_of(1) if logits is None else logits
-    (token_id,), _ = sample_tokens(logits, inputs_of(sequence), masked(allowed))
+    (token_id,), _ = sample_tokens(logits, sampling_of(sequence), masked(allowed))
     return token_id
 
 
@@ -51,7 +51,7 @@ def test_a_token_is_sampled_as_if_the_others_had_no_weight(options: dict[str, An
     for seed in range(20):
         sequence = sequence_with(seed=seed, **options)
         (expected,), _ = sample_tokens(
-            excluding_all_but(allowed, logits_of(1, seed=seed)), inputs_of(sequence)
+            excluding_all_but(allowed, logits_of(1, seed=seed)), sampling_of(sequence)
         )
         token_id = token_of(sequence, allowed, logits_of(1, seed=seed))
         assert token_id == expected
@@ -104,12 +104,14 @@ def test_rows_with_few_tokens_beside_others() -> None:
     allowed = [3, 8, 30, 45, 49]
     logits = logits_of(5)
     alone = [
-        sample_tokens(row.unsqueeze(0).clone(), inputs_of(each), masked(allowed) if i else NO_MASKS)
+        sample_tokens(
+            row.unsqueeze(0).clone(), sampling_of(each), masked(allowed) if i else NO_MASKS
+        )
         for i, (row, each) in enumerate(zip(logits, sequences, strict=True))
     ]
     words = {row: words_of(allowed, VOCAB_SIZE) for row in range(1, 5)}
     token_ids, logprobs = sample_tokens(
-        logits, inputs_of(*sequences), JoinedMasks(words, frozenset())
+        logits, sampling_of(*sequences), JoinedMasks(words, frozenset())
     )
     assert token_ids == [each[0][0] for each in alone]
     assert logprobs[3] == alone[3][1][0]
@@ -139,7 +141,7 @@ def test_rows_have_masks_and_bans_of_their_own() -> None:
     sequences = [sequence_with(), sequence_with(), sequence_with(bad_words=((9,), (3,)))]
     logits = torch.arange(VOCAB_SIZE, 0, -1.0).repeat(3, 1)
     logits[2, [3, 9]] = 99.0
-    token_ids, _ = sample_tokens(logits, inputs_of(*sequences), masked([7, 8], row=1))
+    token_ids, _ = sample_tokens(logits, sampling_of(*sequences), masked([7, 8], row=1))
     assert token_ids == [0, 7, 0]
 
 
@@ -148,7 +150,9 @@ def test_processed_logprobs_are_of_the_masked_distribution_and_raw_ones_of_the_m
     by_mode = {}
     for mode in ("raw", "processed"):
         sequence = sequence_with(num_logprobs=5, logprobs_mode=mode)
-        (token_id,), (logprobs,) = sample_tokens(logits_of(1), inputs_of(sequence), masked(allowed))
+        (token_id,), (logprobs,) = sample_tokens(
+            logits_of(1), sampling_of(sequence), masked(allowed)
+        )
         assert logprobs is not None
         by_mode[mode] = logprobs
     model = logits_of(1).log_softmax(-1)[0]
@@ -163,13 +167,13 @@ def test_processed_logprobs_are_of_the_masked_distribution_and_raw_ones_of_the_m
 def test_inputs_name_the_rows_with_masks() -> None:
     sequences = [sequence_with(), sequence_with(), sequence_with()]
     sequences[1].grammar = SumGrammar(VOCAB_SIZE)
-    inputs = inputs_of(*sequences)
+    inputs = sampling_of(*sequences)
     assert inputs.masks is not None
     assert inputs.masks.rows.tolist() == [1]
     words = inputs.masks.masks[0].wait(0.0)
     assert words is not None and words.tolist() == words_of(range(1, 50, 5), 50).tolist()
     assert not inputs.is_plain_greedy
-    assert inputs_of(sequence_with()).masks is None
+    assert sampling_of(sequence_with()).masks is None
 
 
 class Unstarted(SumGrammar):
@@ -182,7 +186,7 @@ def test_a_grammar_that_has_not_started_may_ban_the_end(bans_stop: bool) -> None
     sequence = sequence_with(stop=(4, 6))
     sequence.grammar = Unstarted(VOCAB_SIZE)
     sequence.grammar.bans_stop = bans_stop
-    inputs = inputs_of(sequence)
+    inputs = sampling_of(sequence)
     assert inputs.masks is None
     assert sorted(inputs.banned) == ([(0, 4), (0, 6)] if bans_stop else [])
 
@@ -243,7 +247,7 @@ def test_masks_that_are_ready_take_no_time() -> None:
 
 def test_a_late_row_changes_no_other() -> None:
     sequences = [sequence_with(temperature=0.9, seed=seed) for seed in range(3)]
-    inputs: SamplingInputs = inputs_of(*sequences)
+    inputs: SamplingInputs = sampling_of(*sequences)
     words = {row: words_of(range(row, 50, 7), VOCAB_SIZE) for row in range(3)}
     in_time, _ = sample_tokens(logits_of(3), inputs, JoinedMasks(words, frozenset()))
     del words[1]
