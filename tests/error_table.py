@@ -10,18 +10,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import services.gateway.dialects.prefixes.errors
+import services.gateway.dialects.responses.storage.errors
+import services.gateway.dialects.workers_ai.errors
+import services.gateway.dialects.workers_ai.model_id
 import services.gateway.http.errors
 import services.gateway.nats_api.errors
-import services.gateway.prefixes.errors
-import services.gateway.responses.storage.errors
 import services.gateway.tenancy.errors
-import services.gateway.workers_ai.errors
-import services.gateway.workers_ai.model_id
 import shared.errors
 import shared.store
 import shared.tenancy.pinned_prefix
 from benchmarks.readme_table import replaced
-from services.gateway.workers_ai.errors import number_of
+from services.gateway.dialects.workers_ai.errors import number_of
 from shared.errors import HearthError
 
 README = Path(__file__).resolve().parent.parent / "services" / "gateway" / "README.md"
@@ -32,11 +32,11 @@ MODULES = (
     shared.store,
     services.gateway.http.errors,
     services.gateway.nats_api.errors,
-    services.gateway.prefixes.errors,
-    services.gateway.responses.storage.errors,
+    services.gateway.dialects.prefixes.errors,
+    services.gateway.dialects.responses.storage.errors,
     services.gateway.tenancy.errors,
-    services.gateway.workers_ai.errors,
-    services.gateway.workers_ai.model_id,
+    services.gateway.dialects.workers_ai.errors,
+    services.gateway.dialects.workers_ai.model_id,
     shared.tenancy.pinned_prefix,
 )
 MEANING = {

@@ -141,18 +141,12 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli | host | local client worker | parking processes"
-        " | decode prefill rank gateway scheduler kv_index"
+        "__main__ | cli host | local worker | client data_plane decode gateway kv_index parking "
+        "prefill processes rank scheduler"
     ),
     "services/gateway": (
-        "service | app nats_api preparation_process |"
-        " error_response | page | cluster |"
-        " admission model_list timeline_routes server_info | dialect_table |"
-        " tokenization reranking | prefixes |"
-        " anthropic workers_ai | responses | openai | scoring |"
-        " endpoint_handlers | http | dialect paths route_options | request | telemetry | models |"
-        " grammars | tools | streams tenancy output |"
-        " text | catalog | metrics"
+        "service | app nats_api | dialects operator | http | request | models | structured | "
+        "output preparation tenancy | observability text | schemas streams"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"
@@ -163,10 +157,10 @@ LAYERS = {
         " telemetry"
     ),
     "shared/engine": (
-        "worker quality | pinned_prefixes | loop | elastic_kv ranks | executors kv_transfer"
-        " | engine | batching | runners quantise | kv_quantisation | step_plan | models"
-        " | checkpoint_plan | weights | layers | sampling | parallel kv_copies codec"
-        " | kv_cache quantisation"
+        "worker | loop | elastic_kv quality ranks | executors | runners | kv_quantisation | "
+        "models | checkpoint_plan quantise | weights | layers pinned_prefixes | engine "
+        "failed_steps grammar parallel | batching kv_copies kv_transfer model_config sampling "
+        "step_plan | checkpoint_form codec kv_cache kv_codec moe_config quantisation step"
     ),
 }
 MAX_FILES = 16

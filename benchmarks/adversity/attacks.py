@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.stop_strings import COSTLY
-from services.gateway.responses.ids import item_id, response_id
-from services.gateway.responses.storage.record import ResponseRecord
+from services.gateway.dialects.responses.ids import item_id, response_id
+from services.gateway.dialects.responses.storage.record import ResponseRecord
 
 MIB = 1 << 20
 MAX_BODY_BYTES = 4 * MIB  # the gateway's default

@@ -35,7 +35,7 @@ from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import SPLIT, hearth
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.gateway.responses.storage.store import ResponseStore
+from services.gateway.dialects.responses.storage.store import ResponseStore
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord

@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.report import Row, at_most, write_result
-from services.gateway.tools.families import FAMILIES, with_thinking
-from services.gateway.tools.family import Family
-from services.gateway.tools.parsing.marker_tokens import MarkerTokens
-from services.gateway.tools.parsing.response_parser import ResponseParser
-from services.gateway.tools.parsing.response_template import compiled_template
+from services.gateway.structured.tools.families import FAMILIES, with_thinking
+from services.gateway.structured.tools.family import Family
+from services.gateway.structured.tools.parsing.marker_tokens import MarkerTokens
+from services.gateway.structured.tools.parsing.response_parser import ResponseParser
+from services.gateway.structured.tools.parsing.response_template import compiled_template
 
 TOKEN_CHARS = 4
 BAR_US = 15.0

@@ -28,39 +28,39 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.admission import Admission
-from services.gateway.catalog import PublicReadiness, Readiness
-from services.gateway.cluster.routes import ClusterRoutes
-from services.gateway.dialect import Answers
-from services.gateway.dialect_table import DIALECTS, dialect_of
-from services.gateway.endpoint_handlers import EndpointHandlers, described
-from services.gateway.error_response import error_response
+from services.gateway.dialects.admission import Admission
+from services.gateway.dialects.dialect import Answers
+from services.gateway.dialects.dialect_table import DIALECTS, dialect_of
+from services.gateway.dialects.endpoint_handlers import EndpointHandlers, described
+from services.gateway.dialects.error_response import error_response
+from services.gateway.dialects.openai.errors import ErrorEnvelope
+from services.gateway.dialects.paths import check_account, openai_paths
+from services.gateway.dialects.prefixes.routes import PrefixRoutes
+from services.gateway.dialects.prefixes.store import PrefixStore
+from services.gateway.dialects.responses.routes import ResponsesRoutes
+from services.gateway.dialects.responses.storage.store import ResponseStore
+from services.gateway.dialects.route_options import IS_FREE
+from services.gateway.dialects.tokenization.routes import TokenizerInfoRoute
+from services.gateway.dialects.tokenization.tokenization import Tokenization
+from services.gateway.dialects.workers_ai.routes import WorkersAIRoutes
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.cors import cors_config
 from services.gateway.http.errors import error_of_http
 from services.gateway.http.server import probes_alone
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.metrics.rendered import RenderedMetrics
-from services.gateway.model_list import ModelEntry, ModelList, TenantModels
+from services.gateway.models.live_models import PublicReadiness, Readiness
+from services.gateway.models.model_list import ModelEntry, ModelList, TenantModels
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
-from services.gateway.openai.errors import ErrorEnvelope
-from services.gateway.page.handlers import page_handlers
-from services.gateway.paths import check_account, openai_paths
-from services.gateway.prefixes.routes import PrefixRoutes
-from services.gateway.prefixes.store import PrefixStore
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.rendered import RenderedMetrics
+from services.gateway.operator.cluster.routes import ClusterRoutes
+from services.gateway.operator.handlers import page_handlers
+from services.gateway.operator.server_info import ServerInfo, ServerInfoRoutes
+from services.gateway.operator.timeline_routes import TimelineRoutes
 from services.gateway.request.opener import Opener
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
-from services.gateway.responses.routes import ResponsesRoutes
-from services.gateway.responses.storage.store import ResponseStore
-from services.gateway.route_options import IS_FREE
-from services.gateway.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
-from services.gateway.timeline_routes import TimelineRoutes
-from services.gateway.tokenization.routes import TokenizerInfoRoute
-from services.gateway.tokenization.tokenization import Tokenization
-from services.gateway.workers_ai.routes import WorkersAIRoutes
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError

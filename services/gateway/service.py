@@ -13,31 +13,27 @@ import msgspec
 import structlog
 from litestar.types import ASGIApp
 
-from services.gateway.admission import authorization_of
-from services.gateway.anthropic.dialect import MESSAGES
-from services.gateway.anthropic.signature import signing_state
 from services.gateway.app import build_app
-from services.gateway.catalog import Catalog, Readiness
-from services.gateway.cluster.feed import ClusterFeed
-from services.gateway.cluster.routes import ClusterRoutes
-from services.gateway.cluster.state import ClusterState
-from services.gateway.cluster.tenants import TenantUsage
-from services.gateway.dialect_table import answers
-from services.gateway.grammars.checks import (
-    CHECK_NICENESS,
-    CHECK_PROCESS,
-    MAX_WAIT_S,
-    GrammarChecks,
-)
+from services.gateway.dialects.admission import authorization_of
+from services.gateway.dialects.anthropic.dialect import MESSAGES
+from services.gateway.dialects.anthropic.signature import signing_state
+from services.gateway.dialects.dialect_table import answers
+from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
+from services.gateway.dialects.prefixes.store import PrefixStore
+from services.gateway.dialects.responses.dialect import CREATE
+from services.gateway.dialects.responses.storage.completion import Completion
+from services.gateway.dialects.responses.storage.seal import Seal
+from services.gateway.dialects.responses.storage.store import ResponseStore
+from services.gateway.dialects.workers_ai.dialect import RUN, RunState
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.metrics.preparation import PoolLoad
-from services.gateway.model_list import TenantModels
 from services.gateway.models.checked_model import checked_model
+from services.gateway.models.live_models import Catalog, Readiness
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.model_check import CheckedModel
+from services.gateway.models.model_list import TenantModels
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
@@ -45,20 +41,22 @@ from services.gateway.nats_api.api import NatsApi
 from services.gateway.nats_api.endpoints import MODELS
 from services.gateway.nats_api.listeners import Listeners
 from services.gateway.nats_api.served_request import GatewayParts
-from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
-from services.gateway.prefixes.public_prefix_watcher import PublicPrefixWatcher
-from services.gateway.prefixes.store import PrefixStore
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.preparation import PoolLoad
+from services.gateway.observability.telemetry.telemetry import RequestTelemetry
+from services.gateway.observability.telemetry.tracing import open_tracing
+from services.gateway.operator.cluster.feed import ClusterFeed
+from services.gateway.operator.cluster.routes import ClusterRoutes
+from services.gateway.operator.cluster.state import ClusterState
+from services.gateway.operator.cluster.tenants import TenantUsage
+from services.gateway.operator.server_info import ServerInfo
+from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.request.endpoint import EndpointState
 from services.gateway.request.opener import Opener
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
-from services.gateway.responses.dialect import CREATE
-from services.gateway.responses.storage.completion import Completion
-from services.gateway.responses.storage.seal import Seal
-from services.gateway.responses.storage.store import ResponseStore
-from services.gateway.server_info import ServerInfo
 from services.gateway.streams.actions import (
     Report,
     ReportNumericsChange,
@@ -66,16 +64,18 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
 )
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.telemetry.telemetry import RequestTelemetry
-from services.gateway.telemetry.tracing import open_tracing
+from services.gateway.structured.grammars.checks import (
+    CHECK_NICENESS,
+    CHECK_PROCESS,
+    MAX_WAIT_S,
+    GrammarChecks,
+)
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.model_aliases import ModelAliases
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
-from services.gateway.workers_ai.dialect import RUN, RunState
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.catalogue.reader import CatalogueReader
@@ -98,7 +98,7 @@ from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 
-PREPARATION_PROCESS = "services.gateway.preparation_process"
+PREPARATION_PROCESS = "services.gateway.dialects.preparation_process"
 PREFIX_STORE_TIMEOUT_S = 2.0
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.cli.service_options import DEMO_MODEL_DIR
-from services.gateway.grammars.grammar import json_grammar
+from services.gateway.structured.grammars.grammar import json_grammar
 from shared.errors import HearthError
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
 from tests.corpora.documents import is_valid

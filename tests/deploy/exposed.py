@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import httpx
 
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.metrics.preparation import PoolLoad
-from services.gateway.metrics.redis import MemoryUse
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.preparation import PoolLoad
+from services.gateway.observability.metrics.redis import MemoryUse
 from shared.messages import (
     DeviceMemory,
     GatewayLoad,
@@ -20,7 +20,7 @@ from shared.messages import (
 )
 from shared.metrics.families.member import Member
 from shared.metrics.metrics_server import MetricsServer
-from tests.services.gateway.metrics.test_gateway_metrics import timeline
+from tests.services.gateway.observability.metrics.test_gateway_metrics import timeline
 from tests.services.gateway.peer import CARD
 from tests.shared.metrics.test_families import heartbeat, worker_load
 from tests.shared.metrics.test_role_demands import demand

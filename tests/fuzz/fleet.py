@@ -16,8 +16,8 @@ from services.gateway.request.prompt import TokenPrompt
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.service import GatewayService
+from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.tools.family_choice import family_of
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from services.gateway.http.server import WebServer
 from services.gateway.models.model_check import checked_files
 from services.gateway.service import GatewayService
+from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.tools.family_choice import family_of
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.lifecycle.process import freeze_gc_heap

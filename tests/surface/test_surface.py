@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from services.__main__ import app
+from services.gateway.dialects.responses.storage.record import ResponseRecord
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
-from services.gateway.responses.storage.record import ResponseRecord
 from services.local.redis_acl import REDIS_ROLES
 from shared import config, messages, subjects
 from shared.catalogue.record import CatalogueModel

@@ -10,9 +10,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from services.gateway.tools.call_grammars import call_grammar
-from services.gateway.tools.family import Family
-from services.gateway.tools.tool import Tool, ToolOptions
+from services.gateway.structured.tools.call_grammars import call_grammar
+from services.gateway.structured.tools.family import Family
+from services.gateway.structured.tools.tool import Tool, ToolOptions
 from shared.engine.executors.load import load_executor
 from tests.shared.engine.support.steps import Blocks, generate
 from tests.wide.checkpoint import ANSWER, END, MAX_POSITIONS, OPEN, TEMPLATE, write_wide_checkpoint

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from services.gateway.models.served_text import ServedText
-from services.gateway.text.recently_used import RecentlyUsed
+from services.gateway.preparation.recently_used import RecentlyUsed
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import NoCapacity

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.gateway.grammars.thinking import Spellings, mark_spellings
+from services.gateway.structured.grammars.thinking import Spellings, mark_spellings
+from services.gateway.structured.tools.family import Family
+from services.gateway.structured.tools.family_choice import family_of
+from services.gateway.structured.tools.parsing.parsing import ResponseParsing
 from services.gateway.text.checkpoint.tokenizer_costs import check_size, check_token_lengths
 from services.gateway.text.model_files import ModelFiles, ModelText, read_tokenizer
-from services.gateway.tools.family import Family
-from services.gateway.tools.family_choice import family_of
-from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.errors import ConfigError, HearthError
 
 CPU_LIMIT_S = 60

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.live_models import Catalog
 from services.gateway.models.loaded_texts import LoadedTexts, Source
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.tenancy.permissions import check_model, may_use

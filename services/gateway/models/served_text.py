@@ -8,22 +8,22 @@ from weakref import finalize
 
 import msgspec
 
-from services.gateway.grammars.checks import GrammarChecks
-from services.gateway.grammars.request_grammars import RequestGrammars
-from services.gateway.grammars.thinking import Spellings
 from services.gateway.models.checked_model import checked_model
 from services.gateway.models.model_check import CheckedModel
 from services.gateway.models.model_source import source_dir
+from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.preparation.template_renderer import Renderer
+from services.gateway.structured.grammars.checks import GrammarChecks
+from services.gateway.structured.grammars.request_grammars import RequestGrammars
+from services.gateway.structured.grammars.thinking import Spellings
+from services.gateway.structured.tools.family import Family
+from services.gateway.structured.tools.parsing.parsing import ResponseParsing
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelText
-from services.gateway.text.preparation_pool import PreparationPool
 from services.gateway.text.process_jobs import ProcessSetup
-from services.gateway.text.template_renderer import Renderer
-from services.gateway.tools.family import Family
-from services.gateway.tools.parsing.parsing import ResponseParsing
 from shared.messages import ModelCard
 
-ENCODING_PROCESS = "services.gateway.text.encoding_process"
+ENCODING_PROCESS = "services.gateway.preparation.encoding_process"
 MAX_LOAD_S = 180.0  # of a tokenizer that has passed its check, on a busy machine
 
 

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
-from services.gateway.dialect import EncodeError
+from services.gateway.dialects.dialect import EncodeError
+from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
 from services.gateway.nats_api.discovery import Discovery
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from services.gateway.nats_api.endpoints import (
@@ -27,7 +28,6 @@ from services.gateway.nats_api.endpoints import (
 from services.gateway.nats_api.errors import RequestCancelled
 from services.gateway.nats_api.reply import GATEWAY, Reply
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
-from services.gateway.openai.errors import encode_error as encode_openai_error
 from services.gateway.request.supported_fields import SupportedFields
 from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, Overloaded, PayloadTooLarge

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.gateway.dialect import EncodeError
-from services.gateway.dialect_table import DIALECTS
-from services.gateway.model_list import ModelList
+from services.gateway.dialects.dialect import EncodeError
+from services.gateway.dialects.dialect_table import DIALECTS
+from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
+from services.gateway.models.model_list import ModelList
 from services.gateway.nats_api.discovery import EndpointInfo, schema_of
-from services.gateway.openai.errors import encode_error as encode_openai_error
 from services.gateway.request.endpoint import Endpoint
 from shared.subjects import API_GROUP, CANCEL, api_request
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
-from services.gateway.dialect import EncodeError
+from services.gateway.dialects.dialect import EncodeError
+from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
 from services.gateway.http.response import error_headers
-from services.gateway.openai.errors import encode_error as encode_openai_error
 from shared.errors import DependencyUnavailable, HearthError, PayloadTooLarge
 from shared.transport.untyped_messages import UntypedMessages
 

@@ -15,16 +15,16 @@ from functools import partial
 
 import structlog
 
-from services.gateway.dialect import Answers
+from services.gateway.dialects.dialect import Answers
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.errors import RouteNotFound
 from services.gateway.http.lone_surrogates import without_lone_surrogates
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.gateway.nats_api.generation import write_response
 from services.gateway.nats_api.listeners import Listeners
 from services.gateway.nats_api.reply import Reply
 from services.gateway.nats_api.request_headers import RequestHeaders, decode_headers
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.framing import LINES
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
 from services.gateway.request.opener import Opener

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.sampling import SamplingFields
+from services.gateway.structured.grammars.constraint import OutputConstraint
+from services.gateway.structured.tools.call_fields import CallField, name_and_arguments
+from services.gateway.structured.tools.tool import ToolOptions, template_tool
+from services.gateway.structured.tools.value_bounds import check_values
 from services.gateway.text.chat_template import RESERVED_VARIABLES, TOKEN_VARIABLE
-from services.gateway.tools.call_fields import CallField, name_and_arguments
-from services.gateway.tools.tool import ToolOptions, template_tool
-from services.gateway.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -6,14 +6,14 @@ from hashlib import blake2b
 
 import msgspec
 
-from services.gateway.grammars.constraint import OutputConstraint
 from services.gateway.request.conversation import ReasoningOptions
 from services.gateway.request.prompt import ChatPrompt, PackedPrompt, Prompt, min_tokens
 from services.gateway.request.public_prefixes import PromptChain, PublicPrefixes
 from services.gateway.request.sampling import SamplingFields
+from services.gateway.structured.grammars.constraint import OutputConstraint
+from services.gateway.structured.tools.tool import ToolOptions
 from services.gateway.tenancy.errors import ExceedsLimit
 from services.gateway.tenancy.permissions import priority_of
-from services.gateway.tools.tool import ToolOptions
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.grammar.spec import GRAMMAR_FEATURE

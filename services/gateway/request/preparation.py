@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.grammars.grammar_request import CheckedPlan
-from services.gateway.grammars.thinking import (
-    TAIL_TOKENS,
-    budget_of,
-    opens_reasoning,
-    spec_of,
-    thinking_at_end,
-)
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.generation_request import (
     GenerationRequest,
@@ -32,12 +24,20 @@ from services.gateway.request.prompt import (
     token_ids_of,
 )
 from services.gateway.request.public_prefixes import PublicPrefixes
+from services.gateway.structured.grammars.grammar_request import CheckedPlan
+from services.gateway.structured.grammars.thinking import (
+    TAIL_TOKENS,
+    budget_of,
+    opens_reasoning,
+    spec_of,
+    thinking_at_end,
+)
+from services.gateway.structured.tools.families import PLAIN
+from services.gateway.structured.tools.parsing.output_assembler import OutputAssembler
 from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.model_files import GenerationDefaults
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
-from services.gateway.tools.families import PLAIN
-from services.gateway.tools.parsing.output_assembler import OutputAssembler
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest

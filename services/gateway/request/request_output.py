@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.events import (
     EndReason,
     Event,
@@ -21,10 +21,10 @@ from services.gateway.output.events import (
 )
 from services.gateway.request.preparation import PreparedRequest
 from services.gateway.streams.receiver import StreamEnd
+from services.gateway.structured.tools.parsing.choice_events import ChoiceEvents
+from services.gateway.structured.tools.parsing.output_assembler import OutputAssembler
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 from services.gateway.text.text_assembler import TextAssembler
-from services.gateway.tools.parsing.choice_events import ChoiceEvents
-from services.gateway.tools.parsing.output_assembler import OutputAssembler
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from services.gateway.models.served_text import ServedModel
+from services.gateway.observability.telemetry.request_record import RequestRecord
 from services.gateway.request.request_output import RequestOutput
-from services.gateway.telemetry.request_record import RequestRecord
 from services.gateway.tenancy.request_cost import LimitLease
 from shared.tenancy.tenant import TenantRecord, UsageKind
 

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
-from services.gateway.grammars.spellings import ConstraintFields
+from services.gateway.structured.grammars.constraint_fields import ConstraintFields
 from services.gateway.text.model_files import GenerationDefaults, ModelText
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec

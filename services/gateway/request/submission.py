@@ -19,10 +19,14 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.grammars.grammar_request import CheckedPlan
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel, ServedText
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.telemetry.request_record import RequestRecord
+from services.gateway.observability.telemetry.span_attributes import span_attributes
+from services.gateway.observability.telemetry.telemetry import RequestTelemetry
+from services.gateway.preparation.preparation_pool import MAX_BATCH
+from services.gateway.preparation.template_renderer import NO_VARIABLES, Messages
 from services.gateway.request.generation_request import (
     GenerationRequest,
     check_constrained,
@@ -45,16 +49,12 @@ from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.queued_openings import Opening, num_at_once
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.telemetry.request_record import RequestRecord
-from services.gateway.telemetry.span_attributes import span_attributes
-from services.gateway.telemetry.telemetry import RequestTelemetry
+from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
 from services.gateway.tenancy.request_cost import RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.preparation_pool import MAX_BATCH
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
-from services.gateway.text.template_renderer import NO_VARIABLES, Messages
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded

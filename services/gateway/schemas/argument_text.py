@@ -6,8 +6,9 @@ strings and others       a value of another kind as JSON; a string as it is, or 
                          bare text would be read as another value
 no strings               JSON; also Python's True, False and None, which chat templates write
 
-The grammar of calls (`tools/xml_arguments.py`), their parser (`tools/parsing/whole_bodies.py`) and
-the history (`text/history/argument_texts.py`) follow it. A schema's kinds: `SchemaGraph.kinds`.
+The grammar of calls (`structured/tools/xml_arguments.py`), their parser
+(`structured/tools/parsing/whole_bodies.py`) and the history (`text/history/argument_texts.py`)
+follow it. A schema's kinds: `SchemaGraph.kinds`.
 """
 
 from __future__ import annotations

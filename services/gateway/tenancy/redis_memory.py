@@ -7,7 +7,7 @@ may be changed while Redis runs.
 
 from __future__ import annotations
 
-from services.gateway.metrics.redis import MemoryUse
+from services.gateway.observability.metrics.redis import MemoryUse
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable, reading_reply
 

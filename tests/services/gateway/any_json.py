@@ -15,8 +15,8 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from services.gateway.dialects.workers_ai.run_request import RunRequest
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
-from services.gateway.workers_ai.run_request import RunRequest
 from shared.subjects import api_request
 
 # What `json.dumps` cannot write, in place of a text that it can.

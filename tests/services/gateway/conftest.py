@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from services.gateway.grammars import request_grammars
 from services.gateway.service import GatewayService, build_gateway
+from services.gateway.structured.grammars import request_grammars
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.models.model_check import checked_files
 from services.gateway.models.served_text import ServedText, TextLoader, process_setup
+from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.structured.grammars.checks import GrammarChecks
+from services.gateway.structured.tools.families import PLAIN
+from services.gateway.structured.tools.family import Family
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.text.preparation_pool import PreparationPool
-from services.gateway.tools.families import PLAIN
-from services.gateway.tools.family import Family
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.gateway.responses.storage import scripts
+from services.gateway.dialects.responses.storage import scripts
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.local.redis_acl import REDIS_ROLES, acl_line, acl_rules
 from shared.catalogue.admin import CatalogueAdmin

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
-from services.gateway.telemetry.timeline_ring import TimelineRing
+from services.gateway.observability.telemetry.timeline_ring import TimelineRing
 from shared.telemetry.timeline import Phase, Timeline
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import MODEL, OPERATOR_TOKEN, PROMPT, LiveCluster, live_cluster

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.telemetry.spans import SpanBatch
-from services.gateway.telemetry.trace_context import caller_context
-from services.gateway.telemetry.traced_request import TracedRequest, num_spans
+from services.gateway.observability.telemetry.spans import SpanBatch
+from services.gateway.observability.telemetry.trace_context import caller_context
+from services.gateway.observability.telemetry.traced_request import TracedRequest, num_spans
 from shared.telemetry.timeline import Phase, Timeline, Try
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
@@ -191,7 +191,7 @@ async def test_exporter_is_not_imported_without_a_collector() -> None:
     """redis imports a part of the SDK by itself, where it is installed."""
     code = (
         "import sys, services.gateway.service\n"
-        "from services.gateway.telemetry.tracing import open_tracing\n"
+        "from services.gateway.observability.telemetry.tracing import open_tracing\n"
         "assert open_tracing({}, 'gateway-1', bytes, None) is None\n"
         "found = ('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'opentelemetry.proto')\n"
         "print([name for name in sys.modules if name.startswith(found)])"

@@ -10,7 +10,7 @@ import pytest
 from shared.grammar.gbnf import lark_of
 from shared.grammar.right_recursion import without_right_recursion
 from shared.grammar.vocabulary import Vocabulary
-from tests.services.gateway.grammars.conftest import tokenizer, vocabulary
+from tests.services.gateway.structured.grammars.conftest import tokenizer, vocabulary
 
 __all__ = ["tokenizer", "vocabulary"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from services.gateway.catalog import Catalog
+from services.gateway.models.live_models import Catalog
 from services.gateway.streams.actions import Report
 from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.queued_openings import Opening

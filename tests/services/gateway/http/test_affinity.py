@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.request.generation_request import scoped_affinity_key
 from tests.services.gateway.conftest import Cluster
-from tests.services.gateway.openai.test_chat_http import BODY, CHAT
+from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 
 OVERRIDE, BODY_KEY = "x-session-affinity", "prompt_cache_key"
 ORDER = (OVERRIDE, BODY_KEY, "session-id", "x-claude-code-session-id", "x-openwebui-chat-id")

@@ -18,7 +18,7 @@ from services.gateway.http.connections import (
 from services.gateway.http.server import IS_RESERVED, ON_AUTHENTICATED, PROBES, WebServer
 from shared.errors import Overloaded
 from tests.services.gateway.conftest import Cluster
-from tests.services.gateway.openai.test_chat_http import BODY, CHAT
+from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.support.waiting import until
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import structlog
 
-from services.gateway.error_response import error_response
+from services.gateway.dialects.error_response import error_response
 from shared.errors import InvalidRequest
 from shared.store import StoreRejected
 

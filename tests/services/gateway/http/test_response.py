@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from services.gateway.dialects.openai.errors import OpenAIEncoder
 from services.gateway.http.connection import EXTENSION, ClientConnection
 from services.gateway.http.response import GenerationResponse
-from services.gateway.openai.errors import OpenAIEncoder
 from services.gateway.output.events import Event, Finished, TextDelta, with_ends
 from services.gateway.output.framing import SSE
 from services.gateway.output.results import Results

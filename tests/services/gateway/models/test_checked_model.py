@@ -12,8 +12,8 @@ import pytest
 from services.gateway.models import model_check
 from services.gateway.models.checked_model import checked_model
 from services.gateway.models.model_check import ModelCheck, checked_files
+from services.gateway.structured.tools.families import HERMES, KIMI
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.tools.families import HERMES, KIMI
 from shared.errors import ConfigError
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.models.loaded_texts import (
     MAX_PAUSE_S,
     NUM_THREADS,
@@ -23,7 +22,8 @@ from services.gateway.models.loaded_texts import (
     Source,
 )
 from services.gateway.models.served_text import ServedText, TextLoader
-from services.gateway.text.preparation_pool import PreparationPool
+from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
 from tests.services.gateway.model_dir import without_process, write_model_dir

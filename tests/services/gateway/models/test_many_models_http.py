@@ -24,6 +24,7 @@ from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
+from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.models.conftest import (
     BRACKETS,
     ENGLISH,
@@ -31,7 +32,6 @@ from tests.services.gateway.models.conftest import (
     Fleet,
     card_of,
 )
-from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.samples import sample_sum
 from tests.support.waiting import until
 

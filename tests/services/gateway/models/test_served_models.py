@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.catalog import Catalog
-from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.models.live_models import Catalog
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import TextLoader
+from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.tenancy.errors import ModelNotAllowed
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.text.preparation_pool import PreparationPool
 from shared.catalogue.admin import CatalogueAdmin
 from shared.catalogue.reader import CatalogueReader
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel

@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from services.gateway.dialects.openai.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+)
 from services.gateway.nats_api.discovery import (
     MAX_PER_CLIENT,
     MAX_PER_SECOND,
@@ -17,7 +22,6 @@ from services.gateway.nats_api.discovery import (
     schema_of,
 )
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
-from services.gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from shared.errors import Overloaded
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser

@@ -22,6 +22,7 @@ from shared.errors import NoCapacity
 from tests.servers import NatsServer
 from tests.services.gateway import peer
 from tests.services.gateway.conftest import ANSWER, running_cluster
+from tests.services.gateway.dialects.openai.test_chat_http import BODY
 from tests.services.gateway.nats_api.conftest import (
     Api,
     all_of,
@@ -32,7 +33,6 @@ from tests.services.gateway.nats_api.conftest import (
 )
 from tests.services.gateway.nats_api.test_requests import STREAMED, open_requests, text_of
 from tests.services.gateway.nats_api.test_responses import check_error
-from tests.services.gateway.openai.test_chat_http import BODY
 from tests.support.waiting import until
 
 

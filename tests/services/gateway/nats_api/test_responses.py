@@ -14,12 +14,16 @@ from shared.subjects import api_request
 from shared.tenancy.tenant import TENANTS
 from shared.transport.untyped_messages import UntypedMessages
 from tests.servers import NatsServer
-from tests.services.gateway.anthropic.stream import MESSAGES, message_of
-from tests.services.gateway.anthropic.test_messages_http import BODY as MESSAGE
 from tests.services.gateway.conftest import ANSWER
+from tests.services.gateway.dialects.anthropic.stream import MESSAGES, message_of
+from tests.services.gateway.dialects.anthropic.test_messages_http import BODY as MESSAGE
+from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of, text_of
+from tests.services.gateway.dialects.responses.events import (
+    STRICT_EVENT,
+    check_order,
+    joined_deltas,
+)
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
-from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
-from tests.services.gateway.responses.events import STRICT_EVENT, check_order, joined_deltas
 from tests.services.gateway.samples import sample_sum
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.services.gateway.conftest import API_KEY, Cluster
-from tests.services.gateway.openai.test_chat_http import BODY, CHAT
+from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.support.waiting import until
 
 NUM_REQUESTS = 5

@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.request.opener import MAX_INLINE_BYTES, is_small
 from tests.services.gateway.conftest import Cluster
-from tests.services.gateway.openai.test_chat_http import CHAT
+from tests.services.gateway.dialects.openai.test_chat_http import CHAT
 
 MESSAGE = {"role": "user", "content": "a few words, and a few more"}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.models.served_text import ServedModel
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.events import Finished
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation, assembler_of

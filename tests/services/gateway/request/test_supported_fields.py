@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.dialects.openai.chat import CHAT_FIELDS
+from services.gateway.dialects.openai.errors import envelope
+from services.gateway.dialects.prefixes.bodies import PrefixBody, prompt_of
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import MAX_MESSAGE_CHARS
-from services.gateway.openai.chat import CHAT_FIELDS
-from services.gateway.openai.errors import envelope
-from services.gateway.prefixes.bodies import PrefixBody, prompt_of
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 
 HELLO = {"role": "user", "content": "hello"}

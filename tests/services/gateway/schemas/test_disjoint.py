@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.grammars.grammar import json_grammar
 from services.gateway.schemas.disjoint import without_disjoint_one_of
+from services.gateway.structured.grammars.grammar import json_grammar
 from shared.errors import InvalidRequest
 from shared.grammar.vocabulary import Vocabulary
-from tests.services.gateway.grammars.conftest import tokenizer, vocabulary
+from tests.services.gateway.structured.grammars.conftest import tokenizer, vocabulary
 
 __all__ = ["tokenizer", "vocabulary"]
 

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.grammars.constraint import OutputConstraint
-from services.gateway.grammars.grammar import TokenIdOf, json_grammar
-from services.gateway.grammars.grammar_request import CheckedPlan, GrammarRequest
-from services.gateway.grammars.plan_checks import PlanChecks
 from services.gateway.schemas.enforceable import enforceable, is_regular
-from services.gateway.tools.families import FAMILIES, PLAIN
-from services.gateway.tools.tool import Tool, ToolOptions
+from services.gateway.structured.grammars.constraint import OutputConstraint
+from services.gateway.structured.grammars.grammar import TokenIdOf, json_grammar
+from services.gateway.structured.grammars.grammar_request import CheckedPlan, GrammarRequest
+from services.gateway.structured.grammars.plan_checks import PlanChecks
+from services.gateway.structured.tools.families import FAMILIES, PLAIN
+from services.gateway.structured.tools.tool import Tool, ToolOptions
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
 from shared.grammar.vocabulary import Vocabulary
-from tests.services.gateway.grammars.conftest import (
+from tests.services.gateway.structured.grammars.conftest import (
     Accepts,
     accepts,
     token_id_of,

@@ -10,7 +10,7 @@ import pytest
 from shared.messages import GatewayLoad
 from shared.numerics import Numerics
 from tests.services.gateway.conftest import ANSWER, Cluster
-from tests.services.gateway.openai.test_chat_http import events_of, text_of
+from tests.services.gateway.dialects.openai.test_chat_http import events_of, text_of
 from tests.services.gateway.peer import PeerDecode
 from tests.services.gateway.samples import sample_sum
 from tests.services.gateway.streams.test_recovery_http import emitted, wait_for_first_token

@@ -19,7 +19,7 @@ from shared.packing import unpack_token_ids
 from shared.transport.bus import failure_of
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster
-from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
+from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of, text_of
 from tests.services.gateway.samples import sample_sum
 from tests.support.waiting import until
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.metrics.redis import MemoryUse
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.redis import MemoryUse
 from services.gateway.tenancy.redis_memory import RedisMemory
 from shared.clock import MonotonicClock
 from shared.store import RedisStore

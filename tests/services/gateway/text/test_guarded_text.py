@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import services
+from services.gateway.preparation.template_process import decoded, encoded_reply
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import (
@@ -31,7 +32,6 @@ from services.gateway.text.process_jobs import (
     frame,
     render_job,
 )
-from services.gateway.text.template_process import decoded, encoded_reply
 from tests.services.gateway.model_dir import CHAT_TEMPLATE, EOS_TOKEN_ID, write_model_dir
 
 ROOT = Path(services.__file__).resolve().parents[1]
@@ -142,7 +142,7 @@ def test_one_process_answers_every_hostile_job() -> None:
         for value in (text, nested(900))
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "services.gateway.text.template_process"],
+        [sys.executable, "-m", "services.gateway.preparation.template_process"],
         input=frame(ProcessSetup(template().source)) + b"".join(map(frame, jobs)),
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tiktoken
 
+from services.gateway.structured.tools.families import KIMI as KIMI_FAMILY
+from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.tools.families import KIMI as KIMI_FAMILY
-from services.gateway.tools.family_choice import family_of
 from shared.errors import ConfigError
 from shared.tokenizer.tiktoken_model import KIMI
 from tests.shared.tokenizer.test_tokenizer_file import LINES, trained_ranks, write_config

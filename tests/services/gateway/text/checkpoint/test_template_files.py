@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.tools.family_choice import family_of
 from shared.errors import ConfigError
 
 PLAIN = "plain:{% for m in messages %}{{ m.content }}{% endfor %}"

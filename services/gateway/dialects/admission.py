@@ -1,0 +1,180 @@
+"""What happens to a request before its route: authenticate, charge, read the body.
+
+    authenticate ──▶ reserve ──▶ read ──large──▶ preparation process ──▶ route ──▶ close
+
+One order in Redis charges the request and takes its place under `concurrency` before a byte of its
+body is read, so requests that are rejected later are paid, too. The reservation is closed when the
+response has been sent. An ASGI middleware rather than Litestar's hooks, since only a middleware
+sees the end of a request and may replace its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from litestar.types import ASGIApp, Empty, Receive, Scope, Send
+from litestar.utils.scope.state import ScopeState
+
+from services.gateway.dialects.dialect_table import dialect_of
+from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF, RAW
+from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.http.body_encoding import BodyEncoding
+from services.gateway.http.lone_surrogates import without_lone_surrogates
+from services.gateway.http.server import ON_AUTHENTICATED
+from services.gateway.request.opener import Opener
+from services.gateway.request.request_output import ClientDisconnected
+from services.gateway.request.reservation import Reservation
+from services.gateway.request.submission import Submission
+from services.gateway.tenancy.api_keys import ApiKeys
+from shared.errors import HearthError, PayloadTooLarge
+from shared.tenancy.tenant import TenantRecord
+
+Headers = Iterable[tuple[bytes, bytes]]  # of a request
+
+
+class Admission:
+    """Sets `request_id`, `tenant`, `reservation`, `prompts` and `hold` in the state of a request.
+
+    `prompts`: the tokenized prompts of a large body, else None. `hold`: counts bytes that the
+    request reads from the store as body bytes, before it reads them; raises Overloaded.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        opener: Opener,
+        api_keys: ApiKeys,
+        *,
+        new_request_id: Callable[[], str],
+        max_body_bytes: int,
+        budget: BodyBudget,
+    ) -> None:
+        self._submission = submission
+        self._opener = opener
+        self._api_keys = api_keys
+        self._new_request_id = new_request_id
+        self._max_body_bytes = max_body_bytes
+        self._budget = budget
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
+            state = scope["state"]
+            path, request_id = scope["path"], self._new_request_id()
+            state["request_id"] = request_id
+            record = self._submission.begin(
+                request_id,
+                dialect=dialect_of(path).name,
+                traceparent=_header(scope["headers"], b"traceparent"),
+            )
+            tenant = await self._authenticate(scope)
+            state["tenant"] = tenant
+            options = scope["route_handler"].opt
+            if options.get(IS_FREE):
+                await app(scope, receive, send)
+                return
+            reservation = await self._submission.reserve(tenant, record)
+            body = self._budget.body(tenant.tenant_id)
+            state["reservation"], state["prompts"], state["hold"] = reservation, None, body.add
+            try:
+                if BODY_KIND in options:
+                    receive = await self._with_body(scope, receive, body, reservation, options)
+                await app(scope, receive, send)
+            except HearthError as error:
+                record.reject(error)
+                raise
+            finally:
+                # A connection holds the scope of its last request, which has the body.
+                ScopeState.from_scope(scope).body = Empty
+                body.release()
+                reservation.close_submissions()
+
+        return admitted
+
+    async def _authenticate(self, scope: Scope) -> TenantRecord:
+        tenant = await self._api_keys.tenant_of(authorization_of(scope["headers"]))
+        on_authenticated = scope["state"].get(ON_AUTHENTICATED)
+        if on_authenticated is not None:
+            on_authenticated(tenant.tenant_id)
+        return tenant
+
+    async def _with_body(
+        self,
+        scope: Scope,
+        receive: Receive,
+        body: BodyBytes,
+        reservation: Reservation,
+        options: Mapping[str, Any],
+    ) -> Receive:
+        """Returns a `receive` with the body, or with what remains of a large one."""
+        data = without_lone_surrogates(await self._read(scope, receive, body))
+        kind = options[BODY_KIND]
+        if kind == RAW:
+            return _replayed(data, receive, body)
+        model_of = partial(options[MODEL_OF], scope) if MODEL_OF in options else None
+        read = await self._opener.read(reservation, kind, data, hold=body.add, model_of=model_of)
+        scope["state"]["prompts"] = read.prompts
+        return _replayed(read.data, receive, body)
+
+    async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
+        """Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and ClientDisconnected."""
+        announced = _header(scope["headers"], b"content-length")
+        if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
+            raise self._too_large()
+        kind = _header(scope["headers"], b"content-type")
+        encoding = BodyEncoding(_header(scope["headers"], b"content-encoding"), kind)
+        parts, num_bytes, num_sent = [], 0, 0  # a compressed body may become nothing
+        while True:
+            event: dict[str, Any] = await receive()  # type: ignore[assignment]
+            if event["type"] == "http.disconnect":
+                raise ClientDisconnected("the client closed the connection")
+            chunk = event.get("body", b"")
+            num_sent += len(chunk)
+            if num_sent > self._max_body_bytes:
+                raise self._too_large()
+            for part in encoding.parts(chunk):
+                num_bytes += len(part)
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+                body.add(len(part))
+                parts.append(part)
+            if not event.get("more_body", False):
+                return encoding.text(b"".join(parts))
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
+
+
+def authorization_of(headers: Headers) -> str | None:
+    """Anthropic's clients send the key in a header of their own, perhaps beside one that is empty,
+    or that a proxy wants.
+    """
+    header, api_key = _header(headers, b"authorization"), _header(headers, b"x-api-key")
+    scheme, _, token = (header or "").partition(" ")
+    is_bearer = scheme.lower() == "bearer" and token.strip()
+    return header if is_bearer or not api_key else f"Bearer {api_key}"
+
+
+def _header(headers: Headers, name: bytes) -> str | None:
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def _replayed(data: bytes, receive: Receive, body: BodyBytes) -> Receive:
+    """A `receive` that starts with the body. The next call means that the request is submitted
+    and the response begins: its body no longer counts.
+    """
+    has_sent = False
+
+    async def replay() -> Any:
+        nonlocal has_sent
+        if has_sent:
+            body.release()
+            return await receive()
+        has_sent = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return replay

@@ -1,0 +1,60 @@
+"""Anthropic's API as a dialect."""
+
+from __future__ import annotations
+
+from services.gateway.dialects.anthropic.errors import ErrorEnvelope, encode_error
+from services.gateway.dialects.anthropic.request import (
+    MESSAGES_FIELDS,
+    MessagesRequest,
+    PromptFields,
+    to_generation_requests,
+    without_prompts,
+)
+from services.gateway.dialects.anthropic.response import MessageEncoder
+from services.gateway.dialects.anthropic.response_types import (
+    MessageResponse,
+    StreamEvent,
+    TokenCount,
+)
+from services.gateway.dialects.anthropic.token_count import COUNT_TOKENS, TokenCounter, count_large
+from services.gateway.dialects.dialect import REQUEST_ID, Dialect
+from services.gateway.request.endpoint import ERRORS, Endpoint, GeneratingEndpoint
+
+PATH = "/v1/messages"
+
+MESSAGES = GeneratingEndpoint(
+    name="messages",
+    operation="messages",
+    description="Anthropic's Messages. With `stream`, its server-sent events.",
+    paths=(PATH,),
+    request=MessagesRequest,
+    response=MessageResponse,
+    event=StreamEvent,
+    errors=(*ERRORS, 529),
+    fields=MESSAGES_FIELDS,
+    generations=to_generation_requests,
+    is_streamed=lambda body: bool(body.stream),
+    encoder=MessageEncoder.of,
+    without_prompts=without_prompts,
+    is_for_session=True,
+)
+COUNT = Endpoint(
+    name=COUNT_TOKENS,
+    operation="count_tokens",
+    description=f"The tokens of the prompt that the same request to `{PATH}` would have.",
+    paths=(f"{PATH}/count_tokens",),
+    request=PromptFields,
+    response=TokenCount,
+    errors=(*ERRORS, 529),
+    is_on_nats=False,
+)
+DIALECT = Dialect(
+    name="anthropic",
+    endpoints=(MESSAGES, COUNT),
+    encode_error=encode_error,
+    error=ErrorEnvelope,
+    owns=lambda path: path == PATH or path.startswith(f"{PATH}/"),
+    request_id_headers=(REQUEST_ID, "request-id"),  # the second is where its clients look
+    jobs={COUNT_TOKENS: lambda job, files, template: count_large(job, files.tokenizer, template)},
+    answers=lambda *parts: {COUNT_TOKENS: TokenCounter(*parts).count},
+)

@@ -1,0 +1,228 @@
+"""The body of `/v1/messages`, and its meaning in Hearth's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.anthropic.blocks import Message, Messages, SystemField
+from services.gateway.dialects.anthropic.tools import ChoiceField, Tools, tool_options
+from services.gateway.dialects.anthropic.turns import turns_of
+from services.gateway.request.conversation import (
+    Conversation,
+    Effort,
+    ReasoningOptions,
+    chat_prompt,
+)
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.sampling import (
+    MAX_INT,
+    MAX_STOP_STRINGS,
+    SamplingFields,
+    StopString,
+)
+from services.gateway.request.supported_fields import FOREIGN_FIELDS, SupportedFields
+from services.gateway.structured.grammars.constraint import OutputConstraint
+from services.gateway.structured.tools.value_bounds import check_values
+from shared.errors import InvalidRequest
+
+MAX_KEY_CHARS = 256  # of an affinity key
+
+# Fields that would change the output and that are not supported, with the values that change
+# nothing. Any other unknown field is ignored, such as `context_management`, `service_tier`.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **{name: values for name, values in FOREIGN_FIELDS.items() if name != "thinking"},
+    "mcp_servers": (None, []),
+    # of OpenAI's dialect and vLLM's: other names or none here
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "chat_template_kwargs": (None, {}),
+    "ebnf": (None,),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_whitespace_pattern": (None,),
+    "include_reasoning": (None, True),
+    "json_schema": (None,),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "max_completion_tokens": (None,),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "n": (None, 1),
+    "parallel_tool_calls": (None, True),
+    "presence_penalty": (None, 0),
+    "reasoning_effort": (None,),
+    "regex": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None,),
+    "stop": (None, []),
+    "stop_token_ids": (None, []),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "top_logprobs": (None, 0),
+}
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """`user_id`: with Claude Code also of the session. Requests of one prefer one worker."""
+
+    user_id: str | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """`budget_tokens`: of thinking, after which it ends. `display`: "omitted" hides it."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prompt depends on: the body of `/v1/messages/count_tokens`."""
+
+    model: str
+    messages: Messages
+    system: SystemField | None = None
+    tools: Tools | None = None
+    tool_choice: ChoiceField | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older place of `output_config.format`
+
+
+class MessagesRequest(PromptFields, frozen=True, kw_only=True):
+    """Anthropic's fields, `seed` and `ignore_eos`. `max_tokens`: cut to the room in the context."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+
+MESSAGES_FIELDS = SupportedFields(MessagesRequest, NEUTRAL_VALUES)
+COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES)
+NO_MESSAGES = [Message("user", "")]
+
+
+def conversation_of(body: PromptFields) -> Conversation:
+    """Raises InvalidRequest if fields contradict each other, PayloadTooLarge."""
+    return Conversation(
+        turns=turns_of(body.system, body.messages),
+        tools=tool_options(body.tools, body.tool_choice),
+        output=_constraint(body),
+        reasoning=_reasoning(body),
+        variables=_variables(body.thinking),
+    )
+
+
+def to_generation_requests(body: MessagesRequest, _: str) -> Sequence[GenerationRequest]:
+    """Raises InvalidRequest if fields contradict each other, PayloadTooLarge."""
+    _check_budget(body)
+    conversation = conversation_of(body)
+    return [
+        GenerationRequest(
+            model=body.model,
+            prompt=chat_prompt(conversation),
+            sampling=_sampling(body),
+            default_max_tokens=body.max_tokens,
+            asked_max_tokens=body.max_tokens,
+            affinity_key=_affinity_key(body.metadata),
+            tools=conversation.tools,
+            reasoning=conversation.reasoning,
+            output=conversation.output,
+        )
+    ]
+
+
+def without_prompts(body: MessagesRequest, _: int) -> MessagesRequest:
+    """The body without its prompt."""
+    return msgspec.structs.replace(body, system=None, messages=NO_MESSAGES)
+
+
+def _check_budget(body: MessagesRequest) -> None:
+    thinking, param = body.thinking, "thinking.budget_tokens"
+    if thinking is None or thinking.type != "enabled":
+        return
+    if thinking.budget_tokens is None:
+        raise InvalidRequest(f"{param}: enabled thinking needs a budget", param=param)
+    if thinking.budget_tokens >= body.max_tokens:
+        raise InvalidRequest(
+            f"{param}: {thinking.budget_tokens} must be less than max_tokens={body.max_tokens}",
+            param=param,
+        )
+
+
+def _reasoning(body: PromptFields) -> ReasoningOptions:
+    thinking = body.thinking
+    effort: Effort | None = None if body.output_config is None else body.output_config.effort
+    if thinking is not None and thinking.type == "disabled":
+        effort = "none"
+    is_shown = thinking is None or thinking.display != "omitted"
+    return ReasoningOptions(effort=effort, is_shown=is_shown, max_tokens=_budget(thinking))
+
+
+def _budget(thinking: Thinking | None) -> int | None:
+    """A model that does not mark its thinking takes it, and thinks without a limit, since clients
+    such as Claude Code send it to every model.
+    """
+    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
+
+
+def _variables(thinking: Thinking | None) -> dict[str, Any]:
+    """The switch of chat templates, which has two names. Without the field it is not set."""
+    if thinking is None or thinking.type == "disabled":  # the latter is an effort
+        return {}
+    return {"enable_thinking": True, "thinking": True}
+
+
+def _constraint(body: PromptFields) -> OutputConstraint | None:
+    given, param = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.format is not None:
+        if given is not None:
+            raise InvalidRequest(
+                f"{param} and output_config.format exclude each other", param=param
+            )
+        given, param = body.output_config.format, "output_config.format"
+    if given is None:
+        return None
+    param = f"{param}.schema"
+    check_values([given.schema], param)
+    source = msgspec.json.encode(given.schema).decode()
+    return OutputConstraint(kind="json_schema", source=source, is_strict=True, param=param)
+
+
+def _sampling(body: MessagesRequest) -> SamplingFields:
+    return SamplingFields(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        ignore_eos=body.ignore_eos,
+        stop=body.stop_sequences,
+    )
+
+
+def _affinity_key(metadata: Metadata | None) -> str:
+    return "" if metadata is None else (metadata.user_id or "")[:MAX_KEY_CHARS]

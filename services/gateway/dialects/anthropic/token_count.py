@@ -1,0 +1,73 @@
+"""Counts the tokens of a prompt as `/v1/messages` would render it. Nothing is run, or charged.
+
+small ──▶ decode ──▶ render and tokenize in other processes
+large ──▶ all of it in a preparation process
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.dialects.anthropic.request import COUNT_FIELDS, PromptFields, conversation_of
+from services.gateway.dialects.anthropic.response_types import TokenCount
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.named_model import named_model
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
+from services.gateway.request.conversation import chat_prompt
+from services.gateway.request.opener import is_small
+from services.gateway.request.submission import Submission
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.process_jobs import BodyJob, PreparedBody
+from services.gateway.text.tokenizer import PromptTokenizer
+from shared.errors import InvalidRequest
+from shared.tenancy.tenant import TenantRecord
+
+COUNT_TOKENS = "count_tokens"  # the kind of a large body
+
+
+class TokenCounter:
+    """`count` raises the HearthError that rejects the request."""
+
+    def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
+        self._submission = submission
+        self._models = models
+        self._names = names
+
+    async def count(self, tenant: TenantRecord, data: bytes) -> bytes:
+        """Returns the response as JSON."""
+        if not is_small(data):
+            model = await self._model(tenant, named_model(data, COUNT_TOKENS) or "")
+            prepared = await self._submission.prepare_body(tenant, model, COUNT_TOKENS, data)
+            return prepared.body
+        body: PromptFields = COUNT_FIELDS.decode(data)
+        prompt = chat_prompt(conversation_of(body))
+        model = await self._model(tenant, body.model)
+        token_ids = await self._submission.tokenize(
+            model.text,
+            tenant.tenant_id,
+            prompt.messages,
+            prompt.tools,
+            variables=prompt.variables,
+        )
+        return msgspec.json.encode(TokenCount(len(token_ids)))
+
+    async def _model(self, tenant: TenantRecord, name: str) -> ServedModel:
+        resolved = await self._names.resolve(tenant.tenant_id, name)
+        self._models.check(tenant, resolved)
+        return await self._models.main(resolved)
+
+
+def count_large(
+    job: BodyJob, tokenizer: PromptTokenizer, template: ChatTemplate | None
+) -> PreparedBody:
+    """In a preparation process: returns the body of the response. Raises InvalidRequest and its
+    subclasses.
+    """
+    body: PromptFields = COUNT_FIELDS.decode(job.body)
+    prompt = chat_prompt(conversation_of(body))
+    if template is None:
+        raise InvalidRequest("this model has no chat template", param="messages")
+    parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
+    count = TokenCount(len(tokenizer.encode(parts)))
+    return PreparedBody(msgspec.json.encode(count), [])

@@ -1,0 +1,123 @@
+"""Tools, and which of them an answer may or must call.
+
+custom   {"name", "description", "input_schema", "strict"}; `type` is "custom" or missing
+server   {"type": "web_search_20250305", "name": "web_search", …}: Anthropic runs it or knows its
+         schema. Left out with a warning, unless `tool_choice` names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.structured.tools.tool import (
+    MAX_TOOLS,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolOptions,
+)
+from services.gateway.structured.tools.value_bounds import check_values
+from shared.errors import InvalidRequest
+
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+CUSTOM = (None, "custom")
+
+
+class ToolField(msgspec.Struct, frozen=True, kw_only=True):
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChoiceField(msgspec.Struct, frozen=True, kw_only=True):
+    """`name`: of the type `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+Tools = Annotated[list[ToolField], Meta(max_length=MAX_TOOLS)]
+
+
+def tool_options(
+    fields: Sequence[ToolField] | None, choice: ChoiceField | None
+) -> ToolOptions | None:
+    """None without tools. Raises InvalidRequest for an invalid tool, and for a choice of a tool
+    that is not there; PayloadTooLarge.
+    """
+    tools = _tools(fields or ())
+    if not tools:
+        if choice is not None and choice.type in ("any", "tool"):
+            raise InvalidRequest(
+                f"tool_choice: {choice.type!r} needs tools that the model can call",
+                param="tool_choice",
+            )
+        return None
+    is_parallel = choice is None or not choice.disable_parallel_tool_use
+    return ToolOptions(tools=tools, choice=_choice(choice, tools), is_parallel=is_parallel)
+
+
+def warnings_of(fields: Sequence[ToolField] | None) -> tuple[str, ...]:
+    """What of the tools the model is not offered."""
+    return tuple(
+        f"tools[{index}]: {each.type!r} is run by Anthropic's servers alone and is left out"
+        for index, each in enumerate(fields or ())
+        if each.type not in CUSTOM
+    )
+
+
+def _tools(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
+    custom = [(index, each) for index, each in enumerate(fields) if each.type in CUSTOM]
+    check_values([each.input_schema for _, each in custom if each.input_schema], "tools")
+    tools: dict[str, Tool] = {}
+    for index, field in custom:
+        tool = _tool(field, f"tools[{index}]")
+        if tool.name in tools:
+            place = f"tools[{index}].name"
+            raise InvalidRequest(f"{place}: two tools are named {tool.name!r}", param=place)
+        tools[tool.name] = tool
+    return tuple(tools.values())
+
+
+def _tool(field: ToolField, param: str) -> Tool:
+    if field.name is None or TOOL_NAME.fullmatch(field.name) is None:
+        place = f"{param}.name"
+        reason = "a tool needs a name of 1 to 128 letters, digits, and characters of `_-`"
+        raise InvalidRequest(f"{place}: {reason}", param=place)
+    place = f"{param}.input_schema"
+    if field.input_schema is None:
+        raise InvalidRequest(f"{place}: a tool needs the schema of its input", param=place)
+    kind = field.input_schema.get("type", "object")
+    if kind != "object":
+        raise InvalidRequest(f"{place}: the schema must be of an object, not {kind!r}", param=place)
+    return Tool(
+        name=field.name,
+        description=field.description or "",
+        parameters=field.input_schema,
+        is_strict=bool(field.strict),
+        param=param,
+        schema_param=place,
+    )
+
+
+def _choice(choice: ChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
+    match choice:
+        case None | ChoiceField(type="auto"):
+            return "auto"
+        case ChoiceField(type="none"):
+            return "none"
+        case ChoiceField(type="any"):
+            return "required"
+    name, param = choice.name, "tool_choice.name"
+    if name is None or all(each.name != name for each in tools):
+        shown = "" if name is None else f" {name[:64]!r}"
+        raise InvalidRequest(f"{param}: no tool that can be called is named{shown}", param=param)
+    return NamedTool(name)

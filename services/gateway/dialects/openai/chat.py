@@ -1,0 +1,190 @@
+"""OpenAI's chat completions: the types of the dialect, and their meaning in Hearth's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.openai.logprobs import ChatLogprobs
+from services.gateway.dialects.openai.messages import ChatMessage, turns_of
+from services.gateway.dialects.openai.request_fields import (
+    NEUTRAL_VALUES,
+    RequestFields,
+    check_stream_options,
+)
+from services.gateway.dialects.openai.usage import HearthInfo, Usage
+from services.gateway.request.conversation import (
+    Conversation,
+    Effort,
+    ReasoningOptions,
+    chat_prompt,
+)
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
+from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.structured.grammars.constraint_fields import constraint_of
+from services.gateway.structured.tools.choice_fields import ToolChoiceField, tool_options
+from services.gateway.structured.tools.tool_fields import ToolFields
+from shared.errors import InvalidRequest
+
+CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **{name: each for name, each in NEUTRAL_VALUES.items() if name != "thinking_token_budget"},
+    "echo": (None, False),
+}
+
+
+class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
+    """`include_reasoning`: whether the response has it, by default true."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: ToolFields | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
+
+
+def to_generation_request(body: ChatCompletionRequest, default_model: str) -> GenerationRequest:
+    """Raises InvalidRequest if fields contradict each other."""
+    if body.best_of not in (None, 1, body.num_choices):
+        raise InvalidRequest("best_of is for text completions", param="best_of")
+    check_stream_options(body)
+    conversation = Conversation(
+        turns=turns_of(body.messages),
+        tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
+        reasoning=ReasoningOptions(
+            effort=body.reasoning_effort,
+            is_shown=body.include_reasoning is not False,
+            max_tokens=body.thinking_token_budget,
+            max_tokens_param="thinking_token_budget",
+        ),
+        variables=body.chat_template_kwargs or {},
+        output=constraint_of(body),
+        sampling=body,
+    )
+    return GenerationRequest(
+        model=body.model or default_model,
+        prompt=chat_prompt(conversation),
+        sampling=conversation.sampling,
+        max_tokens=_max_tokens(body),
+        max_tokens_param=(
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        ),
+        num_logprobs=_num_logprobs(body),
+        logprobs_param="top_logprobs" if body.top_logprobs else "logprobs",
+        num_choices=body.num_choices,
+        cache_salt="" if body.cache_salt is None else body.cache_salt,
+        affinity_key=body.prompt_cache_key or "",
+        priority=body.priority,
+        tools=conversation.tools,
+        reasoning=conversation.reasoning,
+        output=conversation.output,
+    )
+
+
+def _max_tokens(body: ChatCompletionRequest) -> int | None:
+    if body.max_completion_tokens is None:
+        return body.max_tokens
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
+        )
+    return body.max_completion_tokens
+
+
+def _num_logprobs(body: ChatCompletionRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
+    return 0 if body.top_logprobs is None else body.top_logprobs
+
+
+# ── responses ────────────────────────────────────────────────────────────────────────────────────
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`arguments`: JSON, or a part of it in a delta."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CustomCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    input: str
+
+
+class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A function or a custom tool. `index`, and later deltas without `id`: only in a stream."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`content`: null beside calls alone. Reasoning has two names, since clients read either."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: AssistantMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    hearth: HearthInfo
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[ChunkChoice]
+    usage: Usage | None = None
+    hearth: HearthInfo | None = None

@@ -1,0 +1,89 @@
+"""OpenAI's embeddings: the types of the dialect, and their meaning in Hearth's terms.
+
+`dimensions` must be the model's hidden size: a shorter vector is meaningful only if the model was
+trained for this, which a checkpoint does not state.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.openai.prompts import Prompts, to_prompts
+from services.gateway.dialects.openai.usage import HearthInfo
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.sampling import MAX_INT, SamplingFields
+from services.gateway.request.supported_fields import SupportedFields
+from shared.messages import Pooling
+
+MAX_INPUTS = 1000  # clients send so many by default
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`input`: a text, tokens, or a list of either. `pooling`, `normalize`: Hearth extensions."""
+
+    model: str | None = None  # default: the gateway's own model
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None  # default: true
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
+
+
+EMBEDDING_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "messages": (None, []),
+    "truncate_prompt_tokens": (None,),
+}
+EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
+
+
+def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[GenerationRequest]:
+    """Returns one request per input."""
+    add_special_tokens = body.add_special_tokens is not False
+    prompts = to_prompts(
+        "input", body.input, add_special_tokens=add_special_tokens, most=MAX_INPUTS
+    )
+    return [
+        GenerationRequest(
+            model=body.model or default_model,
+            prompt=prompt,
+            sampling=SamplingFields(),
+            max_tokens=1,
+            cache_salt="" if body.cache_salt is None else body.cache_salt,
+            priority=body.priority,
+            dimensions=body.dimensions,
+            pooling="last" if body.pooling is None else body.pooling,
+            shows_output=False,
+        )
+        for prompt in prompts
+    ]
+
+
+# ── responses ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """A base64 `embedding` encodes little-endian FP32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    hearth: HearthInfo

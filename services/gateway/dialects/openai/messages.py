@@ -1,0 +1,125 @@
+"""The messages of OpenAI's chat completions, and the turns that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.openai.content_parts import ContentPart, text_part
+from services.gateway.request.conversation import (
+    Part,
+    Reasoning,
+    TextPart,
+    ToolCall,
+    ToolResult,
+    Turn,
+    tool_calls,
+)
+from services.gateway.request.supported_fields import check_count
+from services.gateway.structured.tools.call_fields import (
+    CalledFunction,
+    CallField,
+    CallFields,
+    CallId,
+    name_and_arguments,
+)
+from shared.errors import InvalidRequest
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_NAME_CHARS = 128
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_calls`, `reasoning_content`, or `reasoning` as others name it: of an assistant.
+    `tool_call_id`: of a tool. `function_call`, the role `function`: the older form of a call and
+    its result, which name the function alone.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    tool_calls: CallFields | None = None
+    tool_call_id: CallId | None = None
+    function_call: CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    """Raises InvalidRequest, PayloadTooLarge."""
+    check_count("messages", len(messages), MAX_MESSAGES)
+    return tuple(_turn(index, each) for index, each in enumerate(messages))
+
+
+def _turn(index: int, message: ChatMessage) -> Turn:
+    place = f"messages[{index}]"
+    _check_role(place, message)
+    texts = _texts(place, message)
+    match message.role:
+        case "tool":
+            assert message.tool_call_id is not None, "checked before"
+            text = "\n".join(each.text for each in texts)
+            return Turn("tool", (ToolResult(message.tool_call_id, text),), message.name)
+        case "function":
+            text = "\n".join(each.text for each in texts)
+            return Turn("tool", (ToolResult(_function_id(message.name or ""), text),))
+        case "assistant":
+            return Turn("assistant", _answer(index, message, texts), message.name)
+        case "developer":
+            return Turn("system", texts, message.name)
+    return Turn(message.role, texts, message.name)
+
+
+def _check_role(place: str, message: ChatMessage) -> None:
+    """Rejects fields of other roles, and a missing one."""
+    role = message.role
+    if message.content is None and role != "assistant":
+        raise InvalidRequest("content must not be null", param=f"{place}.content")
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name) and role != "assistant":
+            param = f"{place}.{name}"
+            raise InvalidRequest(f"{param}: a message of role {role!r} has no calls", param=param)
+    if role == "function" and message.name is None:
+        param = f"{place}.name"
+        raise InvalidRequest(f"{param}: the result of a function needs its name", param=param)
+    param = f"{place}.tool_call_id"
+    if role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(f"{param}: a result needs the id of its call", param=param)
+    if role != "tool" and message.tool_call_id is not None:
+        raise InvalidRequest(f"{param}: only a message of role 'tool' has it", param=param)
+
+
+def _answer(index: int, message: ChatMessage, texts: tuple[TextPart, ...]) -> tuple[Part, ...]:
+    for position, call in enumerate(message.tool_calls or ()):
+        if call.id is None:
+            param = f"messages[{index}].tool_calls[{position}].id"
+            raise InvalidRequest(f"{param}: a call needs an id", param=param)
+    thought = message.reasoning_content or message.reasoning
+    reasoning = (Reasoning(thought),) if thought else ()
+    refusal = (TextPart(message.refusal),) if message.refusal else ()
+    calls = tool_calls(message.tool_calls, index)
+    if message.function_call is not None:
+        place = f"messages[{index}].function_call"
+        name, arguments = name_and_arguments(CallField(function=message.function_call), place)
+        calls += (ToolCall(_function_id(name), name, arguments),)
+    return (*reasoning, *texts, *refusal, *calls)
+
+
+def _function_id(name: str) -> str:
+    """The id of a call in the older form: a function has one open call."""
+    return f"call_{name}"
+
+
+def _texts(place: str, message: ChatMessage) -> tuple[TextPart, ...]:
+    content = message.content
+    if isinstance(content, list):
+        check_count(f"{place}.content", len(content), MAX_PARTS)
+        return tuple(
+            text_part(f"{place}.content[{index}]", part) for index, part in enumerate(content)
+        )
+    return () if content is None else (TextPart(content),)

@@ -1,0 +1,136 @@
+"""Reports the cached tokens of a request and where two prompts diverge, without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import takewhile
+
+import msgspec
+
+from services.gateway.dialects.openai import chat, completions
+from services.gateway.dialects.prefixes.bodies import (
+    NULL,
+    Divergence,
+    DryRun,
+    DryRunReport,
+    DryRunRequest,
+    WorkerPrefix,
+)
+from services.gateway.dialects.prefixes.store import PrefixStore
+from services.gateway.models.served_text import ServedModel
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.preparation import PreparedRequest
+from services.gateway.text.decoding.token_table import TokenTable
+from shared.errors import InvalidRequest
+from shared.messages import ModelCard
+from shared.transport.wire_errors import UNREADABLE
+
+CONTEXT_TOKENS = 8  # returned as text before the divergence
+
+Prepare = Callable[[GenerationRequest, ServedModel], Awaitable[PreparedRequest]]
+Choose = Callable[[str], Awaitable[ServedModel]]
+
+
+class _Peek(msgspec.Struct, frozen=True):
+    """Tells a chat from a completion, and reads nothing else."""
+
+    messages: msgspec.Raw = NULL
+
+
+def to_generation_request(data: msgspec.Raw, param: str, default_model: str) -> GenerationRequest:
+    """Raises the same InvalidRequest as the route of the body."""
+    try:
+        is_chat = msgspec.json.decode(data, type=_Peek).messages is not NULL
+    except UNREADABLE as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    if is_chat:
+        return chat.to_generation_request(chat.CHAT_FIELDS.decode(data), default_model)
+    completion = completions.COMPLETION_FIELDS.decode(data)
+    generations = completions.to_generation_requests(completion, default_model)
+    if len(generations) != 1:
+        raise InvalidRequest(f"{param}: a dry run takes exactly one prompt", param=param)
+    return generations[0]
+
+
+async def dry_run(
+    body: DryRunRequest,
+    tenant_id: str,
+    *,
+    choose: Choose,
+    prepare: Prepare,
+    prefix_store: PrefixStore,
+    default_model: str,
+) -> DryRunReport:
+    """`choose`: once, since both prompts are compared in one model's tokens. Raises the HearthError
+    that would reject the request itself.
+    """
+    runs, prompts = [], []
+    generations = {p: to_generation_request(given, p, default_model) for p, given in body.named}
+    _check_same_model(generations)
+    model = await choose(next(iter(generations.values())).model)
+    for generation in generations.values():
+        prepared = await prepare(generation, model)
+        runs.append(await _run(prepared, tenant_id, prefix_store, model.card))
+        prompts.append(prepared.prompt_token_ids)
+    if len(runs) == 1:
+        return DryRunReport(request=runs[0])
+    tokens = model.text.files.tokens
+    divergence = _divergence(prompts[0], prompts[1], tokens, model.card.block_size)
+    return DryRunReport(request=runs[0], other=runs[1], divergence=divergence)
+
+
+def _check_same_model(generations: Mapping[str, GenerationRequest]) -> None:
+    (_, first), *others = generations.items()
+    for param, other in others:
+        if other.model != first.model:
+            raise InvalidRequest(
+                f"{param}.model: {other.model!r} is not {first.model!r}: a dry run compares "
+                "prompts of one model",
+                param=f"{param}.model",
+            )
+
+
+async def _run(
+    prepared: PreparedRequest, tenant_id: str, prefix_store: PrefixStore, card: ModelCard
+) -> DryRun:
+    request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
+    found = await prefix_store.held(tenant_id, card, request.block_hashes)
+    # the last token is never a hit: sampling needs its logits
+    workers = [
+        WorkerPrefix(
+            worker=each.worker_id,
+            cached_tokens=min(each.num_blocks * card.block_size, num_tokens - 1),
+        )
+        for each in (() if found is None else found.matches)
+    ]
+    workers.sort(key=lambda each: (-each.cached_tokens, each.worker))
+    return DryRun(
+        prompt_tokens=num_tokens,
+        cached_tokens=workers[0].cached_tokens if workers else 0,
+        public_tokens=request.num_public_blocks * card.block_size,
+        index_state="unknown" if found is None else found.state,
+        workers=workers,
+    )
+
+
+def _divergence(
+    first: Sequence[int], second: Sequence[int], tokens: TokenTable, block_size: int
+) -> Divergence | None:
+    if first == second:
+        return None
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    index = sum(1 for _ in same)
+
+    def text(token_ids: Sequence[int]) -> str:
+        return tokens.decode(token_ids)
+
+    def token_text(token_ids: Sequence[int]) -> str | None:
+        return text(token_ids[index : index + 1]) if index < len(token_ids) else None
+
+    return Divergence(
+        token_index=index,
+        common_blocks=index // block_size,
+        text_before=text(first[max(0, index - CONTEXT_TOKENS) : index]),
+        request_text=token_text(first),
+        other_text=token_text(second),
+    )

@@ -1,0 +1,246 @@
+"""A tenant's named prefixes: stored in Redis, pinned on workers by the index, reported here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+import structlog
+
+from services.gateway.dialects.prefixes.bodies import (
+    Prefix,
+    PrefixEntry,
+    PrefixList,
+    PrefixRequest,
+    WorkerPrefix,
+    prompt_of,
+)
+from services.gateway.dialects.prefixes.errors import UnknownPrefix
+from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
+from services.gateway.tenancy.errors import PermissionDenied
+from services.gateway.tenancy.permissions import check_may_store, may_store
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
+from shared.errors import HearthError, InvalidRequest
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import MatchPrefix, ModelCard, PrefixMatches
+from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
+from shared.store import Store
+from shared.subjects import MATCH
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import (
+    MAX_PER_TENANT,
+    NAME_PATTERN,
+    PinnedPrefix,
+    TooManyPrefixes,
+)
+from shared.tenancy.tenant import TenantRecord
+
+log = structlog.get_logger(__name__)
+
+MATCH_TIMEOUT_S = 0.25  # and the round trip
+
+
+class PrefixStore:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        health_monitor: HealthMonitor,
+        models: ServedModels,
+        reader_of: Callable[[ServedModel], PrefixTokenizer],
+        wall_clock: Callable[[], float],
+        max_all_bytes: Callable[[], int],
+        region: str = "",
+        root_key: bytes = b"",
+    ) -> None:
+        """`max_all_bytes`: that Redis may take for all tenants' prefixes. `region`: of this
+        gateway. `wall_clock`: returns unix seconds, which stay valid across restarts. `root_key`:
+        see `block_hash.root_key`.
+        """
+        self._root_key = root_key
+        self._region = region
+        self._max_all_bytes = max_all_bytes
+        self._requests = health_monitor.requests
+        self._store = store
+        self._fleet = health_monitor.fleet
+        self._models = models
+        self._reader_of = reader_of
+        self._wall_clock = wall_clock
+
+    # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
+
+    async def put(
+        self,
+        tenant: TenantRecord,
+        name: str,
+        body: PrefixRequest,
+        *,
+        charge: Callable[[int], Awaitable[None]],
+    ) -> Prefix:
+        """`charge`: called with the prefix's tokens before the prefix is stored.
+
+        Raises InvalidRequest and its subclasses, TooManyPrefixes, PrefixStorageFull,
+        AllPrefixesFull, PermissionDenied and its subclasses, StoreUnavailable, and the errors of
+        `charge`.
+        """
+        check_may_store(tenant, self._region, "a prefix")
+        if not re.match(NAME_PATTERN, name):
+            raise InvalidRequest(
+                "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "
+                "starts with a letter or digit",
+                param="name",
+            )
+        named = body.model or self._models.default_name
+        self._models.check(tenant, named)
+        model = await self._models.main(named)
+        card = model.card
+        await self._check_room(tenant.tenant_id, name)
+        now = int(self._wall_clock())
+        prompt = prompt_of(body)
+        prefix = PinnedPrefix(
+            name=name,
+            tenant_id=tenant.tenant_id,
+            model=card.name,
+            messages=[dict(each) for each in prompt.messages],
+            tools=[dict(each) for each in prompt.tools],
+            cache_salt=body.cache_salt or "",
+            created_at=now,
+            expires_at=None if body.ttl_s is None else now + body.ttl_s,
+        )
+        reader = self._reader_of(model)
+        prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
+        await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
+        is_saved = await pinned_prefix.save(
+            self._store, prefix, now, max_all_bytes=self._max_all_bytes(), region=self._region
+        )
+        if not is_saved:
+            raise PermissionDenied("a prefix: its text is stored; this tenant no longer allows it")
+        return await self._stored(tenant, prefix, card)
+
+    async def get(self, tenant: TenantRecord, name: str) -> Prefix:
+        """The tenant's prefix, else a public one. Raises UnknownPrefix, StoreUnavailable."""
+        for tenant_id in self._readable(tenant):
+            prefix = await pinned_prefix.load(self._store, tenant_id, name)
+            if prefix is not None and not self._models.hides(tenant.tenant_id, prefix.model):
+                return await self._stored(tenant, prefix, self._models.card(prefix.model))
+        raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
+
+    async def delete(self, tenant: TenantRecord, name: str) -> None:
+        """Raises UnknownPrefix, StoreUnavailable."""
+        if name not in await pinned_prefix.entries(self._store, tenant.tenant_id):
+            raise UnknownPrefix(f"there is no prefix {name!r} of this tenant", param="name")
+        await pinned_prefix.delete(self._store, tenant.tenant_id, name)
+
+    async def list(self, tenant: TenantRecord) -> PrefixList:
+        """Raises StoreUnavailable."""
+        data = []
+        for tenant_id in self._readable(tenant):
+            entries = await pinned_prefix.entries(self._store, tenant_id)
+            data += [
+                PrefixEntry(
+                    name=name,
+                    model=entry.model,
+                    is_public=tenant_id == PUBLIC_TENANT_ID,
+                    num_tokens=entry.num_tokens,
+                    expires_at=entry.expires_at,
+                )
+                for name, entry in entries.items()
+                if not entry.is_over(self._wall_clock())
+                and not self._models.hides(tenant.tenant_id, entry.model)
+            ]
+        return PrefixList(data=data)
+
+    def _readable(self, tenant: TenantRecord) -> Sequence[str]:
+        """Whose prefixes the tenant's record of now allows this gateway to read for it."""
+        is_allowed = may_store(tenant, self._region)
+        return (tenant.tenant_id, PUBLIC_TENANT_ID) if is_allowed else (PUBLIC_TENANT_ID,)
+
+    async def held(
+        self, tenant_id: str, card: ModelCard, block_hashes: bytes
+    ) -> PrefixMatches | None:
+        """Returns the cached blocks per worker, without counting a use. None: index unavailable."""
+        if not block_hashes:
+            return PrefixMatches(state="exact", matches=())
+        question = MatchPrefix(
+            tenant_id=tenant_id,
+            model=card.name,
+            revision=card.revision,
+            block_hashes=block_hashes,
+            is_counted=False,
+        )
+        try:
+            return await self._requests.request(
+                MATCH, MATCH, question, PrefixMatches, base_s=MATCH_TIMEOUT_S
+            )
+        except HearthError as error:
+            log.debug("prefix_index_unavailable", reason=error.code)
+            return None
+
+    async def _check_room(self, tenant_id: str, name: str) -> None:
+        """Rejects early: `save` decides, after rendering and tokenizing."""
+        others = set(await pinned_prefix.entries(self._store, tenant_id)) - {name}
+        if len(others) >= MAX_PER_TENANT:
+            raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
+
+    async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
+        hashes = _hashes(prefix, card, self._root_key)
+        found = await self.held(prefix.tenant_id, card, pack_hashes(hashes))
+        counts = await self._counts(prefix.tenant_id, hashes)
+        matches = () if found is None else found.matches
+        workers = [
+            WorkerPrefix(worker=each.worker_id, cached_tokens=each.num_blocks * card.block_size)
+            for each in sorted(matches, key=lambda each: each.worker_id)
+        ]
+        warm = {each.worker_id for each in matches if each.num_blocks >= len(hashes)}
+        regions = None if prefix.is_public else tenant.allowed_regions
+        is_warm = bool(warm) and warm >= self._workers_of(prefix.model, card.revision, regions)
+        reason = await pinned_prefix.reason_of(self._store, prefix.tenant_id, prefix.name)
+        last_use = counts.get(b"last_use")
+        return Prefix(
+            name=prefix.name,
+            model=prefix.model,
+            is_public=prefix.is_public,
+            num_tokens=len(prefix.token_ids) // TOKEN_ID_BYTES,
+            pinned_tokens=len(hashes) * card.block_size,
+            state="unknown" if found is None else "warm" if is_warm else "warming",
+            reason=None if is_warm else reason,
+            workers=workers,
+            hits=_number(counts, b"hits"),
+            saved_tokens=_number(counts, b"saved_tokens"),
+            bytes=_number(counts, b"bytes"),
+            last_used_at=None if last_use is None else _number(counts, b"last_use"),
+            created_at=prefix.created_at,
+            expires_at=prefix.expires_at,
+            messages=prefix.messages,
+            tools=prefix.tools,
+        )
+
+    async def _counts(self, tenant_id: str, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
+        if not hashes:
+            return {}
+        return await self._store.hash_get(pinned_prefix.record_key(tenant_id, hashes[-1]))
+
+    def _workers_of(self, model: str, revision: str, regions: Collection[str] | None) -> set[str]:
+        return {
+            each.process_id
+            for role in ("prefill", "decode")
+            for each in self._fleet.live(role)
+            if each.model is not None
+            and (each.model.name, each.model.revision) == (model, revision)
+            if regions is None or each.region in regions
+        }
+
+
+def _hashes(prefix: PinnedPrefix, card: ModelCard, key: bytes) -> list[bytes]:
+    if prefix.is_public:
+        root = public_root(prefix.name, card.revision, key=key)
+    else:
+        root = root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=key)
+    return extend_chain(root, unpack_token_ids(prefix.token_ids), card.block_size)
+
+
+def _number(counts: Mapping[bytes, bytes], name: bytes) -> int:
+    text = counts.get(name, b"0")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,69 @@
+"""A preparation process: python -m … [frames on stdin, stdout].
+
+It renders templates, as `preparation/template_process.py`, and prepares large request bodies,
+these at a low CPU priority: on a busy core, the gateway, its peers and the renderings of small
+requests, which take some 0.1 ms, need not wait for the 0.1 to 6 s of a body of another tenant.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from services.gateway.preparation.template_process import BodyHandler, loading, main
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.process_jobs import (
+    BodyJob,
+    Encoded,
+    EncodeJob,
+    PreparedBody,
+    ProcessSetup,
+)
+
+BODY_NICENESS = 10  # more than the process has
+
+
+def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> BodyHandler:
+    """Loads the tokenizer, and the dialects, which a process that only renders does not need."""
+    from services.gateway.dialects.dialect_table import GENERATING, JOBS
+    from services.gateway.request.prepared_bodies import prepare_body
+    from services.gateway.text.model_files import ModelFiles
+    from services.gateway.text.tokenizer import encoded
+
+    with loading():
+        files = ModelFiles(Path(setup.model_dir))
+
+    def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
+        if isinstance(job, EncodeJob):
+            return encoded(job, files.tokenizer)
+        if job.kind in JOBS:
+            return JOBS[job.kind](job, files, template)
+        endpoint = GENERATING[job.kind]
+        if job.stored:
+            assert endpoint.merge is not None, "only such an endpoint has stored state"
+            body = endpoint.merge(job.body, job.stored)
+            job = msgspec.structs.replace(job, body=body, stored=b"")
+        return prepare_body(job, endpoint, files, template)
+
+    return lambda job: _body_thread().submit(prepare, job).result()
+
+
+@cache
+def _body_thread() -> ThreadPoolExecutor:
+    """Of all models; a thread, since Linux has a niceness for each, and lets nobody lower it."""
+    return ThreadPoolExecutor(max_workers=1, initializer=_lower_priority)
+
+
+def _lower_priority() -> None:
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + BODY_NICENESS
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+if __name__ == "__main__":
+    main(make_body_handler)

@@ -1,0 +1,158 @@
+"""Request and response bodies of `/rerank`, in the shapes of Cohere and Jina, and of `/score`, in
+vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.openai.usage import HearthInfo
+from services.gateway.dialects.ranking.pairs import MAX_DOCUMENTS, PLACEHOLDER, Pairs, Text
+from services.gateway.http.text_fields import TextFields
+from services.gateway.request.sampling import MAX_INT
+
+MAX_INSTRUCTION_CHARS = 4096
+Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
+Instruction = Annotated[str, Meta(max_length=MAX_INSTRUCTION_CHARS)]
+
+# Fields that would change the scores and are not supported, with the values that change nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "activation": (None,),
+    "chat_template": (None,),
+    "images": (None, []),
+    "max_chunks_per_doc": (None,),
+    "max_tokens_per_doc": (None,),
+    "max_tokens_per_query": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "rank_fields": (None, [], ["text"]),
+    "truncate_prompt_tokens": (None,),
+    "use_activation": (None, True),
+}
+
+
+class Document(msgspec.Struct, frozen=True):
+    text: str
+
+
+class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`top_n`: results, the best first (default: all). `instruction`: for a reranking model,
+    what makes a document relevant.
+    """
+
+    model: str | None = None  # default: the gateway's own model
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
+    top_n: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    return_documents: bool | None = None
+    instruction: Instruction | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Priority | None = None  # higher goes first
+
+    @property
+    def pairs(self) -> Pairs:
+        """Raises InvalidRequest."""
+        documents = texts_of([text_of(each) for each in self.documents], "documents")
+        return Pairs([Text(self.query, "query")], documents, self.instruction)
+
+
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`text_1`: one text for all of `text_2`, or as many."""
+
+    model: str | None = None
+    text_1: Texts
+    text_2: Texts
+    instruction: Instruction | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Priority | None = None
+
+    @property
+    def pairs(self) -> Pairs:
+        """Raises InvalidRequest."""
+        one, other = texts_of(self.text_1, "text_1"), texts_of(self.text_2, "text_2")
+        return Pairs(one, other, self.instruction)
+
+
+RERANK_FIELDS = TextFields(RerankRequest, NEUTRAL_VALUES)
+SCORE_FIELDS = TextFields(ScoreRequest, NEUTRAL_VALUES)
+
+
+def text_of(document: str | Document) -> str:
+    return document if isinstance(document, str) else document.text
+
+
+def texts_of(given: str | Sequence[str], param: str) -> list[Text]:
+    if isinstance(given, str):
+        return [Text(given, param)]
+    return [Text(each, f"{param}[{place}]") for place, each in enumerate(given)]
+
+
+def rerank_without_prompts(body: RerankRequest, _: int) -> RerankRequest:
+    """Documents that the response repeats stay."""
+    if body.return_documents:
+        return msgspec.structs.replace(body, query=PLACEHOLDER)
+    documents: list[str | Document] = [PLACEHOLDER] * len(body.documents)
+    return msgspec.structs.replace(body, query=PLACEHOLDER, documents=documents)
+
+
+def score_without_prompts(body: ScoreRequest, _: int) -> ScoreRequest:
+    one, other = _placeholders(body.text_1), _placeholders(body.text_2)
+    return msgspec.structs.replace(body, text_1=one, text_2=other)
+
+
+def _placeholders(given: Texts) -> Texts:
+    return PLACEHOLDER if isinstance(given, str) else [PLACEHOLDER] * len(given)
+
+
+# ── responses ────────────────────────────────────────────────────────────────────────────────────
+
+
+class ScoringUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """`total_tokens`: with one for each answer of a reranking model."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """`index`: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: Document | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`results`: sorted by score; of equal ones the first document comes first."""
+
+    id: str
+    model: str
+    usage: ScoringUsage
+    results: list[RerankResult]
+    hearth: HearthInfo
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`data`: in the order of `text_2`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoringUsage
+    hearth: HearthInfo

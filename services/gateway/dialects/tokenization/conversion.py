@@ -1,0 +1,65 @@
+"""Text to tokens and back: pure, for requests that are decoded."""
+
+from __future__ import annotations
+
+from services.gateway.dialects.tokenization.bodies import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    check_tokenize,
+    prompt_of,
+)
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.decoding.token_table import TokenTable
+from services.gateway.text.tokenizer import PromptTokenizer
+from shared.errors import InvalidRequest
+
+
+def tokenize(
+    body: TokenizeRequest, token_ids: list[int], tokens: TokenTable, *, max_model_len: int
+) -> TokenizeResponse:
+    """`token_ids`: of the checked body's prompt, or of its rendered messages."""
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=max_model_len,
+        tokens=token_ids,
+        token_strs=tokens.spelled(token_ids) if body.return_token_strs else None,
+    )
+
+
+def detokenize(
+    body: DetokenizeRequest, tokens: TokenTable, *, vocab_size: int
+) -> DetokenizeResponse:
+    """Special tokens become their texts. `vocab_size`: of the model, which may pad that of its
+    tokenizer. Raises InvalidRequest for a token outside both vocabularies.
+    """
+    limit = max(vocab_size, tokens.vocab_size)
+    highest = max(body.tokens, default=0)
+    if highest >= limit:
+        raise InvalidRequest(
+            f"tokens: {highest} is not in this model's vocabulary of {limit}", param="tokens"
+        )
+    return DetokenizeResponse(prompt=tokens.decode(body.tokens))
+
+
+def encoded_body(
+    body: TokenizeRequest, template: ChatTemplate | None, tokenizer: PromptTokenizer
+) -> list[int]:
+    """The tokens of the prompt, or of the rendered messages, which takes the template's time. For a
+    preparation process. Raises InvalidRequest, PayloadTooLarge.
+    """
+    check_tokenize(body)
+    if body.messages is None:
+        add = body.add_special_tokens is not False
+        return tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
+    if template is None:
+        raise InvalidRequest("this model has no chat template", param="messages")
+    prompt = prompt_of(body)
+    parts = template.render(
+        prompt.messages,
+        prompt.tools,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=prompt.variables,
+    )
+    return tokenizer.encode(parts)

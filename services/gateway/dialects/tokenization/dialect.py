@@ -1,0 +1,43 @@
+"""`/tokenize` and `/detokenize` as a dialect, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.openai.errors import ErrorEnvelope, encode_error
+from services.gateway.dialects.tokenization.bodies import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from services.gateway.dialects.tokenization.large_bodies import DETOKENIZE, TOKENIZE, answer
+from services.gateway.dialects.tokenization.tokenization import answers
+from services.gateway.request.endpoint import Endpoint
+
+DIALECT = Dialect(
+    name="openai",
+    endpoints=(
+        Endpoint(
+            name=TOKENIZE,
+            operation="tokenize",
+            description=(
+                "The tokens of a prompt, or of messages as the model's chat template renders them."
+            ),
+            paths=("/tokenize", "/v1/tokenize"),
+            request=TokenizeRequest,
+            response=TokenizeResponse,
+        ),
+        Endpoint(
+            name=DETOKENIZE,
+            operation="detokenize",
+            description="The text of tokens, with the texts of special tokens.",
+            paths=("/detokenize", "/v1/detokenize"),
+            request=DetokenizeRequest,
+            response=DetokenizeResponse,
+        ),
+    ),
+    encode_error=encode_error,
+    error=ErrorEnvelope,
+    jobs=dict.fromkeys((TOKENIZE, DETOKENIZE), answer),
+    answers=answers,
+)

@@ -1,0 +1,118 @@
+"""Tokenizes and detokenizes for a tenant, on any transport: bodies in, bodies out.
+
+    small ──▶ decode ──▶ render and tokenize in other processes ──▶ encode
+    large ──▶ decode, render, convert and encode in a preparation process
+
+Nothing here is charged: the caller reserves the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from services.gateway.dialects.tokenization.bodies import (
+    DETOKENIZE_FIELDS,
+    TOKENIZE_FIELDS,
+    TokenizeRequest,
+    TokenizerInfo,
+    check_tokenize,
+    prompt_of,
+)
+from services.gateway.dialects.tokenization.conversion import detokenize, tokenize
+from services.gateway.dialects.tokenization.large_bodies import DETOKENIZE, TOKENIZE
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.named_model import named_model
+from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel, ServedText
+from services.gateway.request.submission import Submission
+from shared.errors import PayloadTooLarge
+from shared.tenancy.tenant import TenantRecord
+from shared.tokenizer.special_tokens import STANDARD
+
+MAX_BODY_BYTES = 1 << 20
+MAX_INLINE_BYTES = 8 << 10  # some 2 ms of decoding, converting and encoding on the event loop
+
+
+class Tokenization:
+    """`tokenize` and `detokenize` return the response as JSON. All raise the HearthError that
+    rejects the request: InvalidRequest and its subclasses, ModelNotAllowed, Overloaded, NoCapacity,
+    and DependencyUnavailable for a model's name that cannot be checked.
+    """
+
+    def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
+        self._submission = submission
+        self._models = models
+        self._names = names
+
+    async def tokenize(self, tenant: TenantRecord, data: bytes) -> bytes:
+        if len(data) > MAX_INLINE_BYTES:
+            return await self._answer_large(tenant, TOKENIZE, data)
+        body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
+        model = await self._model(tenant, body.model)
+        token_ids = await self._token_ids(tenant, model.text, body)
+        most = model.card.max_context_tokens
+        response = tokenize(body, token_ids, model.text.files.tokens, max_model_len=most)
+        return msgspec.json.encode(response)
+
+    async def detokenize(self, tenant: TenantRecord, data: bytes) -> bytes:
+        if len(data) > MAX_INLINE_BYTES:
+            return await self._answer_large(tenant, DETOKENIZE, data)
+        body = DETOKENIZE_FIELDS.decode(data)
+        model = await self._model(tenant, body.model)
+        response = detokenize(body, model.text.files.tokens, vocab_size=model.card.vocab_size)
+        return msgspec.json.encode(response)
+
+    async def info(self, tenant: TenantRecord, name: str | None) -> TokenizerInfo:
+        """`name`: None: the gateway's own model."""
+        model = await self._model(tenant, name)
+        files = model.text.files
+        template = files.chat_template
+        return TokenizerInfo(
+            model=model.card.name,
+            chat_template=None if template is None else template.source,
+            model_max_length=model.card.max_context_tokens,
+            **{name: files.token_texts.get(name) for name in STANDARD},
+        )
+
+    async def _token_ids(
+        self, tenant: TenantRecord, text: ServedText, body: TokenizeRequest
+    ) -> list[int]:
+        check_tokenize(body)
+        if body.messages is None:
+            found = await text.renderer.encode(
+                [[body.prompt or ""]],
+                tenant_id=tenant.tenant_id,
+                adds_special_tokens=body.add_special_tokens is not False,
+            )
+            return found.token_ids[0]
+        prompt = prompt_of(body)
+        return await self._submission.tokenize(
+            text,
+            tenant.tenant_id,
+            prompt.messages,
+            prompt.tools,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            variables=prompt.variables,
+        )
+
+    async def _answer_large(self, tenant: TenantRecord, kind: str, data: bytes) -> bytes:
+        if len(data) > MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        model = await self._model(tenant, named_model(data, kind))
+        return (await self._submission.prepare_body(tenant, model, kind, data)).body
+
+    async def _model(self, tenant: TenantRecord, name: str | None) -> ServedModel:
+        named = name or self._models.default_name
+        resolved = await self._names.resolve(tenant.tenant_id, named)
+        self._models.check(tenant, resolved)
+        return await self._models.main(resolved)
+
+
+def answers(
+    submission: Submission, models: ServedModels, names: ModelNames
+) -> Mapping[str, Callable[[TenantRecord, bytes], Awaitable[bytes]]]:
+    """Returns what answers each endpoint, by its name."""
+    tokenization = Tokenization(submission, models, names)
+    return {TOKENIZE: tokenization.tokenize, DETOKENIZE: tokenization.detokenize}

@@ -1,0 +1,103 @@
+"""The messages of `ai/run`, and the turns that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.openai.content_parts import ContentPart, text_part
+from services.gateway.request.conversation import (
+    Reasoning,
+    TextPart,
+    ToolCall,
+    ToolResult,
+    Turn,
+    tool_calls,
+)
+from services.gateway.request.supported_fields import check_count
+from services.gateway.structured.tools.call_fields import CallFields, CallId
+from shared.errors import InvalidRequest
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_NAME_CHARS = 128
+
+
+class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_call_id`: of a tool; without it, the message answers the first open call, of its `name`
+    if it has one.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | ContentPart | list[ContentPart] | None = None
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    tool_calls: CallFields | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+
+
+def turns_of(messages: Sequence[RunMessage]) -> tuple[Turn, ...]:
+    """Raises InvalidRequest, PayloadTooLarge."""
+    check_count("messages", len(messages), MAX_MESSAGES)
+    open_calls: list[ToolCall] = []
+    return tuple(_turn(index, each, open_calls) for index, each in enumerate(messages))
+
+
+def _turn(index: int, message: RunMessage, open_calls: list[ToolCall]) -> Turn:
+    """Adds the message's calls to the open ones, and takes the one that it answers."""
+    place = f"messages[{index}]"
+    _check_role(place, message)
+    texts = _texts(place, message.content)
+    match message.role:
+        case "tool":
+            text = "\n".join(each.text for each in texts)
+            call_id = _answered(message, open_calls)
+            return Turn("tool", (ToolResult(call_id, text),), message.name)
+        case "assistant":
+            calls = tool_calls(message.tool_calls, index)
+            open_calls += calls
+            thought = message.reasoning_content
+            reasoning = (Reasoning(thought),) if thought else ()
+            return Turn("assistant", (*reasoning, *texts, *calls), message.name)
+        case "developer":
+            return Turn("system", texts, message.name)
+    return Turn(message.role, texts, message.name)
+
+
+def _check_role(place: str, message: RunMessage) -> None:
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest("content must not be null", param=f"{place}.content")
+    if message.tool_calls and message.role != "assistant":
+        param = f"{place}.tool_calls"
+        raise InvalidRequest(f"{param}: only an assistant has calls", param=param)
+
+
+def _answered(message: RunMessage, open_calls: list[ToolCall]) -> str:
+    """The id of the call that a result answers; empty if the calls were sent as text alone, as some
+    clients do.
+    """
+    if message.tool_call_id is not None:
+        open_calls[:] = [each for each in open_calls if each.id != message.tool_call_id]
+        return message.tool_call_id
+    for call in open_calls:
+        if message.name in (None, call.name):
+            open_calls.remove(call)
+            return call.id
+    return ""
+
+
+def _texts(
+    place: str, content: str | ContentPart | list[ContentPart] | None
+) -> tuple[TextPart, ...]:
+    match content:
+        case None:
+            return ()
+        case str():
+            return (TextPart(content),)
+        case ContentPart():
+            return (text_part(f"{place}.content", content),)
+    check_count(f"{place}.content", len(content), MAX_PARTS)
+    return tuple(text_part(f"{place}.content[{index}]", each) for index, each in enumerate(content))

@@ -1,0 +1,40 @@
+"""`ai/models/schema`: the JSON Schemas of a run, generated from the types that decode it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from services.gateway.dialects.workers_ai.embedding_response import EmbeddingResult
+from services.gateway.dialects.workers_ai.rerank_response import RerankResult
+from services.gateway.dialects.workers_ai.run_request import RunRequest
+from services.gateway.dialects.workers_ai.run_response import RunFrame
+
+REF_TEMPLATE = "#/$defs/{name}"
+
+
+@cache
+def model_schema() -> dict[str, Any]:
+    """The input and output of every model; each an object with its own definitions."""
+    return {
+        "input": _schema(
+            (RunRequest,), "One of messages, prompt, text, and query with contexts; with options"
+        ),
+        "output": _schema(
+            (RunFrame, EmbeddingResult, RerankResult),
+            "A text, or vectors for an input with `text`, or scores for a `query`",
+        ),
+    }
+
+
+def _schema(types: tuple[type[Any], ...], description: str) -> dict[str, Any]:
+    references, components = msgspec.json.schema_components(types, ref_template=REF_TEMPLATE)
+    named = [each.__name__ for each in types]
+    if len(types) == 1:
+        shape = components.pop(named[0])
+    else:
+        shape = {"type": "object", "oneOf": list(references)}
+    shape |= {"description": description, "additionalProperties": True}
+    return {**shape, "$defs": components}

@@ -1,0 +1,126 @@
+"""The routes of Workers AI: runs, and searches of the models that a tenant may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from litestar import HttpMethod, Request, Response, post, route
+from litestar.handlers import HTTPRouteHandler
+
+from services.gateway.dialects.endpoint_handlers import EndpointHandlers
+from services.gateway.dialects.paths import ACCOUNT_ROOTS, check_account
+from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF
+from services.gateway.dialects.workers_ai.catalog_search import (
+    ModelRow,
+    SearchQuery,
+    model_rows,
+    search_authors,
+    search_models,
+    search_query,
+    search_tasks,
+)
+from services.gateway.dialects.workers_ai.dialect import RUN
+from services.gateway.dialects.workers_ai.envelope import Success
+from services.gateway.dialects.workers_ai.errors import MissingBody
+from services.gateway.dialects.workers_ai.model_id import parse_model_id
+from services.gateway.dialects.workers_ai.model_schema import model_schema
+from services.gateway.dialects.workers_ai.paths import model_part
+from services.gateway.http.response import GenerationResponse
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
+from shared.errors import InvalidRequest
+from shared.tenancy.tenant import TenantRecord
+
+Search = Callable[[list[ModelRow], SearchQuery], Success]
+
+
+def run_model(scope: Mapping[str, Any]) -> str:
+    """The model that the path of a run names. Raises MalformedModelId."""
+    return parse_model_id(model_part(scope["raw_path"]))
+
+
+class WorkersAIRoutes:
+    """The handlers of one gateway."""
+
+    def __init__(
+        self, endpoints: EndpointHandlers, models: ServedModels, names: ModelNames
+    ) -> None:
+        self._endpoints = endpoints
+        self._models = models
+        self._names = names
+
+    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+        """`known`: options of the handlers whose requests have an API key."""
+        options = {"guards": [check_account], "return_dto": None, **known}
+        # without a model the handler names what is missing
+        run = post(
+            _paths("/run", "/run/{model:path}"),
+            status_code=200,
+            opt={BODY_KIND: RUN.name, MODEL_OF: run_model},
+            **options,
+        )
+        searches = {
+            "/models/search": self.models,
+            "/models/schema": self.schema,
+            "/tasks/search": self.tasks,
+            "/authors/search": self.authors,
+        }
+        methods = [HttpMethod.GET, HttpMethod.HEAD]
+        read = partial(route, http_method=methods, opt={IS_FREE: True}, **options)
+        return [
+            run(self.run),
+            *(read(path=_paths(path))(search) for path, search in searches.items()),
+        ]
+
+    async def run(self, request: Request[Any, Any, Any]) -> GenerationResponse:
+        """Runs the model that the path names; with `stream`, server-sent events. The body is JSON,
+        whatever its content type says: Cloudflare's examples send none.
+        """
+        model = run_model(request.scope)
+        data = await request.body()
+        if not data:
+            raise MissingBody("the request has no body: send a JSON object")
+        return await self._endpoints.respond(RUN, request, RUN.fields.decode(data), model=model)
+
+    async def models(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        """Finds models by name, task and author, by their names and their aliases."""
+        return await self._searched(request, search_models)
+
+    async def tasks(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        return await self._searched(request, search_tasks)
+
+    async def authors(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        return await self._searched(request, search_authors)
+
+    async def schema(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        """Returns the JSON Schemas of a model's input and output."""
+        name = request.query_params.get("model")
+        if not name:
+            raise InvalidRequest("the query needs a model", param="model")
+        await self._check_model(request.state.tenant, parse_model_id(name))
+        return self._response(request, Success(result=model_schema()))
+
+    async def _check_model(self, tenant: TenantRecord, name: str) -> None:
+        """Raises UnknownModel, ModelNotAllowed, or DependencyUnavailable if an alias cannot be
+        checked.
+        """
+        self._models.check(tenant, await self._names.resolve(tenant.tenant_id, name))
+
+    async def _searched(self, request: Request[Any, Any, Any], search: Search) -> Response[Success]:
+        query = search_query(request.query_params)
+        return self._response(request, search(await self._rows(request.state.tenant), query))
+
+    async def _rows(self, tenant: TenantRecord) -> list[ModelRow]:
+        """The models that the tenant may use and that can be served, by all their names."""
+        return [
+            row async for card, names in self._names.all(tenant) for row in model_rows(card, names)
+        ]
+
+    def _response(self, request: Request[Any, Any, Any], body: Success) -> Response[Success]:
+        return Response(body, headers={"x-request-id": request.state.request_id})
+
+
+def _paths(*ends: str) -> list[str]:
+    return [f"{root}{end}" for root in ACCOUNT_ROOTS for end in ends]

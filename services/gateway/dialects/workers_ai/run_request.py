@@ -1,0 +1,285 @@
+"""The body of `ai/run`, and its meaning in Hearth's terms: one of five keys holds the prompts.
+
+messages   a conversation
+input      a conversation in the items of the Responses API, or a text
+prompt     the message of a user; with `raw` a text without chat template
+text       a text or texts to embed
+query      what the texts of `contexts` are ranked by
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.dialects.ranking.pairs import (
+    MAX_DOCUMENTS,
+    PLACEHOLDER,
+    Pairs,
+    Text,
+    embedding_requests,
+    requests_for_model,
+)
+from services.gateway.dialects.responses.fields import InputItem
+from services.gateway.dialects.responses.input import turns_of as turns_of_items
+from services.gateway.dialects.workers_ai.errors import LoraNotSupported
+from services.gateway.dialects.workers_ai.messages import RunMessage, turns_of
+from services.gateway.http.text_fields import TextFields
+from services.gateway.request.conversation import (
+    Conversation,
+    Effort,
+    ReasoningOptions,
+    TextPart,
+    Turn,
+    chat_prompt,
+)
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.prompt import ChatPrompt, TextPrompt
+from services.gateway.request.sampling import MAX_INT, SamplingFields
+from services.gateway.request.supported_fields import FOREIGN_FIELDS
+from services.gateway.structured.grammars.constraint_fields import constraint_of
+from services.gateway.structured.tools.choice_fields import ToolChoiceField, tool_options
+from services.gateway.structured.tools.tool_fields import ToolFields
+from services.gateway.text.model_files import ModelText
+from shared.errors import InvalidRequest
+from shared.messages import Pooling
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_POOLING: Pooling = "mean"
+MAX_TEXTS = 100
+PROMPT_KEYS = ("messages", "input", "prompt", "text", "query")
+
+# Keys that would change the output and that are not supported, with the values that change nothing.
+# Any other unknown key is ignored, since clients send many.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **{name: each for name, each in FOREIGN_FIELDS.items() if name != "thinking_token_budget"},
+    "add_special_tokens": (None, True),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "image": (None,),
+    "include_reasoning": (None, True),
+    "image_b64": (None,),
+    "input_text": (None,),
+    "logprobs": (None, False),
+    "max_completion_tokens": (None,),
+    "max_length": (None,),
+    "n": (None, 1),
+    "request_id": (None,),
+    "requests": (None, []),
+    "source_lang": (None,),
+    "suffix": (None, ""),
+    "target_lang": (None,),
+    "top_logprobs": (None, 0),
+}
+
+
+class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
+    reject_if_busy: bool | None = None
+
+
+class RankedContext(msgspec.Struct, frozen=True):
+    text: str
+
+
+RankedContexts = Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
+EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
+class RunRequest(SamplingFields, frozen=True, kw_only=True):
+    """Cloudflare's options beside those of all dialects. Of `temperature` and `top_p`, its bounds
+    are wider; a `top_p` above 1 excludes no token, as 1. `top_k`: with a query, the number of
+    results.
+    """
+
+    messages: Annotated[list[RunMessage], Meta(min_length=1)] | None = None
+    prompt: str | None = None
+    raw: bool | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    text: EmbeddedText | None = None
+    query: str | None = None
+    contexts: (
+        Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)] | None
+    ) = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=2)] | None = None
+    lora: str | None = None
+    tools: ToolFields | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    options: RunOptions | None = None
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.text is not None
+
+    @property
+    def pairs(self) -> Pairs | None:
+        """Of a query and its contexts; None for a body without. Raises InvalidRequest."""
+        if self.query is None:
+            return None
+        contexts = enumerate(self.contexts or ())
+        texts = [Text(each.text, f"contexts[{place}].text") for place, each in contexts]
+        return Pairs([Text(self.query, "query")], texts)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the response is a value rather than a text, as at Cloudflare."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def is_queueable(self) -> bool:
+        return self.options is None or not self.options.reject_if_busy
+
+
+RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES)
+
+
+def to_generation_requests(body: RunRequest, model: str) -> list[GenerationRequest]:
+    """Returns one request for each text, else one. Raises InvalidRequest if keys contradict each
+    other, LoraNotSupported, PayloadTooLarge.
+    """
+    if body.lora:
+        raise LoraNotSupported(f"the model {model!r} does not support LoRA", param="lora")
+    _check_keys(body)
+    if body.text is not None:
+        return _embeddings(body, model)
+    if (pairs := body.pairs) is not None:
+        return embedding_requests(pairs, model, is_queueable=body.is_queueable)
+    conversation = _conversation(body)
+    return [
+        GenerationRequest(
+            model=model,
+            prompt=_prompt(body, conversation),
+            sampling=_sampling(body),
+            max_tokens=body.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            output=constraint_of(body),
+            is_queueable=body.is_queueable,
+            tools=conversation.tools,
+            reasoning=conversation.reasoning,
+        )
+    ]
+
+
+def for_model(
+    body: RunRequest, generations: Sequence[GenerationRequest], files: ModelText
+) -> Sequence[GenerationRequest]:
+    """What the model is asked to rank contexts. Raises InvalidRequest."""
+    pairs = body.pairs
+    return generations if pairs is None else requests_for_model(pairs, generations, files)
+
+
+def without_prompts(body: RunRequest, count: int) -> RunRequest:
+    """The body with `count` empty prompts."""
+    if body.text is not None:
+        return msgspec.structs.replace(body, text="" if count == 1 else [""] * count)
+    if body.query is not None:
+        contexts = [RankedContext(PLACEHOLDER)] * len(body.contexts or ())
+        return msgspec.structs.replace(body, query=PLACEHOLDER, contexts=contexts)
+    if body.prompt is not None:
+        return msgspec.structs.replace(body, prompt="")
+    if body.input is not None:
+        return msgspec.structs.replace(body, input="")
+    return msgspec.structs.replace(body, messages=[RunMessage(role="user", content="")])
+
+
+def _check_keys(body: RunRequest) -> None:
+    given = [key for key in PROMPT_KEYS if getattr(body, key) is not None]
+    if not given:
+        raise InvalidRequest("the body needs one of messages, input, prompt, text and query")
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
+    if body.raw and given != ["prompt"]:
+        raise InvalidRequest("raw is for a prompt", param="raw")
+    if body.instructions and given != ["input"]:
+        raise InvalidRequest("instructions is for an input", param="instructions")
+    _check_ranking(body)
+    is_templated = given[0] in ("messages", "input", "prompt") and not body.raw
+    for name in ("tools", "chat_template_kwargs", "thinking_token_budget"):
+        if getattr(body, name) not in (None, [], {}) and not is_templated:
+            raise InvalidRequest(f"{name} is for messages, or a prompt without raw", param=name)
+    if body.stream and given[0] in ("text", "query"):
+        raise InvalidRequest("embeddings and ranks are not streamed", param="stream")
+
+
+def _check_ranking(body: RunRequest) -> None:
+    if body.query is None:
+        if body.contexts is not None:
+            raise InvalidRequest("contexts are for a query", param="contexts")
+    elif body.contexts is None:
+        raise InvalidRequest("contexts: the texts that are ranked are missing", param="contexts")
+    elif body.top_k is not None and body.top_k < 1:
+        raise InvalidRequest("top_k: a rank has at least one result", param="top_k")
+
+
+def _conversation(body: RunRequest) -> Conversation:
+    """Of the messages, of the input, or of the prompt as the message of a user."""
+    if body.input is not None:
+        given = body.input
+        items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+        turns: tuple[Turn, ...] = turns_of_items(body.instructions, (), items)
+    elif body.messages is None:
+        assert body.prompt is not None, "one of the keys is given"
+        turns = (Turn("user", (TextPart(body.prompt),)),)
+    else:
+        turns = turns_of(body.messages)
+    return Conversation(
+        turns=turns,
+        tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
+        reasoning=ReasoningOptions(
+            effort=body.reasoning_effort,
+            max_tokens=body.thinking_token_budget,
+            max_tokens_param="thinking_token_budget",
+        ),
+        variables=body.chat_template_kwargs or {},
+    )
+
+
+def _prompt(body: RunRequest, conversation: Conversation) -> ChatPrompt | TextPrompt:
+    if not body.raw:
+        param = "messages" if body.input is None else "input"
+        return chat_prompt(conversation, param=param)
+    assert body.prompt is not None, "`raw` is of a prompt"
+    return TextPrompt(body.prompt, "prompt")
+
+
+def _sampling(body: RunRequest) -> SamplingFields:
+    is_wide = body.top_p is not None and body.top_p > 1
+    return msgspec.structs.replace(body, top_p=1.0) if is_wide else body
+
+
+def _embeddings(body: RunRequest, model: str) -> list[GenerationRequest]:
+    if isinstance(body.text, str):
+        prompts = [TextPrompt(body.text, "text")]
+    else:
+        texts = enumerate(body.text or ())
+        prompts = [TextPrompt(each, f"text[{index}]") for index, each in texts]
+    return [
+        GenerationRequest(
+            model=model,
+            prompt=prompt,
+            sampling=SamplingFields(),
+            max_tokens=1,
+            pooling=body.pooling or DEFAULT_POOLING,
+            shows_output=False,
+            is_queueable=body.is_queueable,
+        )
+        for prompt in prompts
+    ]

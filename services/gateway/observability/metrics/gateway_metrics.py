@@ -1,0 +1,234 @@
+"""The gateway's Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.observability.metrics.exposition import exposition
+from services.gateway.observability.metrics.histograms import (
+    Histogram,
+    ModelHistograms,
+    own_histograms,
+)
+from services.gateway.observability.metrics.label_counts import LabelCounts, TenantLabels
+from services.gateway.observability.metrics.preparation import PoolLoad, preparation_families
+from services.gateway.observability.metrics.redis import MemoryUse, redis_families
+from services.gateway.observability.metrics.request_histograms import ITL, SPECS, TTFT, observe
+from services.gateway.observability.metrics.stopped_workers import StoppedWorkers
+from services.gateway.observability.metrics.vllm import VllmCollector
+from shared.errors import InvalidRequest
+from shared.messages import GatewayLoad
+from shared.metrics.families.fleet import FleetCollector
+from shared.metrics.families.member import Member
+from shared.telemetry.timeline import Timeline
+
+NAMES = ("hearth", "vllm")
+
+
+class OwnCollector(Collector):
+    """What this gateway counts itself."""
+
+    def __init__(self) -> None:
+        self.requests = LabelCounts(
+            "hearth_requests",
+            "Ended requests; outcome: stop, length, tool_calls, or an error code.",
+            *("model", "dialect", "outcome", "tenant"),
+        )
+        self.tokens = LabelCounts(
+            "hearth_tokens",
+            "Tokens of ended requests: prompt, cached (part of prompt), output, "
+            "reasoning (part of output).",
+            *("model", "kind", "tenant"),
+        )
+        self.resubmissions = LabelCounts(
+            "hearth_resubmissions",
+            "Times a request was resubmitted, by cause, such as the loss of its worker.",
+            "reason",
+        )
+        self.tool_calls = LabelCounts(
+            "hearth_tool_calls", "Complete tool calls in ended requests.", "outcome"
+        )
+        self.slow_clients = LabelCounts(
+            "hearth_slow_clients", "Connections closed because the client did not read."
+        )
+        self.dropped_messages = LabelCounts(
+            "hearth_dropped_messages",
+            "Requests over NATS without a valid reply subject: nobody can be answered.",
+        )
+        self.stored_responses = LabelCounts(
+            "hearth_stored_responses",
+            "Responses to keep for later requests; "
+            "outcome: stored, evicted, too_large, forbidden, failed.",
+            "outcome",
+        )
+        self.histograms: dict[str, ModelHistograms] = {}
+        self.num_loaded_models: Callable[[], int] = lambda: 0
+        self.num_dropped_spans: Callable[[], int] | None = None
+        self.redis: Callable[[], MemoryUse | None] = lambda: None
+        self.preparation: Callable[[], Mapping[str, PoolLoad]] = dict
+        for each in (self.slow_clients, self.dropped_messages):
+            each.add(count=0)  # a series without labels exists from the start
+
+    @property
+    def counts(self) -> tuple[LabelCounts, ...]:
+        return (
+            *(self.requests, self.tokens, self.resubmissions, self.tool_calls),
+            *(self.slow_clients, self.dropped_messages, self.stored_responses),
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        for each in self.counts:
+            yield from each.collect()
+        yield GaugeMetricFamily(
+            "hearth_loaded_models",
+            "Models whose tokenizer and chat template are loaded.",
+            self.num_loaded_models(),
+        )
+        yield from preparation_families(self.preparation())
+        if self.num_dropped_spans is not None:
+            yield CounterMetricFamily(
+                "hearth_spans_dropped",
+                "Spans of traces that no collector took.",
+                self.num_dropped_spans(),
+            )
+        yield from redis_families(self.redis())
+        yield from own_histograms(SPECS, self.histograms)
+
+    def finished(self) -> Mapping[tuple[str, str], float]:
+        """Ended requests by model and outcome."""
+        totals: Counter[tuple[str, str]] = Counter()
+        for (model, _, outcome, _), count in self.requests.counts.copy().items():
+            totals[model, outcome] += count
+        return totals
+
+
+class GatewayMetrics:
+    """Only the event loop counts; any thread may render or collect `own`."""
+
+    def __init__(self, gateway_id: str = "") -> None:
+        self.own = OwnCollector()
+        self._gateway_id = gateway_id
+        self._members: Callable[[], Iterable[Member]] = tuple
+        self.stopped_workers = StoppedWorkers()
+        self._num_open_streams: Callable[[], int] = lambda: 0
+        self._tenants = TenantLabels()
+        self._load: Counter[str] = Counter()  # by field of GatewayLoad
+        self._registries = {"hearth": CollectorRegistry(), "vllm": CollectorRegistry()}
+        self._registries["hearth"].register(self.own)
+        self._registries["hearth"].register(
+            FleetCollector(self._fleet, lambda: self.stopped_workers.failed)
+        )
+        self._registries["vllm"].register(
+            VllmCollector(
+                self._fleet, self.own.histograms, self.own.finished, lambda: self._gateway_id
+            )
+        )
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._registries["hearth"]
+
+    def watch_open_streams(self, count: Callable[[], int]) -> None:
+        self._num_open_streams = count
+
+    def watch_loaded_models(self, count: Callable[[], int]) -> None:
+        self.own.num_loaded_models = count
+
+    def watch_preparation(self, loads: Callable[[], Mapping[str, PoolLoad]]) -> None:
+        """`loads`: by pool of processes."""
+        self.own.preparation = loads
+
+    def watch_redis(self, memory: Callable[[], MemoryUse | None]) -> None:
+        """`memory`: as it was read last; None: it is unknown."""
+        self.own.redis = memory
+
+    def watch_dropped_spans(self, count: Callable[[], int]) -> None:
+        """For a gateway that traces requests; others export no such metric."""
+        self.own.num_dropped_spans = count
+
+    def watch_fleet(self, members: Callable[[], Iterable[Member]]) -> None:
+        """Exports what heartbeats say, also this gateway's: every gateway exports the same."""
+        self._members = members
+
+    def count_refused(self, outcome: str, *, dialect: str = "", tenant: str = "") -> None:
+        """A request that was rejected before it was submitted."""
+        self._load["num_refused_requests"] += 1
+        self.own.requests.add("", dialect, outcome, self._tenants.of(tenant))
+
+    def count_ended(
+        self, outcome: str, *, model: str, dialect: str, tenant: str, is_lost: bool = False
+    ) -> None:
+        """`is_lost`: it ended in an error of the cluster after its first token."""
+        self._load["num_lost_streams"] += is_lost
+        self.own.requests.add(model, dialect, outcome, self._tenants.of(tenant))
+
+    def count_tokens(self, *, model: str, tenant: str, **kinds: int) -> None:
+        """`kinds`: prompt, cached, output, reasoning."""
+        label = self._tenants.of(tenant)
+        for kind, count in kinds.items():
+            self.own.tokens.add(model, kind, label, count=count)
+
+    def count_tool_calls(self, outcome: str, count: int) -> None:
+        if count:
+            self.own.tool_calls.add(outcome, count=count)
+
+    def retain_models(self, names: Collection[str]) -> None:
+        """Forgets what was counted of other models: the number of series is bounded."""
+        self.own.requests.retain("model", names)
+        self.own.tokens.retain("model", names)
+        for gone in [each for each in self.own.histograms if each not in names]:
+            del self.own.histograms[gone]
+
+    def count_resubmission(self, reason: str) -> None:
+        self._load["num_resubmissions"] += 1
+        self.own.resubmissions.add(reason)
+
+    def count_slow_client(self) -> None:
+        self.own.slow_clients.add()
+
+    def count_dropped_message(self) -> None:
+        self.own.dropped_messages.add()
+
+    def count_stored_response(self, outcome: str) -> None:
+        self.own.stored_responses.add(outcome)
+
+    def count_numerics_change(self) -> None:
+        self._load["num_numerics_changes"] += 1
+
+    def count_unlike_prefill(self) -> None:
+        self._load["num_unlike_prefills"] += 1
+
+    def ttft_of(self, model: str) -> Histogram:
+        return self._histograms_of(model).by_name[TTFT]
+
+    def itl_of(self, model: str) -> Histogram:
+        return self._histograms_of(model).by_name[ITL]
+
+    def observe_timeline(self, timeline: Timeline) -> None:
+        """Of a request that has ended: where its time went."""
+        if timeline.model:
+            observe(self._histograms_of(timeline.model), timeline)
+
+    def load(self) -> GatewayLoad:
+        """What the gateway's heartbeats report."""
+        return GatewayLoad(num_open_streams=self._num_open_streams(), **self._load)
+
+    def render(self, names: str = "hearth") -> bytes:
+        """`names`: hearth, or vllm for the names that vLLM's boards use. Raises InvalidRequest."""
+        if names not in NAMES:
+            raise InvalidRequest(f"names: {names[:64]!r} is not hearth or vllm", param="names")
+        return exposition(self._registries[names].collect())
+
+    def _fleet(self) -> Iterable[Member]:
+        return self._members()
+
+    def _histograms_of(self, model: str) -> ModelHistograms:
+        found = self.own.histograms.get(model)
+        if found is None:
+            found = self.own.histograms[model] = ModelHistograms(SPECS)
+        return found

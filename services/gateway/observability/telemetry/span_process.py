@@ -1,0 +1,106 @@
+"""The span process of a gateway: python -m … PROCESS_ID [frames on stdin, SETTLED on stdout].
+
+Builds spans and sends them to the collector that the `OTEL_…` variables name. It ends with its
+gateway, after DRAIN_S at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import structlog
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+from services.gateway.observability.telemetry.spans import SpanBatch
+from services.gateway.observability.telemetry.traced_request import SETTLED, SIZE, TracedRequest
+from shared.log import configure_logging
+from shared.telemetry.line_writer import replace_standard_error
+
+MAX_READ_BYTES = 1 << 20  # what one message to the collector is made of
+DRAIN_S = 1.5  # for what is left when the gateway closes its end
+LOG_INTERVAL_S = 60.0  # of failures
+STDIN, STDOUT = 0, 1
+
+log = structlog.get_logger(__name__)
+_decode = msgspec.msgpack.Decoder(TracedRequest).decode
+
+
+class Collector:
+    """Counts what it does not take."""
+
+    def __init__(self) -> None:
+        # The exporter takes only the SDK's spans; its client, which retries, takes encoded ones.
+        self._client = OTLPSpanExporter()._client
+        self._logged_at: float | None = None
+
+    def num_lost(self, batch: SpanBatch) -> int:
+        """Sends the spans. Returns how many of them were lost."""
+        result = self._client.export(batch.request.SerializeToString())
+        if result.success:
+            return 0
+        self._log(str(result.error or result.reason or "retries ended"), result.status_code)
+        return batch.num_spans
+
+    def _log(self, error: str, status: int | None) -> None:
+        now = time.monotonic()
+        if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = now
+            log.warning("span_export_failed", error=error, status=status)
+
+
+def main(process_id: str) -> None:
+    replace_standard_error()
+    configure_logging(process_id)
+    logging.disable()  # of the SDK, one line a batch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway closes its end
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # not a pipe, or its user has too many
+        fcntl.fcntl(STDIN, fcntl.F_SETPIPE_SZ, MAX_READ_BYTES)
+    threading.Thread(target=_exit_after_gateway, daemon=True).start()
+    collector = Collector()
+    for frames in read_frames(STDIN):
+        batch = SpanBatch()
+        for each in frames:
+            batch.add(_decode(each))
+        os.write(STDOUT, SETTLED.pack(len(frames), collector.num_lost(batch)))
+
+
+def read_frames(file: int) -> Iterator[list[bytes]]:
+    """All that have arrived, until the end of the file."""
+    held = b""
+    while data := os.read(file, MAX_READ_BYTES):
+        held += data
+        frames, begin = [], 0
+        while len(held) >= begin + SIZE.size:
+            (size,) = SIZE.unpack_from(held, begin)
+            end = begin + SIZE.size + size
+            if end > len(held):
+                break
+            frames.append(held[begin + SIZE.size : end])
+            begin = end
+        held = held[begin:]
+        if frames:
+            yield frames
+
+
+def _exit_after_gateway() -> None:
+    """A collector that hangs must not delay the end."""
+    poll = select.poll()
+    poll.register(STDIN, select.POLLRDHUP)  # and POLLHUP
+    poll.poll()
+    time.sleep(DRAIN_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,254 @@
+"""Builds the timelines of each request when its response has left, and logs them.
+
+    begin ──▶ ended (every output; the timelines can be read) ──▶ closed (the response has left)
+      └──▶ refused (before it had a place)
+
+A client's stall is known at `closed` alone, so a timeline that is read before is built for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from services.gateway.observability.telemetry.phases import (
+    gateway_phases,
+    num_late_masks,
+    submitted_at,
+    try_of,
+)
+from services.gateway.observability.telemetry.refusal_samples import RefusalSamples
+from services.gateway.observability.telemetry.request_record import RequestRecord
+from services.gateway.observability.telemetry.timeline_ring import TimelineRing
+from services.gateway.observability.telemetry.trace_context import caller_context
+from services.gateway.observability.telemetry.tracing import Tracing
+from services.gateway.streams.receiver import StreamEnd
+from shared.clock import Clock
+from shared.errors import HearthError
+from shared.telemetry.timeline import Timeline, Try
+
+log = structlog.get_logger(__name__)
+
+MAX_REFUSED = 256  # timelines
+
+
+class EndedOutput(Protocol):
+    """The output of one prompt."""
+
+    request_id: str
+    num_prompt_tokens: int
+    end: StreamEnd | None
+
+    @property
+    def num_cached_tokens(self) -> int | None: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    @property
+    def num_reasoning_tokens(self) -> int: ...
+
+    @property
+    def outcome(self) -> str:
+        """A finish reason, or an error code."""
+        ...
+
+
+class RequestTelemetry:
+    """`wall_clock`: seconds since 1970."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        clock: Clock,
+        wall_clock: Callable[[], float],
+        tracing: Tracing | None = None,
+        observe: Callable[[Timeline], None] = lambda timeline: None,
+        region_of: Callable[[str], str] = lambda process_id: "",
+    ) -> None:
+        """`observe`: gets each timeline once, when its response has left. `region_of`: a process;
+        empty: unknown.
+        """
+        self._observe = observe
+        self._region_of = region_of
+        self._gateway_id = gateway_id
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._tracing = tracing
+        self.ring = TimelineRing()
+        # apart: a tenant over its limits must not displace the timelines of others
+        self._refused = TimelineRing(MAX_REFUSED)
+        self._samples = RefusalSamples()
+
+    @property
+    def num_dropped_spans(self) -> int:
+        return 0 if self._tracing is None else self._tracing.num_dropped
+
+    async def open(self) -> None:
+        if self._tracing is not None:
+            await self._tracing.open()
+
+    async def close(self) -> None:
+        """Takes seconds if the collector hangs."""
+        if self._tracing is not None:
+            await self._tracing.close()
+
+    def begin(
+        self, request_id: str, *, dialect: str = "", traceparent: str | None = None
+    ) -> RequestRecord:
+        """`traceparent`: the caller's header."""
+        if self._tracing is None:
+            trace = caller_context(traceparent)
+        else:
+            trace = self._tracing.begin(traceparent)
+        return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
+
+    def find(self, request_id: str) -> Timeline | None:
+        """None: unknown, or forgotten."""
+        return self.ring.get(request_id) or self._refused.get(request_id)
+
+    def refused(self, record: RequestRecord, error: HearthError) -> None:
+        """A request of a known tenant that got no place."""
+        record.reject(error)
+        self._finish(record, self._rejected(record, "", self._clock.now()), self._refused)
+
+    def ended(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
+        record.ended_at = now = self._clock.now()
+        if not outputs:
+            self.ring.open(record.request_id, partial(self._rejected, record, model, now))
+        for each in outputs:
+            self.ring.open(each.request_id, partial(self._timeline, record, model, now, each))
+
+    def closed(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
+        """After `ended`."""
+        now = record.ended_at
+        if now is None or record.stall_s:
+            now = self._clock.now()
+        first, *others = outputs or (None,)
+        if first is None:
+            self._finish(record, self._rejected(record, model, now), self.ring)
+        else:
+            self._finish(record, self._timeline(record, model, now, first), self.ring)
+        for each in others:
+            assert each is not None
+            self._add(self._timeline(record, model, now, each), self.ring)
+
+    def _finish(self, record: RequestRecord, timeline: Timeline, ring: TimelineRing) -> None:
+        """`timeline`: of the first prompt. A response has one span, of this."""
+        encoded, trace = self._add(timeline, ring), record.trace
+        if self._tracing is None or trace is None or not trace.is_sampled:
+            return
+        attributes = record.attributes
+        if record.is_streamed is not None:
+            attributes["gen_ai.request.stream"] = record.is_streamed
+        regions = {each: self._region_of(each) for each in _processes(timeline)}
+        self._tracing.ended(timeline, encoded, trace, attributes, regions)
+
+    def _add(self, timeline: Timeline, ring: TimelineRing) -> bytes:
+        encoded = ring.add(timeline)
+        self._log(timeline)
+        self._observe(timeline)
+        return encoded
+
+    def _log(self, timeline: Timeline) -> None:
+        if timeline.tries:
+            _log(timeline)
+            return
+        # No worker was asked: refusals cost their sender nothing.
+        now = self._clock.now()
+        counts = self._samples.counts_to_log(timeline.tenant_id, timeline.outcome, now)
+        if counts is not None:
+            own = {"num_refusals": counts.num_refusals} if counts.num_refusals > 1 else {}
+            others = {"num_other_refusals": counts.num_others} if counts.num_others else {}
+            _log(timeline, **own, **others)
+
+    def _timeline(
+        self, record: RequestRecord, model: str, now: float, output: EndedOutput
+    ) -> Timeline:
+        end = output.end
+        tries = () if end is None else end.tries
+        began_at, built = submitted_at(record), list[Try]()
+        for each in tries:
+            built.append(
+                try_of(
+                    each,
+                    began_at=began_at,
+                    arrived_at=record.arrived_at,
+                    gateway_id=self._gateway_id,
+                    is_last=each is tries[-1],
+                )
+            )
+            began_at = each.ended_at
+        firsts = [each.first_token_at for each in tries if each.first_token_at is not None]
+        error = None if end is None else end.error
+        return Timeline(
+            request_id=output.request_id,
+            tenant_id=record.tenant_id,
+            gateway_id=self._gateway_id,
+            model=model,
+            dialect=record.dialect,
+            status=_status(error),
+            outcome=output.outcome,
+            started_at=self._wall_clock() - (now - record.arrived_at),
+            duration_s=now - record.arrived_at,
+            ttft_s=firsts[0] - record.arrived_at if firsts else None,
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_cached_tokens=output.num_cached_tokens or 0,
+            num_output_tokens=output.num_output_tokens,
+            num_reasoning_tokens=output.num_reasoning_tokens,
+            num_late_masks=num_late_masks(tries),
+            gateway_phases=gateway_phases(record, self._gateway_id, submitted_at(record)),
+            tries=tuple(built),
+        )
+
+    def _rejected(self, record: RequestRecord, model: str, now: float) -> Timeline:
+        return Timeline(
+            request_id=record.request_id,
+            tenant_id=record.tenant_id,
+            gateway_id=self._gateway_id,
+            model=model,
+            dialect=record.dialect,
+            status=record.status,
+            outcome=record.outcome,
+            started_at=self._wall_clock() - (now - record.arrived_at),
+            duration_s=now - record.arrived_at,
+            gateway_phases=gateway_phases(record, self._gateway_id, now),
+        )
+
+
+def _status(error: HearthError | None) -> int:
+    return 200 if error is None else error.http_status
+
+
+def _processes(timeline: Timeline) -> set[str]:
+    workers = (each for one in timeline.tries for each in (one.worker_id, one.prefill_worker_id))
+    schedulers = (each.scheduler_id for each in timeline.tries)
+    return {timeline.gateway_id, *workers, *schedulers} - {""}
+
+
+def _log(timeline: Timeline, **more: object) -> None:
+    last = timeline.tries[-1] if timeline.tries else None
+    phases: dict[str, float] = {}
+    for each in (timeline.gateway_phases, *(each.phases for each in timeline.tries)):
+        for phase in each:
+            phases[phase.name] = phases.get(phase.name, 0.0) + phase.duration_s
+    log.info(
+        "request_ended",
+        request_id=timeline.request_id,
+        tenant=timeline.tenant_id,
+        model=timeline.model,
+        dialect=timeline.dialect,
+        status=timeline.status,
+        outcome=timeline.outcome,
+        phases={name: round(spent_s, 6) for name, spent_s in phases.items()},
+        num_prompt_tokens=timeline.num_prompt_tokens,
+        num_cached_tokens=timeline.num_cached_tokens,
+        num_output_tokens=timeline.num_output_tokens,
+        worker="" if last is None else last.worker_id,
+        prefill_worker="" if last is None else last.prefill_worker_id,
+        num_resubmissions=timeline.num_resubmissions,
+        **more,
+    )

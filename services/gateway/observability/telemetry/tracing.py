@@ -1,0 +1,66 @@
+"""The seam of tracing: off, nothing of OpenTelemetry is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import structlog
+
+from services.gateway.observability.telemetry.trace_context import TraceContext
+from services.gateway.observability.telemetry.traced_request import AttributeValue
+from shared.clock import Clock
+from shared.telemetry.timeline import Timeline
+
+log = structlog.get_logger(__name__)
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+class Tracing(Protocol):
+    num_dropped: int  # spans
+
+    async def open(self) -> None: ...
+
+    def begin(self, header: str | None) -> TraceContext | None:
+        """Continues the caller's trace, or begins one; None if that one is not sampled."""
+        ...
+
+    def ended(
+        self,
+        timeline: Timeline,
+        encoded: bytes,
+        context: TraceContext,
+        attributes: Mapping[str, AttributeValue],
+        regions: Mapping[str, str],
+    ) -> None:
+        """`encoded`: the timeline. `regions`: of its processes. Does nothing for a trace that is
+        not sampled.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+def open_tracing(
+    environ: Mapping[str, str],
+    process_id: str,
+    random_bytes: Callable[[int], bytes],
+    clock: Clock,
+) -> Tracing | None:
+    """None unless OTEL_… variables name a collector."""
+    is_off = (
+        not any(environ.get(name) for name in ENDPOINTS)
+        or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
+    )
+    if is_off:
+        return None
+    try:
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401  # of the span process
+
+        from services.gateway.observability.telemetry.span_exporter import SpanTracing
+    except ImportError as error:
+        log.warning("tracing_unavailable", error=str(error), install="hearth[tracing]")
+        return None
+    return SpanTracing(process_id, random_bytes, clock)

@@ -1,0 +1,57 @@
+"""`GET /v1/cluster`, its `/events` and `/tenants`, for the operator alone: a tenant learns nothing
+of the others, and their timing is a secret, too.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+from litestar.response import Response, Stream
+
+from services.gateway.http.server import ON_AUTHENTICATED, OPERATOR
+from services.gateway.operator.cluster.feed import ClusterFeed
+from services.gateway.operator.cluster.state import ClusterSnapshot
+from services.gateway.operator.cluster.tenants import TenantsReport, TenantUsage
+from services.gateway.tenancy.api_keys import bearer_of
+from shared.errors import AuthenticationFailed, Overloaded
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+_STREAMED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+class ClusterRoutes:
+    """`operator_token`: empty: nobody may read."""
+
+    def __init__(self, feed: ClusterFeed, tenants: TenantUsage, operator_token: str) -> None:
+        self._feed = feed
+        self._tenants = tenants
+        self._operator_token = operator_token.encode()
+
+    def is_operator(self, header: str | None) -> bool:
+        """Of an Authorization header. Without a token there is no operator."""
+        try:
+            given = bearer_of(header).encode()
+        except AuthenticationFailed:
+            return False
+        return hmac.compare_digest(given, self._operator_token) and bool(self._operator_token)
+
+    async def authorize(self, connection: Connection, _: BaseRouteHandler) -> None:
+        if not self.is_operator(connection.headers.get("authorization")):
+            raise AuthenticationFailed("the operator token is not valid")
+        on_authenticated = connection.scope["state"].get(ON_AUTHENTICATED)
+        if on_authenticated is not None:
+            on_authenticated(OPERATOR)
+
+    async def snapshot(self) -> Response[ClusterSnapshot]:
+        return Response(self._feed.state.snapshot(), headers={"cache-control": "no-store"})
+
+    async def tenants(self) -> Response[TenantsReport]:
+        return Response(await self._tenants.report(), headers={"cache-control": "no-store"})
+
+    async def events(self) -> Stream:
+        if self._feed.is_full:
+            raise Overloaded("too many clients read the cluster's events")
+        return Stream(self._feed.events(), media_type="text/event-stream", headers=_STREAMED)

@@ -1,0 +1,46 @@
+"""The routes of the page and of the cluster that it shows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+from litestar import HttpMethod, route
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import Guard
+
+from services.gateway.operator.cluster.routes import ClusterRoutes
+from services.gateway.operator.page.headers import HostCheck
+from services.gateway.operator.page.routes import PageRoutes
+
+
+class ServerName(msgspec.Struct, frozen=True):
+    name: str
+
+
+async def _index() -> ServerName:
+    """Claude Code asks for `/` before its first request."""
+    return ServerName("hearth")
+
+
+_HIDDEN = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD], include_in_schema=False)
+
+
+def page_handlers(
+    cluster: ClusterRoutes, *, http_host: str, has_page: bool
+) -> list[HTTPRouteHandler]:
+    host_check = HostCheck(http_host)
+    guards: list[Guard] = [host_check, cluster.authorize]
+    snapshot = _HIDDEN("/v1/cluster", guards=guards)(cluster.snapshot)
+    tenants = _HIDDEN("/v1/cluster/tenants", guards=guards)(cluster.tenants)
+    events = route(
+        "/v1/cluster/events", http_method=HttpMethod.GET, include_in_schema=False, guards=guards
+    )
+    handlers: list[HTTPRouteHandler] = [snapshot, tenants, events(cluster.events)]
+    if not has_page:
+        handlers.append(_HIDDEN("/")(_index))
+    else:
+        page = PageRoutes()
+        handlers.append(_HIDDEN("/", guards=[host_check])(page.index))
+        handlers.append(_HIDDEN("/page/{name:str}", guards=[host_check])(page.file))
+    return handlers

@@ -1,0 +1,230 @@
+"""Renders chat templates in a killable process: python -m … [frames on stdin, stdout].
+
+A template is a program from a checkpoint: on some messages it may loop almost forever or allocate
+all memory. This process has a memory limit and an alarm that kills it when a template uses too
+much CPU time, even if the request was cancelled. `process_jobs.py` has its messages.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from services.gateway.preparation.recently_used import RecentlyUsed
+from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.process_jobs import (
+    MAX_SETUPS,
+    SIZE,
+    BodyJob,
+    CheckJob,
+    EncodeJob,
+    Finished,
+    Job,
+    ProcessSetup,
+    Rejected,
+    Rendered,
+    RenderJob,
+    Reply,
+    SelectModel,
+    Unavailable,
+    frame,
+    limit_s,
+    template_values,
+)
+from shared.errors import ConfigError, HearthError
+
+MAX_MEMORY_BYTES = 1 << 30
+MAX_TOKENIZERS = 4  # of models whose large bodies came last; 100 MB and more for a large vocabulary
+MAX_PROMPT_CHARS = 4 << 20  # of a small conversation; a large one has more for each byte
+MAX_CHARS_PER_BYTE = 4
+
+BodyHandler = Callable[[BodyJob | EncodeJob], Reply]
+# Called with the setup and the template when the first body of a model arrives.
+MakeBodyHandler = Callable[[ProcessSetup, ChatTemplate | None], BodyHandler]
+Message = ProcessSetup | SelectModel | Job
+
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class _Model:
+    """`failure`: why its template, which compiled once, does not compile here."""
+
+    def __init__(self, setup: ProcessSetup) -> None:
+        self.setup = setup
+        self.template, self.failure = None, ""
+        try:
+            self.template = None if setup.template is None else setup.template.compiled()
+        except ConfigError as error:
+            self.failure = error.message
+
+
+class _Models:
+    """The models of this process: their templates, and the tokenizers of a few."""
+
+    def __init__(self, make_body_handler: MakeBodyHandler | None) -> None:
+        self._make = make_body_handler
+        self._models: RecentlyUsed[str, _Model] = RecentlyUsed(MAX_SETUPS)
+        self._handlers: RecentlyUsed[str, BodyHandler] = RecentlyUsed(MAX_TOKENIZERS)
+        self._selected: _Model | None = None
+
+    def add(self, setup: ProcessSetup) -> None:
+        self._selected = _Model(setup)
+        self._models.put(setup.key, self._selected)
+
+    def select(self, key: str) -> None:
+        self._selected = self._models.get(key)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """Of the selected model. Raises ConfigError if it does not compile."""
+        if self._selected is not None and self._selected.failure:
+            raise ConfigError(self._selected.failure)
+        return None if self._selected is None else self._selected.template
+
+    def body_handler(self) -> BodyHandler | None:
+        """Of the selected model. Raises ConfigError for files that cannot be read any more."""
+        if self._make is None or self._selected is None:
+            return None
+        setup = self._selected.setup
+        handler = self._handlers.get(setup.key)
+        if handler is None:
+            handler = self._make(setup, self.template)
+            self._handlers.put(setup.key, handler)
+        return handler
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Lifts the memory limit for files that a process with limits of its own has loaded before."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        yield
+    finally:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        num_bytes = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, most))
+
+
+def main(make_body_handler: MakeBodyHandler | None = None) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, most))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
+    models = _Models(make_body_handler)
+    while (data := read_frame()) is not None:
+        match decoded(data):
+            case ProcessSetup() as setup:
+                signal.setitimer(signal.ITIMER_PROF, limit_s(setup))
+                models.add(setup)
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
+            case SelectModel(key):
+                models.select(key)
+            case job:
+                write_frame(_answered(models, job))
+
+
+def _answered(models: _Models, job: Job | Rejected) -> bytes:
+    try:
+        is_tokenized = isinstance(job, BodyJob | EncodeJob)
+        handle_body = models.body_handler() if is_tokenized else None
+        template = models.template
+    except ConfigError as error:
+        return frame(Finished(Unavailable(error.message), 0.0))
+    signal.setitimer(signal.ITIMER_PROF, limit_s(job))
+    reply = encoded_reply(template, job, handle_body)
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return reply
+
+
+def decoded(data: bytes) -> Message | Rejected:
+    """Returns the message, or the rejection of a job that this process cannot decode."""
+    try:
+        return _decoder.decode(data)
+    except Exception as error:  # of a client's data, such as RecursionError
+        return Rejected(f"the chat template fails on these messages: {type(error).__name__}")
+
+
+def encoded_reply(
+    template: ChatTemplate | None, job: Job | Rejected, handle_body: BodyHandler | None = None
+) -> bytes:
+    """Returns the frame of a `Finished`. Rejects a job on any error: an end of the process would
+    delay the jobs of other clients.
+    """
+    began_s = time.process_time()
+    try:
+        reply = _reply_to(template, job, handle_body)
+        return frame(Finished(reply, time.process_time() - began_s))
+    except BaseException as error:  # of a template, a tokenizer that panics, or a client's data
+        return frame(Finished(_failed(job, error), time.process_time() - began_s))
+
+
+def _reply_to(
+    template: ChatTemplate | None, job: Job | Rejected, handle_body: BodyHandler | None
+) -> Reply:
+    match job:
+        case Rejected():
+            return job
+        case RenderJob():
+            return _rendered(template, job)
+        case BodyJob() | EncodeJob():
+            return _body(handle_body, job)
+        case CheckJob():
+            return Rejected("this process checks no grammars", None)
+
+
+def _failed(job: Job | Rejected, error: BaseException) -> Rejected:
+    name = type(error).__name__
+    if isinstance(job, EncodeJob):
+        return Rejected(f"the tokenizer fails on this text: {name}", None)
+    if isinstance(job, BodyJob):
+        return Rejected(f"the body cannot be prepared: {name}", None)
+    return Rejected(f"the chat template fails on these messages: {name}")
+
+
+def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
+    if template is None:
+        return Rejected("this model has no chat template")
+    given = template_values(job)
+    try:
+        parts = template.render(
+            given.messages,
+            given.tools,
+            add_generation_prompt=given.add_generation_prompt,
+            variables=given.variables,
+        )
+    except HearthError as error:
+        return Rejected(error.message, error.param)
+    most = max(MAX_PROMPT_CHARS, MAX_CHARS_PER_BYTE * len(job.values))
+    if sum(map(len, parts)) > most:
+        return Rejected(f"the rendered prompt has more than {most} characters")
+    return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])
+
+
+def _body(handle: BodyHandler | None, job: BodyJob | EncodeJob) -> Reply:
+    try:
+        if handle is not None:
+            return handle(job)
+    except HearthError as error:
+        return Rejected(error.message, error.param, error.code)
+    return Rejected("this process prepares no bodies", None)
+
+
+def read_frame() -> bytes | None:
+    head = sys.stdin.buffer.read(SIZE.size)
+    return sys.stdin.buffer.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
+
+
+def write_frame(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

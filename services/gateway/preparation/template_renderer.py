@@ -1,0 +1,134 @@
+"""Renders chat templates, prepares large bodies and tokenizes, in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.text.chat_template import LiteralText
+from services.gateway.text.process_jobs import (
+    BodyJob,
+    Encoded,
+    EncodeJob,
+    PreparedBody,
+    ProcessSetup,
+    Rejected,
+    Rendered,
+    Reply,
+    Unavailable,
+    render_job,
+)
+from shared.errors import HearthError, InvalidRequest, NoCapacity
+
+Messages = Sequence[Mapping[str, Any]]
+NO_VARIABLES: Mapping[str, Any] = {}
+
+
+class Renderer:
+    """Of one model, `setup`. `pool`: of all models; `encoding`: the model's own process, which
+    tokenizes prompts of up to `max_known_chars`; None: it has none.
+    """
+
+    def __init__(
+        self,
+        pool: PreparationPool,
+        setup: ProcessSetup,
+        encoding: PreparationPool | None = None,
+        *,
+        max_known_chars: int = 0,
+    ) -> None:
+        self._pool = pool
+        self._setup = setup
+        self._encoding = encoding
+        self._own_setup = msgspec.structs.replace(setup, template=None, family=b"", added_ids={})
+        self._max_known_chars = max_known_chars
+
+    async def render(
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        *,
+        tenant_id: str = "",
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> list[str]:
+        """As ChatTemplate.render. Raises InvalidRequest, also for too much time or memory;
+        Overloaded if the tenant's turn does not come; NoCapacity.
+        """
+        if self._setup.template is None:
+            raise InvalidRequest("this model has no chat template", param="messages")
+        job = render_job(messages, tools, add_generation_prompt, variables)
+        reply = await self._pool.run(tenant_id, self._setup, job)
+        _check(reply)
+        assert isinstance(reply, Rendered), "the reply to a RenderJob"
+        return [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]
+
+    async def prepare_body(self, job: BodyJob, *, tenant_id: str) -> PreparedBody:
+        """Raises the error that rejects the body, as `render`, and PayloadTooLarge or another
+        subclass of InvalidRequest; NoCapacity also for files that cannot be read any more.
+        """
+        reply = await self._pool.run(tenant_id, self._setup, job)
+        _check(reply)
+        assert isinstance(reply, PreparedBody), "the reply to a BodyJob"
+        return reply
+
+    async def encode(
+        self,
+        prompts: Sequence[Sequence[str]],
+        *,
+        tenant_id: str,
+        adds_special_tokens: bool | None = None,
+        has_offsets: bool = False,
+    ) -> Encoded:
+        """Tokenizes prompts, as `EncodeJob`. Raises as `prepare_body`."""
+        job = EncodeJob([*map(_flagged, prompts)], adds_special_tokens, has_offsets)
+        if self._encoding is not None and job.num_chars <= self._max_known_chars:
+            reply = await self._encoding.run(tenant_id, self._own_setup, job)
+        else:
+            reply = await self._pool.run(tenant_id, self._setup, job)
+        _check(reply)
+        assert isinstance(reply, Encoded), "the reply to an EncodeJob"
+        return reply
+
+    async def load_tokenizer(self) -> None:
+        """Optional first call: no prompt then waits for it. Prompts find a failure again."""
+        if self._encoding is not None:
+            with suppress(HearthError):
+                await self.encode([], tenant_id="")
+
+    async def close(self) -> None:
+        if self._encoding is not None:
+            await self._encoding.close()
+
+    def end_process(self) -> None:
+        """Ends the model's own process, which nothing waits for. May be called on any thread."""
+        if self._encoding is not None:
+            self._encoding.kill()
+
+
+def _flagged(parts: Sequence[str]) -> list[tuple[bool, str]]:
+    return [(isinstance(each, LiteralText), str(each)) for each in parts]
+
+
+def _check(reply: Reply) -> None:
+    """Raises the error that rejects the job, or NoCapacity."""
+    if isinstance(reply, Rejected):
+        raise _error_of(reply)
+    if isinstance(reply, Unavailable):
+        raise NoCapacity(reply.reason, retry_after_s=1.0)
+
+
+def _error_of(reply: Rejected) -> HearthError:
+    """An error of the class that the process raised."""
+    classes = {each.code: each for each in _subclasses(InvalidRequest)}
+    return classes.get(reply.code, InvalidRequest)(reply.reason, param=reply.param)
+
+
+def _subclasses(root: type[HearthError]) -> Iterator[type[HearthError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _subclasses(child)

@@ -1,0 +1,59 @@
+"""The checked grammar of a request, or an error that names the client's field."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from services.gateway.structured.grammars.checks import GrammarChecks
+from services.gateway.structured.grammars.constraint import OutputConstraint
+from services.gateway.structured.grammars.grammar_request import CheckedPlan, encoded_request
+from services.gateway.structured.tools.tool import ToolOptions
+from services.gateway.text.process_jobs import ProcessSetup, Rejected
+from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
+
+MAX_CHECK_S = 1.4  # of a request's grammar, with all waiting
+
+_decoder = msgspec.msgpack.Decoder(CheckedPlan)
+
+
+class RequestGrammars:
+    """Of one model, `setup`, with checks that all models share."""
+
+    def __init__(self, checks: GrammarChecks, setup: ProcessSetup) -> None:
+        self._checks = checks
+        self._setup = setup
+
+    async def checked_plan(
+        self,
+        output: OutputConstraint | None,
+        tools: ToolOptions | None,
+        tenant_id: str,
+        *,
+        continues_text: bool = False,
+    ) -> CheckedPlan | None:
+        """None: the output is free. `continues_text`: it has no markup of the model's family, as no
+        chat template has written the prompt. Answers within `MAX_CHECK_S`.
+
+        Raises InvalidRequest, GrammarTooComplex, Overloaded, NoCapacity.
+        """
+        if output is None and (tools is None or tools.choice == "none"):
+            return None
+        request = encoded_request(output, tools, continues_text=continues_text)
+        try:
+            async with asyncio.timeout(MAX_CHECK_S):
+                verdict = await self._checks.check(request, tenant_id, self._setup)
+        except TimeoutError:  # a grammar that took too long itself has been rejected before
+            raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
+        if isinstance(verdict, Rejected):
+            raise _error(verdict, "tools" if output is None else output.param)
+        return _decoder.decode(verdict.plan) if verdict.plan else None
+
+
+def _error(verdict: Rejected, param: str) -> InvalidRequest:
+    """`param`: of an error without a field, such as that of a process that was killed."""
+    kind = GrammarTooComplex if verdict.code == GrammarTooComplex.code else InvalidRequest
+    if verdict.param is not None:
+        return kind(verdict.reason, param=verdict.param)
+    return kind(f"{param}: {verdict.reason}", param=param)

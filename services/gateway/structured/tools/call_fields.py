@@ -1,0 +1,85 @@
+"""Calls that a client repeats in its messages, in the shapes of all dialects."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.structured.tools.value_bounds import check_values
+from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.transport.wire_errors import UNREADABLE
+
+MAX_CALLS = 1024  # of one message
+MAX_ID_CHARS = 256
+MAX_NAME_CHARS = 256
+INVALID = "invalid"  # the key of arguments that are no JSON object
+
+CallId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """`arguments`: a JSON object, as text or as it is."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledCustom(msgspec.Struct, frozen=True, kw_only=True):
+    name: Name
+    input: str = ""
+
+
+class CallField(msgspec.Struct, frozen=True, kw_only=True):
+    """`name`, `arguments`: of the flat form."""
+
+    id: CallId | None = None
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    name: Name | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+CallFields = Annotated[list[CallField], Meta(max_length=MAX_CALLS)]
+
+
+def name_and_arguments(field: CallField, param: str) -> tuple[str, str]:
+    """`param`: the field's place. The arguments are returned as a JSON object. Raises
+    InvalidRequest, PayloadTooLarge.
+    """
+    if field.type == "custom" and field.custom is not None:
+        arguments = msgspec.json.encode({"input": field.custom.input}).decode()
+        return field.custom.name, arguments
+    if field.function is not None:
+        function = field.function
+        return function.name, _json_object(function.arguments, f"{param}.function.arguments")
+    if field.name is None:
+        place = f"{param}.{field.type}"
+        raise InvalidRequest(f"{place}: a call needs a {field.type} with a name", param=place)
+    return field.name, _json_object(field.arguments, f"{param}.arguments")
+
+
+def _json_object(arguments: str | dict[str, Any] | None, param: str) -> str:
+    """A text that holds no JSON object within the bounds is the value of INVALID in one: a model
+    may write such a text, and reads its own words again. Some clients send an empty text for a
+    call without arguments.
+    """
+    if isinstance(arguments, dict):
+        check_values([arguments], param)
+        return msgspec.json.encode(arguments).decode()
+    text = arguments or ""
+    if not text.strip():
+        return "{}"
+    return text if _is_object(text, param) else msgspec.json.encode({INVALID: text}).decode()
+
+
+def _is_object(text: str, param: str) -> bool:
+    try:
+        values = msgspec.json.decode(text)
+        check_values([values], param)
+    except (*UNREADABLE, PayloadTooLarge):
+        return False
+    return isinstance(values, dict)

@@ -1,0 +1,142 @@
+"""What opens and closes a field of a response template."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+import regex
+import structlog
+from msgspec import Meta
+
+from services.gateway.structured.tools.parsing.marker_tokens import MarkerTokens
+from shared.errors import ConfigError
+
+Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
+MAX_HELD_CHARS = 4096  # of text that may be a delimiter
+MATCH_TIMEOUT_S = 0.02  # of a search on the event loop, which usually takes microseconds
+MAX_TIMEOUTS = 8  # a busy machine may break some off, too
+REGAIN_S = 60.0
+log = structlog.get_logger(__name__)
+
+_SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # all: the last is U+3000
+_ASCII = "".join(map(chr, range(128)))
+_OTHER = "é一٣😀"  # a pattern that starts with one of them may start with any
+_NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")
+
+
+class Patience:
+    """Of a pattern that takes too long: a checkpoint may bring one that takes for ever. After
+    MAX_TIMEOUTS searches that were broken off it matches nothing; each REGAIN_S restores one.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._regained_at = 0.0  # when all of them are restored
+
+    @property
+    def is_over(self) -> bool:
+        return self._regained_at - self._now() > (MAX_TIMEOUTS - 1) * REGAIN_S
+
+    def lose(self) -> tuple[None, bool]:
+        """Returns what a search without a match returns."""
+        self._regained_at = max(self._regained_at, self._now()) + REGAIN_S
+        if self.is_over:
+            log.warning("pattern_too_slow", effect="what it delimits is part of the content")
+        return None, False
+
+
+class Delimiter(msgspec.Struct, frozen=True):
+    """`can_grow`: whether a match at the end of a text can become longer. `leads`: matches the
+    characters that a match can start with; None: all. A search that takes too long finds nothing.
+    """
+
+    pattern: Any
+    can_grow: bool
+    leads: Any = None
+    is_at_start: bool = False
+    patience: Patience = msgspec.field(default_factory=Patience)
+
+    def search(self, text: str, start: int = 0, *, is_ended: bool) -> tuple[Any, bool]:
+        """The match and whether more text may change it. One that grows too long is no match."""
+        if self.leads is not None and not self.is_at_start:
+            lead = self.leads.search(text, start)
+            if lead is None:
+                return None, False
+            start = lead.start()
+        if self.patience.is_over:
+            return None, False
+        try:
+            found = self.pattern.search(text, start, partial=not is_ended, timeout=MATCH_TIMEOUT_S)
+        except TimeoutError:
+            return self.patience.lose()
+        return self._judged(found, text, is_ended)
+
+    def match(self, text: str, *, is_ended: bool) -> tuple[Any, bool]:
+        """As `search`, at the start of the text alone."""
+        if self.patience.is_over:
+            return None, False
+        try:
+            found = self.pattern.match(text, partial=not is_ended, timeout=MATCH_TIMEOUT_S)
+        except TimeoutError:
+            return self.patience.lose()
+        return self._judged(found, text, is_ended)
+
+    def _judged(self, found: Any, text: str, is_ended: bool) -> tuple[Any, bool]:
+        if found is None or is_ended:
+            return found, False
+        at_end = found.end() == len(text)
+        is_pending = found.partial or (at_end and (self.can_grow or not found[0]))
+        if is_pending and len(found[0]) > MAX_HELD_CHARS:
+            return (None, False) if found.partial else (found, False)
+        return found, is_pending
+
+
+def delimiter(
+    scope: str, literal: Anchor | None, pattern: str | None, markers: MarkerTokens
+) -> Delimiter | None:
+    """Raises ConfigError."""
+    if literal is not None and pattern is not None:
+        raise ConfigError(f"{scope}: has both a text and a pattern")
+    if literal is not None:
+        texts = [markers.replaced(each) for each in _listed(literal)]
+        texts.sort(key=len, reverse=True)
+        joined = "|".join(regex.escape(each) for each in texts)
+        is_prefix = any(a != b and a.startswith(b) for a in texts for b in texts)
+        return Delimiter(compiled(scope, joined), can_grow=is_prefix, leads=_leads(joined))
+    if pattern is None:
+        return None
+    marked = markers.replaced_pattern(pattern)
+    return Delimiter(
+        compiled(scope, marked),
+        can_grow=True,
+        leads=_leads(marked),
+        is_at_start=marked.startswith(r"\A"),
+    )
+
+
+def compiled(scope: str, pattern: str) -> Any:
+    """Raises ConfigError."""
+    try:
+        return regex.compile(pattern, regex.DOTALL)
+    except regex.error as error:
+        raise ConfigError(f"{scope}_pattern: not a regular expression: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _leads(pattern: str) -> Any:
+    found = regex.compile(pattern, regex.DOTALL)
+    if _NEEDS_CONTEXT.search(pattern) or found.match(""):
+        return None
+    if any(found.match(each, partial=True) for each in _OTHER if each not in pattern):
+        return None
+    known = sorted({*_ASCII, *_SPACES, *pattern})
+    leads = "".join(each for each in known if found.match(each, partial=True))
+    return regex.compile(f"[{regex.escape(leads, literal_spaces=True)}]") if leads else None
+
+
+def _listed(anchor: Anchor) -> list[str]:
+    return [anchor] if isinstance(anchor, str) else anchor

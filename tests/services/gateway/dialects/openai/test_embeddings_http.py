@@ -1,0 +1,187 @@
+"""Embeddings over HTTP: a running gateway, real servers, simulated peers on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from typing import Any
+
+import pytest
+
+from services.gateway.dialects.openai.embeddings import EmbeddingRequest, to_generation_requests
+from services.gateway.output.embedding_vector import normalized
+from services.gateway.request import submission
+from services.gateway.request.generation_request import check_dimensions
+from services.gateway.streams.queued_openings import MAX_OPEN
+from shared.errors import InvalidRequest
+from shared.messages import Finish, Request, Served
+from shared.packing import unpack_token_ids
+from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.dialects.openai.test_refusals import check_envelope
+from tests.services.gateway.peer import EMBEDDING
+from tests.services.gateway.samples import sample_sum
+from tests.services.gateway.streams.test_recovery_http import WAIT_S
+from tests.support.waiting import until
+
+ROUTE = "/v1/embeddings"
+UNIT = pytest.approx([0.6, 0.0, -0.8, 0.0])
+
+
+async def embed(cluster: Cluster, inputs: Any = "the quick fox", **fields: Any) -> Any:
+    response = await cluster.http.post(ROUTE, json={"input": inputs, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.own_cluster
+async def test_response_and_submitted_request(cluster: Cluster) -> None:
+    body = await embed(cluster)
+    request = (await cluster.scheduler.submits.get()).request
+    num_tokens = len(unpack_token_ids(request.prompt_token_ids))
+    assert body["object"] == "list"
+    assert body["model"] == "tiny"
+    (entry,) = body["data"]
+    assert (entry["object"], entry["index"], entry["embedding"]) == ("embedding", 0, UNIT)
+    assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert (request.pooling, request.sampling.max_tokens) == ("last", 1)
+    assert [choice.choice_index for choice in request.choices] == [0]
+    assert sample_sum(cluster.gateway, "hearth_tokens_total", kind="prompt") == num_tokens
+    assert sample_sum(cluster.gateway, "hearth_tokens_total", kind="output") == 0
+
+
+async def test_extensions(cluster: Cluster) -> None:
+    body = await embed(cluster, pooling="mean", normalize=False, dimensions=4)
+    assert body["data"][0]["embedding"] == list(EMBEDDING)
+    assert (await cluster.scheduler.submits.get()).request.pooling == "mean"
+
+
+async def test_base64_is_little_endian_fp32(cluster: Cluster) -> None:
+    (entry,) = (await embed(cluster, encoding_format="base64"))["data"]
+    assert list(array("f", base64.b64decode(entry["embedding"]))) == UNIT
+
+
+@pytest.mark.parametrize(
+    ("inputs", "num_inputs"),
+    [(["a", "b c"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a"] * 20, 20)],
+)
+async def test_input_forms(cluster: Cluster, inputs: Any, num_inputs: int) -> None:
+    body = await embed(cluster, inputs)
+    assert [entry["index"] for entry in body["data"]] == list(range(num_inputs))
+    assert all(entry["embedding"] == UNIT for entry in body["data"])
+    assert cluster.scheduler.submits.qsize() == num_inputs
+
+
+@pytest.mark.parametrize(("leaves", "num_free"), [(False, 4096), (True, 4096), (True, 100)])
+async def test_inputs_are_submitted_some_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leaves: bool, num_free: int
+) -> None:
+    """In their order; those of a client that leaves are not submitted."""
+    monkeypatch.setattr(cluster.gateway.submission, "_max_requests", num_free)
+    at_once = min(num_free, MAX_OPEN)
+    decode, inputs = cluster.decodes[0], [[5 + number] for number in range(MAX_OPEN + 30)]
+    cluster.scheduler.workers = [decode]
+
+    def embedding(request: Request) -> bytes:
+        return array("f", [1.0, *unpack_token_ids(request.prompt_token_ids)]).tobytes()
+
+    monkeypatch.setattr(decode, "embedding_for", embedding)
+    decode.hold_at = 0
+    running = asyncio.create_task(embed(cluster, inputs, normalize=False))
+    await until(lambda: len(decode.runs) == at_once)
+    assert cluster.scheduler.submits.qsize() == at_once == len(cluster.gateway._driver)
+    if leaves:
+        running.cancel()
+        await until(lambda: not len(cluster.gateway._driver))
+        assert cluster.scheduler.submits.qsize() == at_once
+        await until(lambda: not cluster.gateway.submission._limits.num_open)
+        return
+    others = [asyncio.create_task(embed(cluster, [[5]] * 2 * MAX_OPEN)) for _ in range(2)]
+    await until(lambda: len(decode.runs) > MAX_OPEN + 100)
+    assert cluster.scheduler.submits.qsize() <= MAX_OPEN + 2 * MAX_OPEN * 2 // 3
+    decode.released.set()
+    body = await running
+    assert [entry["embedding"] for entry in body["data"]] == [[1.0, *each] for each in inputs]
+    assert [len((await each)["data"]) for each in others] == [2 * MAX_OPEN] * 2
+    assert cluster.scheduler.submits.qsize() == len(inputs) + 4 * MAX_OPEN
+
+
+async def test_tenant_holds_a_number_of_prompts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are not open yet; a request that is rejected holds none."""
+    monkeypatch.setattr(submission, "MAX_PROMPTS", 100)
+    decode = cluster.decodes[0]
+    cluster.scheduler.workers, decode.hold_at = [decode], 0
+    running = asyncio.create_task(embed(cluster, [[5]] * 80))
+    await until(lambda: len(decode.runs) == 80)
+    for _ in range(2):
+        response = await cluster.http.post(ROUTE, json={"input": [[5]] * 21})
+        check_envelope(response, 429, "overloaded", None)
+    decode.hold_at = None
+    assert len((await embed(cluster, [[5]] * 20))["data"]) == 20
+    decode.released.set()
+    assert len((await running)["data"]) == 80
+    response = await cluster.http.post(ROUTE, json={"input": [[5], [400]]})
+    check_envelope(response, 400, "invalid_request", "input[1]")
+    await until(lambda: not cluster.gateway.submission._num_prompts)
+
+
+async def test_openai_sdk(cluster: Cluster) -> None:
+    async with cluster.openai as client:
+        answer = await client.embeddings.create(model="tiny", input=["a", "b"])
+    assert [list(each.embedding) for each in answer.data] == [UNIT, UNIT]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [400]}, "input"),
+        ({"input": ["x", ""]}, "input[1]"),
+        ({"input": [[5], [400]]}, "input[1]"),
+        ({"dimensions": 3}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"pooling": "max"}, "pooling"),
+        ({"normalize": 1}, "normalize"),
+    ],
+)
+async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
+    response = await cluster.http.post(ROUTE, json={"input": "x", **fields})
+    check_envelope(response, 400, "invalid_request", param)
+    assert cluster.scheduler.submits.empty()
+
+
+def test_error_without_a_known_hidden_size() -> None:
+    body = EmbeddingRequest(input="x", dimensions=4)
+    (generation,) = to_generation_requests(body, "tiny")
+    with pytest.raises(InvalidRequest, match="dimensions: must be left out for this model"):
+        check_dimensions(generation, None)
+
+
+@pytest.mark.own_cluster
+async def test_lost_worker_is_replaced(cluster: Cluster) -> None:
+    cluster.decodes[0].hold_at = 0
+    running = asyncio.create_task(embed(cluster))
+    await cluster.scheduler.submits.get()
+    await cluster.decodes[0].die()
+    async with asyncio.timeout(WAIT_S):
+        body = await running
+    assert body["data"][0]["embedding"] == UNIT
+    assert body["hearth"]["decode_worker"] == "decode-2"
+
+
+@pytest.mark.parametrize("embedding", [None, b"", b"\0" * 15])
+async def test_missing_or_truncated_embedding_fails_the_request(
+    cluster: Cluster, embedding: bytes | None
+) -> None:
+    served = Served(num_cached_tokens=0, prefill_worker_id=None)
+    cluster.decodes[0].embedding = embedding
+    cluster.decodes[0].finish = Finish(reason="length", served=served)
+    response = await cluster.http.post(ROUTE, json={"input": "x"})
+    check_envelope(response, 500, "internal_error", None)
+
+
+def test_normalized_zero_vector_is_zero() -> None:
+    assert normalized(array("f", [0.0, 0.0])).tolist() == [0.0, 0.0]
