@@ -37,7 +37,7 @@ from benchmarks.engine_cpu import CONTEXT, MAX_BATCH_TOKENS, make_cases, sequenc
 from benchmarks.report import Row, at_most, write_result
 from shared.engine.engine import Engine
 from shared.engine.executors.cpu_executor import CpuExecutor
-from shared.engine.runners.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.step import StepInputs, StepOutput
 
 BATCH = 64

@@ -11,12 +11,12 @@ import structlog
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.config import WorkerConfig
-from shared.engine.kv_transfer.frame_codec import load_codec
-from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
-from shared.engine.kv_transfer.ports import PushPort, ReceivePort
-from shared.engine.ranks.kv.group_push import GroupPushPort
-from shared.engine.ranks.kv.group_receive import GroupReceivePort
-from shared.engine.ranks.kv.rank_links import RankLinks
+from shared.engine.executors.group.kv.group_push import GroupPushPort
+from shared.engine.executors.group.kv.group_receive import GroupReceivePort
+from shared.engine.executors.group.kv.rank_links import RankLinks
+from shared.engine.kv.frame_codec import load_codec
+from shared.engine.kv.local_ports import LocalPushPort, LocalReceivePort
+from shared.engine.kv.ports import PushPort, ReceivePort
 from shared.engine.step import KvMemory
 from shared.errors import ConfigError
 from shared.kv_wire.compression import FrameCodec

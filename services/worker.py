@@ -18,16 +18,16 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
+from shared.engine.executors.group.group_executor import GroupExecutor
+from shared.engine.executors.loading.freed_memory import use_one_arena
+from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.features import features_of
-from shared.engine.grammar.mask_lanes import MaskLanes
-from shared.engine.grammar.worker_grammars import WorkerGrammars
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
-from shared.engine.ranks.group_executor import GroupExecutor
-from shared.engine.runners.freed_memory import use_one_arena
-from shared.engine.runners.load_options import LoadOptions
 from shared.engine.step import KvMemory
+from shared.engine.token_masks.mask_lanes import MaskLanes
+from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
@@ -86,7 +86,7 @@ def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Execu
     shape = MeshShape(config.tp, config.pp)
     if shape.num_ranks == 1:
         return load_executor(config.model_dir, config.device, **options)
-    from shared.engine.ranks.load_group import load_group
+    from shared.engine.executors.group.load_group import load_group
 
     return load_group(config.model_dir, config.device, shape, hosts, **options)
 

@@ -157,10 +157,9 @@ LAYERS = {
         " telemetry"
     ),
     "shared/engine": (
-        "worker | loop | elastic_kv quality ranks | executors | runners | kv_quantisation | "
-        "models | checkpoint_plan quantise | weights | layers pinned_prefixes | engine "
-        "failed_steps grammar parallel | batching kv_copies kv_transfer model_config sampling "
-        "step_plan | checkpoint_form codec kv_cache kv_codec moe_config quantisation step"
+        "worker | loop quantize | executors | models | planning | pinned_prefixes weights | "
+        "engine failed_steps layers token_masks | batching kv parallel sampling step_plan | "
+        "codec model_config step"
     ),
 }
 MAX_FILES = 16

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, frame_header, process
 from benchmarks.report import Bar, Row, at_least, write_result
-from shared.engine.kv_codec import Bf16FrameCodec
+from shared.engine.kv.kv_codec import Bf16FrameCodec
 from shared.engine.step import KvRun
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer

@@ -27,9 +27,9 @@ import torch
 from benchmarks.report import Row, at_least, at_most, write_result
 from kernels.ops import cpu_host
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.linear import ProductModule
-from shared.engine.runners.warm_up import idle_step
 from shared.engine.step import StepInputs
 
 VOCABULARY = 8192

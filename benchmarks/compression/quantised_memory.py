@@ -32,9 +32,9 @@ from shared.config import CPU_BATCH_TOKENS
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.model_loading import kv_layout_of
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.weight_source import read_tensor
 from shared.messages import SamplingParams

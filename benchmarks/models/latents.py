@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from benchmarks.report import Row, at_least, at_most, write_result
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.runners.warm_up import idle_step
 from shared.engine.step import StepInputs
 
 BATCH = 8

@@ -22,10 +22,10 @@ from benchmarks.gpu_kit.dry.dry_device import dry_device
 from benchmarks.gpu_kit.model_steps.loading import cpu_as_cuda
 from benchmarks.gpu_kit.shapes import CONFIG_8B
 from benchmarks.report import Row, at_most, write_result
-from shared.engine.executors import cuda_executor
-from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
-from shared.engine.runners.load_options import LoadOptions
-from shared.engine.runners.step_computer import StepComputer
+from shared.engine.executors.cuda import cuda_executor
+from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.step_computer import StepComputer
 
 MAX_BATCH_TOKENS = 8192
 KV_BYTES = 1 << 31

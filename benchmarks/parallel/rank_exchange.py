@@ -22,14 +22,14 @@ import msgspec
 import torch
 
 from benchmarks.report import Row, at_most, write_result
-from shared.engine.parallel.collectives import DistributedTransport
 from shared.engine.parallel.lanes import NUM_LANES
-from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.records import Record
 from shared.engine.parallel.processes.ring import RingReader, RingWriter, create_ring
 from shared.engine.parallel.rank_mesh import RankMesh, Transport
-from shared.engine.parallel.shared_memory_mesh import SharedMemoryTransport
+from shared.engine.parallel.transport.collectives import DistributedTransport
+from shared.engine.parallel.transport.mesh_memory import create_mesh_memory
+from shared.engine.parallel.transport.shared_memory_mesh import SharedMemoryTransport
 
 LIMIT_S = 30.0
 TARGET_US = 30.0

@@ -135,8 +135,8 @@ async def prefill_rate(drive: Drive) -> float:
 
 
 async def measure(case: Case, model_dir: str) -> dict[str, Any]:
+    from shared.engine.executors.group.load_group import load_group
     from shared.engine.executors.load import load_executor
-    from shared.engine.ranks.load_group import load_group
 
     options: dict[str, Any] = {
         "dtype": "bfloat16",

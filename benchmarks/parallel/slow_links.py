@@ -31,24 +31,24 @@ from torch import Tensor
 
 from benchmarks.parallel.relay import Relay
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
+from shared.engine.executors.group.messages import RankSetup
+from shared.engine.executors.group.rank_computer import load_rank
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.parallel.collectives import GlooTransport, open_store, serve_store
 from shared.engine.parallel.lanes import NUM_LANES
+from shared.engine.parallel.links import Host, HostLink, Link, LinkTable
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.planning.links import Host, HostLink, Link, LinkTable
-from shared.engine.parallel.planning.model_shape import model_shape
-from shared.engine.parallel.planning.parallel_plan import (
+from shared.engine.parallel.rank_mesh import RankMesh
+from shared.engine.parallel.transport.collectives import GlooTransport, open_store, serve_store
+from shared.engine.planning.model_shape import model_shape
+from shared.engine.planning.parallel_plan import (
     ParallelPlan,
     all_plans,
     choose_plan,
     plan_of,
 )
-from shared.engine.parallel.planning.step_bytes import SUMS_PER_LAYER
-from shared.engine.parallel.rank_mesh import RankMesh
-from shared.engine.ranks.messages import RankSetup
-from shared.engine.ranks.rank_computer import load_rank
-from shared.engine.runners.load_options import LoadOptions
-from shared.engine.runners.warm_up import idle_step
+from shared.engine.planning.step_bytes import SUMS_PER_LAYER
 from shared.log import configure_logging
 from shared.numerics import Activations, exchange_of
 

@@ -17,7 +17,7 @@ QuantisedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zero
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """See `compile_plan` of shared/engine/runners/cpu_kernels.py."""
+    """See `compile_plan` of shared/engine/executors/loading/cpu_kernels.py."""
 
     dtype: str  # torch's name
     head_dim: int

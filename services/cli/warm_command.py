@@ -37,7 +37,7 @@ def warm(
     rows: Annotated[bool, typer.Option(help="Also compile the kernels for long prompts.")] = True,
 ) -> None:
     """Compile the CPU kernels of a model into the cache directory."""
-    from shared.engine.runners.warm import compile_model
+    from shared.engine.executors.loading.warm import compile_model
 
     clock = MonotonicClock()
     started = clock.now()

@@ -10,7 +10,7 @@ import structlog
 from services.decode.handoff import Handoff
 from services.decode.running_request import RunningRequest
 from shared.background import Background
-from shared.engine.kv_transfer.ports import ReceivePort
+from shared.engine.kv.ports import ReceivePort
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
 from shared.messages import (

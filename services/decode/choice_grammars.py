@@ -6,8 +6,8 @@ import asyncio
 from contextlib import suppress
 
 from shared.engine.batching.sequence import Sequence, SequenceGrammar
-from shared.engine.grammar.budgeted_output import BudgetedOutput
-from shared.engine.grammar.worker_grammars import WorkerGrammars
+from shared.engine.token_masks.budgeted_output import BudgetedOutput
+from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, WorkerUnfit
 from shared.grammar.spec import GRAMMAR_FEATURE

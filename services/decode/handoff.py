@@ -16,7 +16,7 @@ import structlog
 
 from shared.background import start_awaited
 from shared.engine.batching.sequence import Sequence
-from shared.engine.kv_transfer.ports import Receipt, ReceivePort
+from shared.engine.kv.ports import Receipt, ReceivePort
 from shared.errors import HearthError
 from shared.randomness import Randomness
 

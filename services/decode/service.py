@@ -23,8 +23,8 @@ from services.decode.token_flusher import TokenFlusher
 from shared.background import Background, failing_alone
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
-from shared.engine.grammar.worker_grammars import WorkerGrammars
-from shared.engine.kv_transfer.ports import ReceivePort
+from shared.engine.kv.ports import ReceivePort
+from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineWorker
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.lifecycle.health import Loss

@@ -15,7 +15,7 @@ import structlog
 from shared.background import Background, failing_alone, is_logged
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
-from shared.engine.kv_transfer.ports import Push, PushPort
+from shared.engine.kv.ports import Push, PushPort
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
 from shared.messages import (

@@ -9,9 +9,9 @@ from socket import gethostname
 import structlog
 
 from shared.config import RankConfig, check, is_loopback
+from shared.engine.executors.group.other_host import run_host_ranks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.watchdog import GroupLost
-from shared.engine.ranks.other_host import run_host_ranks
 from shared.errors import ConfigError, HearthError, NoResponders, RequestTimeout
 from shared.log import configure_logging
 from shared.messages import JoinRanks, RanksAssigned

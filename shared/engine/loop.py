@@ -28,8 +28,8 @@ import structlog
 from shared.background import Background
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.elastic_kv import ElasticKv
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.elastic_kv import ElasticKv
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.expert_load import ExpertLoad
 from shared.engine.failed_steps import FailedSteps

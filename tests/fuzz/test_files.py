@@ -29,10 +29,10 @@ from services.gateway.text.model_files import ModelFiles
 from services.local.credentials import Credential
 from services.local.join import signalled_process
 from services.local.state import ClusterState, StateDir, running_cluster
-from shared.engine.checkpoint_form import TEXT_PART
+from shared.engine.model_config.checkpoint_form import TEXT_PART
 from shared.engine.models import FAMILIES
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.weights.formed_tensors import FormedTensors
+from shared.engine.weights.checkpoint_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.shared_file import (
     PackedFile,

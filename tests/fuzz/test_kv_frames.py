@@ -17,7 +17,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.engine.kv_codec import BLOCK_BYTES, Bf16FrameCodec
+from shared.engine.kv.kv_codec import BLOCK_BYTES, Bf16FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import (
     MAGIC,

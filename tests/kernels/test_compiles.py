@@ -140,7 +140,7 @@ def _launch_grouped_linear() -> None:
 def _launch_route() -> None:
     """DeepSeek V3's groups of experts, and Qwen3-30B-A3B's one."""
     from kernels.gpu.moe.route import route
-    from shared.engine.moe_config import Routing
+    from shared.engine.model_config.moe_config import Routing
 
     grouped = Routing(score="sigmoid", is_renormalised=True, num_groups=8, top_groups=4, scale=2.5)
     route(_empty(64, 256, dtype=FP32), _empty(256, dtype=FP32), 8, grouped)

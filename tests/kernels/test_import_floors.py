@@ -53,8 +53,8 @@ GPU_LAYERS = [
 CUDA_WORKER = """
 import sys
 import kernels.device, kernels.host_codec, kernels.ops
-import services.worker, shared.engine.engine, shared.engine.executors.cuda_executor
-import shared.engine.executors.load, shared.engine.kv_cache
+import services.worker, shared.engine.engine, shared.engine.executors.cuda.cuda_executor
+import shared.engine.executors.load, shared.engine.kv.kv_cache
 import shared.engine.layers.fused_layer, shared.engine.models.decoder
 import shared.engine.sampling.sampler, shared.engine.weights.load
 import shared.engine.weights.shared_weights, shared.engine.weights.weight_form

@@ -19,19 +19,19 @@ if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kernels.split_weight import SplitWeight
-from shared.engine.kv_cache import allocate_kv_cache
-from shared.engine.kv_quantisation.kv_scales import set_kv_scales
-from shared.engine.models.checkpoint_config import read_config
-from shared.engine.models.decoder import Decoder
-from shared.engine.runners.cuda.compile_kernels import StepKernels, compile_kernels
-from shared.engine.runners.cuda.first_step import run_largest_step
-from shared.engine.runners.load_options import LoadOptions
-from shared.engine.runners.model_loading import (
+from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.executors.cuda.first_step import run_largest_step
+from shared.engine.executors.loading.kv_scales import set_kv_scales
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.model_loading import (
     finish_model,
     kv_layout_of,
 )
-from shared.engine.runners.step_computer import StepComputer
-from shared.engine.runners.warm_up import AllTokens, idle_step
+from shared.engine.executors.loading.warm_up import AllTokens, idle_step
+from shared.engine.executors.step_computer import StepComputer
+from shared.engine.kv.kv_cache import allocate_kv_cache
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
 from shared.engine.step import KvRun, Penalties, PromptSuccessors, StepInputs, TokenMasks
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import compress_weights

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
-from shared.engine.kv_transfer.kv_writer import KvWriter
+from shared.engine.kv.kv_sender import KvSender, PushCounts
+from shared.engine.kv.kv_writer import KvWriter
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS
 from shared.kv_wire.link import PushLink
 from shared.messages import DataPlaneAddress, SamplingParams

@@ -8,7 +8,7 @@ import numba
 import pytest
 
 from shared.config import WorkerConfig, check
-from shared.engine.kv_transfer.frame_codec import load_codec
+from shared.engine.kv.frame_codec import load_codec
 from shared.errors import ConfigError
 
 

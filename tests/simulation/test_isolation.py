@@ -15,7 +15,7 @@ from services.kv_index import registry
 from services.kv_index.service import KvIndexService
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.prefix_match import CachedPrefix
-from shared.engine.kv_transfer.kv_writer import KvWriter
+from shared.engine.kv.kv_writer import KvWriter
 from shared.messages import MatchPrefix
 from tests.simulation.world.clock import run
 from tests.simulation.world.isolation import Isolation, drop_events, isolation

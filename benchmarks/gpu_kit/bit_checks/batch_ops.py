@@ -192,7 +192,7 @@ def per_head_linear(session: Session) -> RowOp:
 def route(session: Session) -> RowOp:
     """The weights of the experts that each row chooses."""
     from kernels.gpu.moe.route import route as launch
-    from shared.engine.moe_config import Routing
+    from shared.engine.model_config.moe_config import Routing
 
     mixture = experts.mixture_of(session, "Qwen3-30B-A3B")
     routing = Routing(score="softmax", is_renormalised=True)

@@ -17,7 +17,7 @@ from benchmarks.gpu_kit.session import Session
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shared.engine.runners.step_computer import StepComputer
+    from shared.engine.executors.step_computer import StepComputer
     from shared.engine.step import StepInputs
 
 NUM_LAYERS = 2
@@ -97,7 +97,7 @@ class Steps:
         """Every token has logits."""
         import msgspec
 
-        from shared.engine.runners.warm_up import idle_step
+        from shared.engine.executors.loading.warm_up import idle_step
 
         step = idle_step(self.block_size, query_lens, context_tokens=context)
         rows = np.arange(len(ids))

@@ -137,7 +137,7 @@ def route(name: str, num_tokens: int, session: Session) -> Case:
     """The weights of the chosen experts, renormalised as in both mixtures."""
     from kernels.gpu.moe.route import route as launch
     from kernels.torch_ops.route import route as torch_route
-    from shared.engine.moe_config import Routing
+    from shared.engine.model_config.moe_config import Routing
 
     mixture, routing = mixture_of(session, name), Routing(score="softmax", is_renormalised=True)
     logits = session.random(num_tokens, mixture.num_experts, dtype=FP32)

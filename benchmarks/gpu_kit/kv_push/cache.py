@@ -14,8 +14,8 @@ import xxhash
 
 from benchmarks.gpu_kit.session import Mode
 from benchmarks.gpu_kit.shapes import Shapes
-from shared.engine.kv_cache import allocate_kv_cache
-from shared.engine.kv_copies import KvCopies
+from shared.engine.kv.kv_cache import allocate_kv_cache
+from shared.engine.kv.kv_copies import KvCopies
 from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, PagedKv, group_layers
 

@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.session import Session
-from shared.engine.executors import cuda_executor
+from shared.engine.executors.cuda import cuda_executor
+from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.runners.cuda_device import CudaDevice
-from shared.engine.runners.load_options import LoadOptions
 
 # Functions that `CudaExecutor.load` calls; kernels are compiled while the weights are read.
 STAGES = (

@@ -23,7 +23,7 @@ DRY_LAYERS = 1
 
 def run(session: Session) -> None:
     from benchmarks.gpu_kit.model_steps.inputs import decode_step
-    from shared.engine.runners.model_loading import set_mode
+    from shared.engine.executors.loading.model_loading import set_mode
     from shared.numerics import Mode
 
     shapes = session.shapes

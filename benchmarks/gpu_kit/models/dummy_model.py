@@ -12,8 +12,8 @@ import torch
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
+    from shared.engine.executors.step_computer import StepComputer
     from shared.engine.models.decoder import Decoder
-    from shared.engine.runners.step_computer import StepComputer
     from shared.numerics import Mode
 
 WEIGHT_SCALE = 0.02
@@ -23,10 +23,14 @@ def make_executor(
     session: Session, config: dict[str, Any], mode: Mode, *, num_blocks: int, num_positions: int
 ) -> StepComputer:
     """Without a device its weights are unset, in memory that nothing touches."""
-    from shared.engine.kv_cache import allocate_kv_cache
+    from shared.engine.executors.loading.model_loading import (
+        empty_model,
+        finish_model,
+        kv_layout_of,
+    )
+    from shared.engine.executors.step_computer import StepComputer
+    from shared.engine.kv.kv_cache import allocate_kv_cache
     from shared.engine.models.checkpoint_config import read_config
-    from shared.engine.runners.model_loading import empty_model, finish_model, kv_layout_of
-    from shared.engine.runners.step_computer import StepComputer
 
     device = session.device
     with tempfile.TemporaryDirectory() as name:

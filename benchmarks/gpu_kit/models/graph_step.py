@@ -15,7 +15,7 @@ from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import Shapes
 
 if TYPE_CHECKING:
-    from shared.engine.runners.step_computer import StepComputer
+    from shared.engine.executors.step_computer import StepComputer
     from shared.numerics import Mode
 
 MODES: tuple[Mode, ...] = ("exact", "fast")
@@ -138,7 +138,7 @@ def measure(
     session: Session, executor: StepComputer, mode: Mode, batch: int, context: int
 ) -> dict[str, Any]:
     """Adds the row of a decode step, and returns it."""
-    from shared.engine.runners.model_loading import set_mode
+    from shared.engine.executors.loading.model_loading import set_mode
 
     set_mode(executor.model, mode)
     return session.add(

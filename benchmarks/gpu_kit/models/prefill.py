@@ -9,7 +9,7 @@ from benchmarks.gpu_kit.models.graph_step import MODES, model_config
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
-    from shared.engine.runners.step_computer import StepComputer
+    from shared.engine.executors.step_computer import StepComputer
     from shared.numerics import Mode
 
 LEAST_S = 3  # a case with less time is left out
@@ -44,8 +44,8 @@ def measure(session: Session, executor: StepComputer, mode: Mode, chunk: int) ->
     """Adds the row of a prompt in chunks, and returns it."""
     from benchmarks.gpu_kit.model_steps.inputs import prefill_steps
     from benchmarks.gpu_kit.model_steps.times import count_launches, device_time
+    from shared.engine.executors.loading.model_loading import set_mode
     from shared.engine.models.device_step import device_step
-    from shared.engine.runners.model_loading import set_mode
 
     set_mode(executor.model, mode)
     shapes, slots = session.shapes, executor.kv_slots()

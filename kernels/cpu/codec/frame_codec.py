@@ -1,4 +1,4 @@
-"""The loops of the KV codec, whose format shared/engine/kv_codec.py describes."""
+"""The loops of the KV codec, whose format shared/engine/kv/kv_codec.py describes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def quantize(
     The embedding, the output head and layers that choose experts stay as they are.
     """
     from services.cli.checkpoints.compression_progress import ProgressDisplay
-    from shared.engine.quantise.quantise_folder import quantise_folder
+    from shared.engine.quantize.quantize_folder import quantise_folder
 
     with ProgressDisplay() as display:
         num_layers = quantise_folder(

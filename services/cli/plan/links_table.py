@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from services.cli.output import table_console
-from shared.engine.parallel.planning.parallel_plan import ParallelPlan
+from shared.engine.planning.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from shared.numerics import exchange_of
 
 if TYPE_CHECKING:
     from services.cli.plan.links_table import LinksPlan
-    from shared.engine.model_config import ModelConfig
+    from shared.engine.model_config.model_config import ModelConfig
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6}
 UNITS |= {"GB": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -87,11 +87,11 @@ def plan(
     are checked against it.
     """
     from services.cli.plan.plan_table import show_plan
-    from shared.engine.checkpoint_plan.headers import has_files
-    from shared.engine.checkpoint_plan.stored_weights import read_stored
     from shared.engine.models.checkpoint_config import read_config
-    from shared.engine.parallel.planning.kv_plan import kv_item_bytes
-    from shared.engine.parallel.planning.memory_plan import MemoryLimit, StepSize, plan_memory
+    from shared.engine.planning.headers import has_files
+    from shared.engine.planning.kv_plan import kv_item_bytes
+    from shared.engine.planning.memory_plan import MemoryLimit, StepSize, plan_memory
+    from shared.engine.planning.stored_weights import read_stored
 
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", param="dtype")
@@ -130,9 +130,9 @@ def plan_links(
 ) -> LinksPlan:
     """Raises ConfigError."""
     from services.cli.plan.links_table import LinksPlan
-    from shared.engine.parallel.planning.links import read_links
-    from shared.engine.parallel.planning.model_shape import model_shape
-    from shared.engine.parallel.planning.parallel_plan import all_plans, choose_plan, plan_of
+    from shared.engine.parallel.links import read_links
+    from shared.engine.planning.model_shape import model_shape
+    from shared.engine.planning.parallel_plan import all_plans, choose_plan, plan_of
 
     try:
         table = read_links(path)

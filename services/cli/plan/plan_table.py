@@ -8,13 +8,13 @@ from rich.table import Table
 
 from services.cli.output import print_json, table_console
 from services.cli.plan.links_table import LinksPlan, show_links
-from shared.engine.checkpoint_plan.stored_weights import StoredWeights
-from shared.engine.parallel.planning.memory_plan import (
+from shared.engine.planning.memory_plan import (
     RankMemory,
     num_kv_tokens,
     num_sequences,
     size_text,
 )
+from shared.engine.planning.stored_weights import StoredWeights
 
 
 def show_plan(

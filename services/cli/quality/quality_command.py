@@ -15,7 +15,7 @@ from services.local.hub_download import local_copy
 from shared.log import configure_logging
 
 if TYPE_CHECKING:
-    from shared.engine.quality.compare import Summary
+    from shared.engine.quantize.compare import Summary
 
 COLUMNS = ("what differs", "tokens", "KL mean", "KL p99", "KL max", "same top token")
 
@@ -70,8 +70,8 @@ def quality(
     The models compared are in memory at once.
     """
     from shared.engine.models.checkpoint_config import read_config
-    from shared.engine.quality.compare import compare, summary
-    from shared.engine.quality.variants import Comparisons
+    from shared.engine.quantize.compare import compare, summary
+    from shared.engine.quantize.variants import Comparisons
 
     configure_logging("quality", level="warning")
     found, needs_weights = read_prompts(prompts), load_format is not LoadFormat.DUMMY

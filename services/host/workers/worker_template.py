@@ -30,7 +30,7 @@ from services.processes.log_files import open_log
 STDIN, STDOUT = 0, 1
 MODULES = (
     "services.worker",
-    "shared.engine.grammar.worker_grammars",
+    "shared.engine.token_masks.worker_grammars",
     "shared.engine.executors.load",
     "shared.engine.executors.cpu_executor",
     "shared.lifecycle.process",
@@ -49,7 +49,7 @@ class TemplateReport(msgspec.Struct, frozen=True, omit_defaults=True):
 def import_worker() -> None:
     for module in MODULES:
         import_module(module)
-    import_kernels = import_module("shared.engine.runners.cpu_kernels").import_kernels
+    import_kernels = import_module("shared.engine.executors.loading.cpu_kernels").import_kernels
     import_kernels()
 
 

@@ -11,23 +11,17 @@ from torch import nn
 
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
-from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.kv_cache import allocate_kv_cache
-from shared.engine.kv_quantisation.kv_dtype import resolve_kv_dtype
-from shared.engine.kv_quantisation.kv_scales import load_kv_scales
-from shared.engine.layers.linear import ProductModule
-from shared.engine.models.checkpoint_config import read_config
-from shared.engine.models.decoder import Decoder
-from shared.engine.runners.cpu_kernels import (
+from shared.engine.executors.loading.cpu_kernels import (
     RowKernels,
     compile_kernels,
     compile_plan,
     load_kernels,
 )
-from shared.engine.runners.freed_memory import retain_freed_memory, return_freed_memory
-from shared.engine.runners.kv_sizing import num_blocks_for
-from shared.engine.runners.load_options import LoadOptions
-from shared.engine.runners.model_loading import (
+from shared.engine.executors.loading.freed_memory import retain_freed_memory, return_freed_memory
+from shared.engine.executors.loading.kv_scales import load_kv_scales
+from shared.engine.executors.loading.kv_sizing import num_blocks_for
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.model_loading import (
     OpenedWeights,
     empty_model,
     finish_model,
@@ -35,9 +29,15 @@ from shared.engine.runners.model_loading import (
     open_weights,
     resolve_dtype,
 )
-from shared.engine.runners.step_computer import StepComputer
-from shared.engine.runners.step_threads import StepThreads
-from shared.engine.runners.warm_up import idle_step
+from shared.engine.executors.loading.warm_up import idle_step
+from shared.engine.executors.local_executor import LocalExecutor
+from shared.engine.executors.step_computer import StepComputer
+from shared.engine.executors.step_threads import StepThreads
+from shared.engine.kv.kv_cache import allocate_kv_cache
+from shared.engine.kv.kv_dtype import resolve_kv_dtype
+from shared.engine.layers.linear import ProductModule
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
 from shared.engine.step import StepInputs, StepOutput
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import (

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from shared.config import default_block_size
+from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.runners.load_options import LoadOptions
-from shared.engine.runners.mode_choice import resolve_mode
+from shared.engine.executors.mode_choice import resolve_mode
 from shared.errors import ConfigError
 from shared.numerics import ModeChoice
 
@@ -48,8 +48,8 @@ def load_executor(
         options["block_size"] = default_block_size(target.type)
     chosen = LoadOptions(mode=resolve_mode(mode, target), **options)
     if target.type == "cuda":
-        from shared.engine.executors.cuda_executor import CudaExecutor
-        from shared.engine.runners.cuda_device import cuda_device
+        from shared.engine.executors.cuda.cuda_device import cuda_device
+        from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 
         return CudaExecutor.load(model_dir, chosen, cuda_device(target))
     from shared.engine.executors.cpu_executor import CpuExecutor  # numba

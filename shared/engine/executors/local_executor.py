@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.executors.loading.device_numerics import device_numerics
+from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
-from shared.engine.runners.device_numerics import device_numerics
-from shared.engine.runners.step_computer import StepComputer
-from shared.engine.runners.step_deadline import StepBudget, step_units
-from shared.engine.runners.warm_up import idle_step
+from shared.engine.executors.step_computer import StepComputer
+from shared.engine.executors.step_deadline import StepBudget, step_units
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout

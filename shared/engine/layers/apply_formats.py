@@ -10,8 +10,8 @@ from torch import nn
 from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.moe import Experts
-from shared.engine.quantisation.formats import WeightFormat
-from shared.engine.quantisation.quantisation import LayerFormats
+from shared.engine.model_config.formats import WeightFormat
+from shared.engine.model_config.quantization import LayerFormats
 from shared.errors import CheckpointError
 
 

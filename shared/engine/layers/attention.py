@@ -10,7 +10,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
 
 

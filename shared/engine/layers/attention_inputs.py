@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
-from shared.engine.model_config import QueryTemperature
+from shared.engine.model_config.model_config import QueryTemperature
 from shared.engine.step import StepInputs
 from shared.kv_layout import Chunk, Reach, Window
 

@@ -22,10 +22,10 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear, unset_parameter
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.layers.quantised_store import QuantisedStore, quantised_store
-from shared.engine.model_config import LatentConfig, LayerConfig, ModelConfig
+from shared.engine.layers.quantized_store import QuantisedStore, quantised_store
+from shared.engine.model_config.formats import WeightFormat
+from shared.engine.model_config.model_config import LatentConfig, LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
-from shared.engine.quantisation.formats import WeightFormat
 
 # transformers' modeling code has this default, whatever `rms_norm_eps` of the config is.
 NORM_EPS = 1e-6

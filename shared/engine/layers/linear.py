@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from kernels.ops import LaneWeight, QuantisedWeight, SumLanes, Weight, pack_lanes, pack_weight
 from shared.engine.layers.methods.choose import choose_method
 from shared.engine.layers.methods.linear_method import LinearMethod
-from shared.engine.layers.quantised_store import QuantisedStore, quantised_store
+from shared.engine.layers.quantized_store import QuantisedStore, quantised_store
+from shared.engine.model_config.formats import WeightFormat
 from shared.engine.parallel.lanes import NUM_LANES
 from shared.engine.parallel.mesh import Mesh
-from shared.engine.quantisation.formats import WeightFormat
 
 
 class MatrixModule(nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from kernels.ops import gelu_and_mul, silu_and_mul
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.parallel.cuts import column_lanes
 
 GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}

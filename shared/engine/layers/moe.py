@@ -31,12 +31,12 @@ from shared.engine.layers.linear import ProductModule
 from shared.engine.layers.methods.expert_method import ExpertMethod, choose_expert_method
 from shared.engine.layers.mlp import GATES, GatedMlp
 from shared.engine.layers.router import Router, zero_parameter
-from shared.engine.model_config import ModelConfig
-from shared.engine.moe_config import MoeConfig
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import BLOCK, column_lanes, whole_blocks
+from shared.engine.parallel.expert_part import expert_range
 from shared.engine.parallel.lanes import NUM_LANES, rank_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh
-from shared.engine.parallel.planning.expert_part import expert_range
 
 _GATED = ("gate_proj", "up_proj")
 

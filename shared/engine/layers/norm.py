@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import add_rms_norm, rms_norm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 
 
 class RMSNorm(nn.Module):

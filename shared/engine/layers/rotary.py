@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.engine.model_config import (
+from shared.engine.model_config.model_config import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.ops import Choice, route
 from shared.engine.layers.linear import ProductModule
-from shared.engine.moe_config import MoeConfig
+from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 
 ALIGNMENT = 64  # bytes, as torch's

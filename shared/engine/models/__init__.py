@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models import (
     deepseek,
     gemma2,

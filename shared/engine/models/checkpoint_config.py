@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from shared.engine.checkpoint_plan.stored_head import with_stored_head
-from shared.engine.model_config import ModelConfig
-from shared.engine.models import FAMILIES, supported_architecture
-from shared.engine.quantisation.quantisation import LayerFormats, Quantisation
-from shared.engine.quantisation.quantization_config import (
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.model_config.quantization import LayerFormats, Quantisation
+from shared.engine.model_config.quantization_config import (
     FIELD,
     CheckpointFormats,
     checkpoint_formats,
 )
+from shared.engine.models import FAMILIES, supported_architecture
+from shared.engine.planning.stored_head import with_stored_head
 from shared.errors import CheckpointError
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 from shared.tokenizer.end_tokens import end_token_ids

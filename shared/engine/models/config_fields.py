@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.models.rope_config import RopeFields, rope_config, rope_fields, served_context
 from shared.errors import CheckpointError
 from shared.kv_layout import Reach, Window

@@ -19,7 +19,7 @@ from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.moe import MoeMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import column_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.config_fields import ConfigFields, config_fields, decoder_config
 
 

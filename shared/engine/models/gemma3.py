@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shared.engine.checkpoint_form import TEXT_PART
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.checkpoint_form import TEXT_PART
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.config_fields import (
     FULL,
     SLIDING,

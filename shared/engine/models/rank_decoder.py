@@ -10,12 +10,12 @@ from torch import Tensor
 from kernels.ops import SumLanes, argmax
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.decoder import DecoderLayer, LayerStack
 from shared.engine.parallel.cuts import column_lanes, head_lanes
 from shared.engine.parallel.lanes import EMPTY_LANE, rank_lanes
 from shared.engine.parallel.mesh import Mesh
-from shared.engine.parallel.planning.rank_part import RankPart, local_config
+from shared.engine.parallel.rank_part import RankPart, local_config
 
 
 class RankDecoder(LayerStack):

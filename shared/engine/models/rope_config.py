@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from shared.engine.model_config import (
+from shared.engine.model_config.model_config import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.parallel.cuts import WHOLE, Cut, Range, gate_up_cut, qkv_cut
-from shared.engine.parallel.planning.rank_part import RankPart
+from shared.engine.parallel.rank_part import RankPart
 from shared.engine.weights.stored_cut import stored_cut
 
 _EXPERT = re.compile(r"(?<=experts)\.\d+")  # all experts are cut alike

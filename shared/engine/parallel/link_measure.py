@@ -8,7 +8,7 @@ from itertools import combinations
 
 import torch
 
-from shared.engine.parallel.planning.links import EXCHANGE_LATENCIES, Link, RankLink
+from shared.engine.parallel.links import EXCHANGE_LATENCIES, Link, RankLink
 from shared.engine.parallel.rank_mesh import Transport
 
 SMALL_BYTES, LARGE_BYTES = 64, 512 * 1024

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.checkpoint_form import is_harmless, is_quantised_part
+from shared.engine.model_config.checkpoint_form import is_harmless, is_quantised_part
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.checkpoint_files import Reading, TensorFile, checkpoint_folder
 from shared.engine.weights.checkpoint_index import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shared.engine.checkpoint_form import StackedPart
+from shared.engine.model_config.checkpoint_form import StackedPart
 from shared.engine.parallel.cuts import Cut
 from shared.engine.weights.weight_source import WeightSource
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shared.engine.model_config.formats import FP8_BLOCK, Int4, WeightFormat
 from shared.engine.parallel.cuts import Cut, Range
-from shared.engine.quantisation.formats import FP8_BLOCK, Int4, WeightFormat
 from shared.errors import CheckpointError
 
 _CODES = 8  # of four bits in an int32

@@ -24,8 +24,8 @@ from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
 from shared.clock import MonotonicClock
 from shared.config import default_block_size
-from shared.engine.runners.load_options import LoadOptions
-from shared.engine.runners.mode_choice import MeasuredDevice
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.mode_choice import MeasuredDevice
 from shared.numerics import TRITON_KERNELS_VERSION
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from shared.engine.features import FEATURES
-from shared.engine.grammar.worker_grammars import WorkerGrammars
+from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.errors import GrammarFailed, GrammarReplayFailed, InvalidRequest, WorkerUnfit
 from shared.grammar.spec import GRAMMAR_FEATURE, GrammarSpec
 from shared.messages import Finish, Request

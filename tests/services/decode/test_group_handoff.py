@@ -8,8 +8,8 @@ import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.executors.timing_executor import STATE_BYTES
-from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
-from shared.engine.kv_transfer.kv_writer import KvWriter
+from shared.engine.kv.kv_sender import KvSender, PushCounts
+from shared.engine.kv.kv_writer import KvWriter
 from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
 from shared.kv_wire.link import Fill, FrameHeader

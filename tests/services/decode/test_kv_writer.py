@@ -8,7 +8,7 @@ import pytest
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.timing_executor import STATE_BYTES, TimingExecutor
-from shared.engine.kv_transfer.kv_writer import KvWriter
+from shared.engine.kv.kv_writer import KvWriter
 from shared.engine.step import KvRun
 from shared.errors import FrameRefused
 from shared.kv_wire.expected_pushes import ExpectedPushes

@@ -21,7 +21,7 @@ from services.gateway.streams import streams
 from services.prefill import service as prefill_service
 from services.scheduler.candidates import size_of
 from services.scheduler.service import TICK_S
-from shared.engine.kv_transfer.kv_sender import KvSender
+from shared.engine.kv.kv_sender import KvSender
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.kv_server import KvServer
 from shared.lifecycle import heartbeat
@@ -278,7 +278,7 @@ OWN = {
     "services/prefill/service.py": ("_sweep",),
     "services/scheduler/service.py": ("loop",),
     "shared/engine/loop.py": ("_run", "_tick", "_count_experts"),
-    "shared/engine/ranks/kv/rank_kv.py": ("_count",),
+    "shared/engine/executors/group/kv/rank_kv.py": ("_count",),
     "shared/engine/worker.py": ("_send_kv_events", "_expire_pins", "_leave"),
     "shared/kv_wire/kv_server.py": ("_accept",),
     "shared/lifecycle/heartbeat.py": ("_beat", "_watch", "_measure", "fail"),

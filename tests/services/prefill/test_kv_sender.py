@@ -8,7 +8,7 @@ from array import array
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.timing_executor import TimingExecutor
-from shared.engine.kv_transfer.kv_sender import KvSender, PushCounts
+from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
 from tests.simulation.world.clock import VirtualClock, run

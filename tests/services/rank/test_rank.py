@@ -17,8 +17,8 @@ from services.cli.service_options import DEMO_MODEL_DIR
 from services.rank.leader import listening_for_ranks
 from services.worker import build_worker, load_model
 from shared.config import RankConfig, WorkerConfig
+from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.parallel.processes.join import HostListener
-from shared.engine.ranks.group_executor import GroupExecutor
 from shared.errors import DeviceFailed, InvalidRequest
 from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shared
-from shared.engine.grammar.mask_lanes import AwaitedJob, Job
+from shared.engine.token_masks.mask_lanes import AwaitedJob, Job
 from shared.grammar.matcher import Matcher
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.engine.kv_codec import Bf16FrameCodec
+from shared.engine.kv.kv_codec import Bf16FrameCodec
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer

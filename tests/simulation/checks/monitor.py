@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.gateway.streams.stream import Stream
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
-    from shared.engine.kv_transfer.ports import Push
+    from shared.engine.kv.ports import Push
 
 # Of an idle process, too: one request each.
 PROBES = ("HealthMonitor._probe", "PinKeeper._retain")

@@ -16,10 +16,10 @@ from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
 from shared.engine.executors.timing_executor import StepCost
-from shared.engine.grammar.worker_grammars import WorkerGrammars
-from shared.engine.kv_transfer.local_ports import LocalPushPort, LocalReceivePort
+from shared.engine.kv.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.loop import EngineLoop
 from shared.engine.step import KvRun, StepInputs, StepOutput
+from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.kv_layout import Reach
 from shared.lifecycle.heartbeat import HealthMonitor

@@ -15,8 +15,8 @@ from kernels.ops import (
 from shared.engine.layers.methods.compressed import CompressedMethod
 from shared.engine.layers.methods.dense import DenseMethod
 from shared.engine.layers.methods.linear_method import LinearMethod
-from shared.engine.layers.methods.quantised import QuantisedMethod
-from shared.engine.layers.methods.split12 import Split12Method
+from shared.engine.layers.methods.quantized import QuantisedMethod
+from shared.engine.layers.methods.split_weight_method import Split12Method
 
 
 def choose_method(

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.engine.checkpoint_form import CheckpointForm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.checkpoint_form import CheckpointForm
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models.config_fields import NumLayers, Width
-from shared.engine.moe_config import MoeConfig, Routing
 from shared.errors import CheckpointError
 
 NumExperts = Annotated[int, msgspec.Meta(gt=0, le=2**16)]

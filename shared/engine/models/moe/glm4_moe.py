@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.config_fields import config_fields, decoder_config
 from shared.engine.models.moe.fields import moe_fields, with_deepseek_experts
 

@@ -15,8 +15,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.engine.checkpoint_form import TEXT_PART, CheckpointForm, PairedRows, StackedExperts
-from shared.engine.model_config import LayerConfig, ModelConfig, QueryTemperature
+from shared.engine.model_config.checkpoint_form import (
+    TEXT_PART,
+    CheckpointForm,
+    PairedRows,
+    StackedExperts,
+)
+from shared.engine.model_config.model_config import LayerConfig, ModelConfig, QueryTemperature
+from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models.config_fields import (
     FULL,
     NumLayers,
@@ -28,7 +34,6 @@ from shared.engine.models.config_fields import (
     text_fields,
 )
 from shared.engine.models.moe.fields import NumExperts, moe_fields, with_experts
-from shared.engine.moe_config import MoeConfig, Routing
 from shared.errors import CheckpointError
 from shared.kv_layout import Chunk, Reach
 

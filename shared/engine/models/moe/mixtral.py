@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.engine.checkpoint_form import CheckpointForm
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.checkpoint_form import CheckpointForm
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models import mistral
 from shared.engine.models.moe.fields import NumExperts, moe_fields, with_experts
-from shared.engine.moe_config import MoeConfig, Routing
 
 DEFAULTS = {"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 FORM = CheckpointForm(

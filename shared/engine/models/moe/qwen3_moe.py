@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models import qwen3
 from shared.engine.models.config_fields import NumLayers, Width
 from shared.engine.models.moe.fields import Count, NumExperts, moe_fields, with_experts
-from shared.engine.moe_config import MoeConfig, Routing
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from socket import gethostname
 
+from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket, SocketWriter
 from shared.engine.parallel.processes.handshake import shake_hands
 from shared.engine.parallel.processes.join import HostConnections

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shared.engine.parallel.planning.links import RankLink
+from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.processes.rank_messages import (
     Failed,
     Go,

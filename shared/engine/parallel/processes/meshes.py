@@ -7,15 +7,18 @@ from urllib.parse import urlsplit
 
 import torch
 
-from shared.engine.parallel.collectives import GlooTransport, distributed_mesh, open_store
-from shared.engine.parallel.host_transport import HostTransport
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.link_measure import measure_links
+from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh import LocalMesh, Mesh
-from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.rank_messages import Start
 from shared.engine.parallel.rank_mesh import RankMesh, Transport
-from shared.engine.parallel.shared_memory_mesh import SharedMemoryTransport, shared_memory_mesh
+from shared.engine.parallel.transport.collectives import GlooTransport, distributed_mesh, open_store
+from shared.engine.parallel.transport.host_transport import HostTransport
+from shared.engine.parallel.transport.shared_memory_mesh import (
+    SharedMemoryTransport,
+    shared_memory_mesh,
+)
 
 
 def connect(start: Start, transport: str, exchange: Exchange = "fp32") -> Mesh:

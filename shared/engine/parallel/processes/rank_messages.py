@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.planning.links import RankLink
 from shared.engine.parallel.processes.ring import RingFiles
 
 NO_RING = RingFiles(-1, (), 0, 0)

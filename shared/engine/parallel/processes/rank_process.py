@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from shared.engine.parallel.lanes import Exchange
-from shared.engine.parallel.planning.links import RankLink
+from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.processes.rank_messages import (
     MAX_MESSAGE_BYTES,
     Failed,

@@ -25,7 +25,12 @@ from shared.engine.parallel.processes.records import (
     decode_part,
     encode_parts,
 )
-from shared.engine.parallel.shared_words import LINE_BYTES, SPINS, create_memory, map_memory
+from shared.engine.parallel.transport.shared_words import (
+    LINE_BYTES,
+    SPINS,
+    create_memory,
+    map_memory,
+)
 
 PAUSE_S = 0.0002  # between checks of a full ring
 TORN_S = 0.01  # how long a slot may take to become visible after its number

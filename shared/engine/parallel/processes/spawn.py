@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.rank_messages import Start, encode
 from shared.engine.parallel.processes.ring import RingFiles, create_ring
 from shared.engine.parallel.processes.watchdog import RankHandle
+from shared.engine.parallel.transport.mesh_memory import create_mesh_memory
 from shared.lifecycle.child_process import engine_environ
 
 

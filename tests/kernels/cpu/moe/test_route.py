@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu.moe.route import route
 from kernels.routing import Choice
 from kernels.torch_ops.route import route as torch_route
-from shared.engine.moe_config import Routing
+from shared.engine.model_config.moe_config import Routing
 
 ROUTINGS = {
     "softmax": Routing(score="softmax"),

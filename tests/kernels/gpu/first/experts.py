@@ -8,7 +8,7 @@ from kernels.gpu.moe import expert_rows as rows_of
 from kernels.gpu.moe import route as choosing
 from kernels.torch_ops import expert_rows as library_rows
 from kernels.torch_ops import route as library
-from shared.engine.moe_config import Routing
+from shared.engine.model_config.moe_config import Routing
 from tests.kernels.gpu.first.case import Inputs, Steps, cases
 
 CHOSEN = 8

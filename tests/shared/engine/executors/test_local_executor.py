@@ -176,7 +176,7 @@ def test_auto_device_is_cuda_if_available() -> None:
 
 def test_cuda_executor_imports_no_cpu_modules() -> None:
     code = (
-        "import sys, shared.engine.executors.load, shared.engine.executors.cuda_executor\n"
+        "import sys, shared.engine.executors.load, shared.engine.executors.cuda.cuda_executor\n"
         "rooms = ('cpu_executor', 'step_threads')\n"
         "print([name for name in sys.modules if name.endswith(rooms)])"
     )

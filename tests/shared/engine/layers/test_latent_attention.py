@@ -13,7 +13,7 @@ from kernels.reference.rotary import rotary
 from shared.engine.layers.attention_inputs import AttentionInputs, PrefillRows
 from shared.engine.layers.latent_attention import NORM_EPS, LatentAttention
 from shared.engine.layers.linear import ProductModule
-from shared.engine.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from tests.shared.engine.support.families import FAMILIES
 

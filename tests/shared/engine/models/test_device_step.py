@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu_kit.model_steps.waits import first_wait
 from kernels.device import IS_INTERPRETED
 from shared.engine.executors.load import load_executor
-from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.executors.loading.model_loading import finish_model, kv_layout_of, set_mode
+from shared.engine.executors.loading.warm_up import idle_step
+from shared.engine.executors.step_computer import StepComputer
+from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
-from shared.engine.runners.model_loading import finish_model, kv_layout_of, set_mode
-from shared.engine.runners.step_computer import StepComputer
-from shared.engine.runners.warm_up import idle_step
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.families import FAMILIES, SHAPE
 from tests.shared.engine.support.steps import Blocks, step_of

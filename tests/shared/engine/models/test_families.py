@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.engine.checkpoint_plan.model_tensors import model_tensors
-from shared.engine.checkpoint_plan.stored_weights import read_stored
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.embedding import TokenEmbedding
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
+from shared.engine.planning.model_tensors import model_tensors
+from shared.engine.planning.stored_weights import read_stored
 from tests.shared.engine.support import family_table
 from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.reference import margin_checked_prompt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.errors import CheckpointError
 

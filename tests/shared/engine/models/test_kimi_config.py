@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from shared.engine.model_config import ModelConfig
+from shared.engine.executors.loading.model_loading import kv_layout_of
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.deepseek import configure_text_part
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.planning.rank_bytes import kv_values_per_token, num_weights
-from shared.engine.parallel.planning.rank_part import whole_model
-from shared.engine.parallel.planning.stages import imbalance
-from shared.engine.parallel.planning.worker_parts import model_costs, stages_of, worker_parts
-from shared.engine.runners.model_loading import kv_layout_of
-from shared.engine.weights.formed_tensors import model_names
+from shared.engine.parallel.rank_part import whole_model
+from shared.engine.planning.rank_bytes import kv_values_per_token, num_weights
+from shared.engine.planning.stages import imbalance
+from shared.engine.planning.worker_parts import model_costs, stages_of, worker_parts
+from shared.engine.weights.checkpoint_tensors import model_names
 
 TEXT: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

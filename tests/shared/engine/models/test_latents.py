@@ -12,11 +12,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from shared.engine.checkpoint_form import CheckpointForm
 from shared.engine.executors import cpu_executor
 from shared.engine.executors.load import load_executor
 from shared.engine.layers import latent_attention
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.checkpoint_form import CheckpointForm
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.errors import CheckpointError
 from shared.kv_layout import LatentKv

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.engine.runners.model_loading import set_mode
+from shared.engine.executors.loading.model_loading import set_mode
 from tests.shared.engine.models.test_device_step import computer_of, launched, step_function
 from tests.shared.engine.support.families import DEEPSEEK, FAMILIES, Family
 

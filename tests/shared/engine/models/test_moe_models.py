@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.moe import Experts, MoeMlp
+from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models import checkpoint_config
-from shared.engine.moe_config import MoeConfig, Routing
 from shared.errors import CheckpointError
 from tests.shared.engine.support.families import FAMILIES
 from tests.shared.engine.support.steps import Blocks, advance, prefill, step_of

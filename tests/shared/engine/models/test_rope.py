@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shared.engine.layers.rotary import inverse_frequencies, rotary_tables
-from shared.engine.model_config import RopeConfig
+from shared.engine.model_config.model_config import RopeConfig
 from shared.engine.models.rope_config import dynamic_theta, rope_config, rope_fields, served_context
 
 CONTEXT = 4096

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.engine.parallel.collectives import Backend, DistributedTransport, distributed_mesh
 from shared.engine.parallel.mesh import LocalMesh, Mesh
-from shared.engine.parallel.mesh_memory import create_mesh_memory
 from shared.engine.parallel.mesh_shape import MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import RankMesh
-from shared.engine.parallel.shared_memory_mesh import shared_memory_mesh
+from shared.engine.parallel.transport.collectives import (
+    Backend,
+    DistributedTransport,
+    distributed_mesh,
+)
+from shared.engine.parallel.transport.mesh_memory import create_mesh_memory
+from shared.engine.parallel.transport.shared_memory_mesh import shared_memory_mesh
 from tests.shared.engine.parallel.forked_ranks import run_forked
 from tests.shared.engine.parallel.processes.mlp import Mlp
 from tests.shared.engine.parallel.test_mesh import GATHER, HALVE, bits, lanes_of, own_lanes

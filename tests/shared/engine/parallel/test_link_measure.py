@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from shared.engine.parallel.link_measure import measure_links, measured_pairs
+from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.planning.links import RankLink
 from tests.shared.engine.parallel.rank_threads import run_ranks
 
 HOSTS = ("a", "a", "a", "b")

@@ -11,14 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.parallel import shared_words
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import LocalMesh, Mesh
-from shared.engine.parallel.mesh_memory import SLOT_BYTES, create_mesh_memory, memory_bytes
 from shared.engine.parallel.mesh_shape import MeshShape, RankLost
 from shared.engine.parallel.rank_mesh import RankMesh
-from shared.engine.parallel.shared_memory_mesh import SharedMemoryTransport
-from shared.engine.parallel.shared_words import LINE_BYTES, SharedWords, create_memory, map_memory
+from shared.engine.parallel.transport import shared_words
+from shared.engine.parallel.transport.mesh_memory import (
+    SLOT_BYTES,
+    create_mesh_memory,
+    memory_bytes,
+)
+from shared.engine.parallel.transport.shared_memory_mesh import SharedMemoryTransport
+from shared.engine.parallel.transport.shared_words import (
+    LINE_BYTES,
+    SharedWords,
+    create_memory,
+    map_memory,
+)
 from tests.shared.engine.parallel.rank_threads import run_meshes
 from tests.shared.engine.parallel.test_mesh import GATHER, HALVE, bits, lanes_of, own_lanes
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.readme_table import replaced
-from shared.engine.model_config import ModelConfig
+from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.kv_layout import Chunk, Window
 from tests.shared.engine.support.families import FAMILIES

@@ -8,9 +8,9 @@ from pathlib import Path
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.model_loading import kv_layout_of
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners.model_loading import kv_layout_of
 from shared.engine.step import KvRun
 from shared.kv_layout import FP8, first_sent
 from shared.messages import TokenLogprobs

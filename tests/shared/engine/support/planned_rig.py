@@ -12,9 +12,9 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import StepProgress
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
-from shared.engine.grammar.budgeted_output import ForcedToken
 from shared.engine.step import StepInputs, StepOutput
 from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
+from shared.engine.token_masks.budgeted_output import ForcedToken
 from tests.shared.engine.support.masked import LateMask, ReadyMask
 from tests.shared.engine.support.plain_inputs import plain_inputs
 from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish

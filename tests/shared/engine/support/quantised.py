@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
-from shared.engine.quantise.quantise_folder import quantise_folder
+from shared.engine.quantize.quantize_folder import quantise_folder
 
 FILE, CONFIG = "model.safetensors", "config.json"
 

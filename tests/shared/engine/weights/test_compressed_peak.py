@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import ops
 from kernels.split_weight import HALF
+from shared.engine.executors.loading.model_loading import empty_model, open_weights
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners.model_loading import empty_model, open_weights
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import weights_report

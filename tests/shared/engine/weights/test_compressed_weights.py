@@ -19,9 +19,9 @@ from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import select_rows
 from kernels.cpu.simd.cpu_features import has_amx
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.model_loading import empty_model
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners.model_loading import empty_model
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed
@@ -228,7 +228,7 @@ SERVE = """
 import sys
 from pathlib import Path
 from shared.engine.executors.load import load_executor
-from shared.engine.runners.model_loading import empty_model
+from shared.engine.executors.loading.model_loading import empty_model
 from shared.engine.executors.local_executor import LocalExecutor
 from tests.shared.engine.support.steps import Blocks, generate
 

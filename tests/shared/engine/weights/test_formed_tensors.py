@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared.engine.checkpoint_form import (
+from shared.engine.model_config.checkpoint_form import (
     TEXT_PART,
     CheckpointForm,
     PairedRows,
     StackedExperts,
 )
 from shared.engine.parallel.cuts import WHOLE, Cut
+from shared.engine.weights.checkpoint_tensors import FormedTensors
 from shared.engine.weights.dummy_weights import DummyTensors
-from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import CheckpointError

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from shared.engine.checkpoint_plan.stored_weights import read_stored
 from shared.engine.codec.compress import compress_folder
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.quantise.quantise_folder import quantise_folder
+from shared.engine.planning.stored_weights import read_stored
+from shared.engine.quantize.quantize_folder import quantise_folder
 from shared.errors import CheckpointError
 from tests.shared.engine.codec.folders import Silent
 from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared.engine.checkpoint_form import TEXT_PART
 from shared.engine.codec.compress import compress_folder
+from shared.engine.model_config.checkpoint_form import TEXT_PART
 from shared.engine.parallel.cuts import WHOLE, Cut
+from shared.engine.weights.checkpoint_tensors import FormedTensors
 from shared.engine.weights.dummy_weights import DummyTensors
-from shared.engine.weights.formed_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.weight_source import WeightSource, read_tensor
 from tests.shared.engine.codec.folders import Silent

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from shared.engine.parallel.collectives import serve_store
 from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.frames import FrameSocket, SocketReader, SocketWriter
@@ -23,6 +22,7 @@ from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.join import HostListener, open_connections
 from shared.engine.parallel.processes.records import Record, StepGap
 from shared.engine.parallel.processes.watchdog import GroupLost
+from shared.engine.parallel.transport.collectives import serve_store
 from tests.shared.engine.parallel.processes.mlp import Mlp
 from tests.shared.engine.parallel.processes.test_group import (
     BUDGET_S,

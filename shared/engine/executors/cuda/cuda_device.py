@@ -1,0 +1,81 @@
+"""One CUDA device of an executor: binds threads to it and measures its memory.
+
+A new thread starts on device 0, and Triton launches on the thread's current device: with tensors on
+another device, kernels would run on the wrong GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.device import TritonUnusable, check_triton
+from shared.engine.executors.loading.kv_sizing import MemoryReport
+from shared.errors import ConfigError
+
+
+class CudaDriver(Protocol):
+    """The part of `torch.cuda` used here. The current device is a property of the thread."""
+
+    def set_device(self, device: int, /) -> None: ...
+    def current_device(self) -> int: ...
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
+    def mem_get_info(self, device: int, /) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """`tensors_on`: the device of tensors, `torch.device("cuda", index)` except in tests.
+    `try_kernel` runs a kernel there, or raises TritonUnusable.
+    """
+
+    index: int
+    tensors_on: torch.device
+    driver: CudaDriver
+    try_kernel: Callable[[torch.device], None] = check_triton
+
+    def bind(self) -> None:
+        """Makes it the calling thread's current device."""
+        self.driver.set_device(self.index)
+
+    def check_kernels(self) -> None:
+        """Raises ConfigError if a kernel cannot be compiled, loaded and run: at the start, where
+        the operator notices it, not at each request.
+        """
+        try:
+            self.try_kernel(self.tensors_on)
+        except TritonUnusable as error:
+            raise ConfigError(str(error), param="device") from error
+
+    def check_bound(self) -> None:
+        """Raises RuntimeError if the calling thread would launch on another device."""
+        current = self.driver.current_device()
+        if current != self.index:
+            name = threading.current_thread().name
+            raise RuntimeError(
+                f"thread {name!r} is on cuda:{current}, and the model is on cuda:{self.index}"
+            )
+
+    def memory(self) -> MemoryReport:
+        """The memory report, after all launched work has ended."""
+        self.driver.synchronize()
+        free, total = self.driver.mem_get_info(self.index)
+        return MemoryReport(free=free, total=total)
+
+    def release_cached(self) -> None:
+        """Returns what torch caches for reuse: memory of the device, pinned memory of the host."""
+        self.driver.synchronize()
+        self.driver.empty_cache()
+        empty_pinned = getattr(torch._C, "_host_emptyCache", None)  # builds without CUDA lack it
+        if self.tensors_on.type == "cuda" and empty_pinned is not None:
+            empty_pinned()
+
+
+def cuda_device(device: torch.device) -> CudaDevice:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaDevice(index, torch.device("cuda", index), torch.cuda)

@@ -1,0 +1,43 @@
+"""The only step that runs before a worker is ready: what it leaves in torch's cache is what steps
+need besides weights and KV.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.warm_up import largest_step, logprobs_step, sampled_steps
+from shared.engine.executors.step_computer import StepComputer
+from shared.engine.models.device_step import DeviceStepOutput
+
+
+def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:
+    """Also draws with every option of sampling, whose results the host reads, and reports the
+    log-probabilities of as many rows as there can be.
+    """
+    layout, config = computer.kv_layout, computer.model.config
+    num_groups = len(layout.groups)
+    step = largest_step(
+        layout.block_size,
+        max_batch_tokens=options.max_batch_tokens,
+        max_sequences=options.max_sequences,
+        max_context_tokens=len(computer.model.cos),
+        num_groups=num_groups,
+    )
+    computer.run(step)
+    drawn = _unset_output(computer, 1)
+    for each in sampled_steps(layout.block_size, config.vocab_size, num_groups=num_groups):
+        computer.output(drawn, each)
+    num_rows = len(step.query_lens)
+    all_rows = logprobs_step(layout.block_size, num_rows, num_groups=num_groups)
+    computer.output(_unset_output(computer, num_rows), all_rows)
+
+
+@torch.inference_mode()
+def _unset_output(computer: StepComputer, num_rows: int) -> DeviceStepOutput:
+    """Of tokens that no layer has seen, as many of which sample as there are rows."""
+    model, device = computer.model, computer.kv_cache.device
+    hidden = model.embed(torch.zeros(num_rows + 1, dtype=torch.int64, device=device))
+    rows = hidden[:num_rows]
+    return DeviceStepOutput(hidden, rows, model.logits(rows))

@@ -1,0 +1,46 @@
+"""A rank's part of the KV cache, under the layers and heads of the whole model."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec.structs import replace
+
+from shared.engine.kv.kv_copies import KvCopies
+from shared.engine.step import KvRun
+from shared.kv_layout import KvLayout, KvShard
+from shared.kv_wire.shards import in_groups
+from shared.numerics import Numerics
+
+
+class RankMemory:
+    """A `KvMemory`, which holds `shard`. `kv_layout`: of the whole model."""
+
+    def __init__(
+        self, copies: KvCopies, kv_layout: KvLayout, shard: KvShard, numerics: Numerics
+    ) -> None:
+        self.kv_layout = kv_layout
+        self.numerics = numerics
+        self.shard = shard
+        self._copies = copies
+        self._held = in_groups(kv_layout, shard)
+        self._thread = ThreadPoolExecutor(1, "rank-copy")
+
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._copies.read_kv, self._own(run), out
+        )
+
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._copies.write_kv, self._own(run), payload
+        )
+
+    def _own(self, run: KvRun) -> KvRun:
+        """Counted from the rank's first layer of the group, and its first head. Without a shard it
+        is all that a rank has which holds the whole group.
+        """
+        if run.shard is None:
+            return run
+        return replace(run, shard=run.shard.relative_to(self._held[run.group]))

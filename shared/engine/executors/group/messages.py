@@ -1,0 +1,80 @@
+"""What a leader and its ranks send each other about steps.
+
+    ring:    RunStep, CheckDevice, ZeroBlocks, GiveBackBlocks, ReturnFreedMemory ──▶ every rank;
+             the answering rank ──output──▶ leader
+    masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
+
+Steps, masks and KV (kv_messages.py) travel apart, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.engine.executors.loading.load_options import LoadOptions
+
+
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a rank's part of the model, and the descriptors that it inherits.
+
+    `options`: of the whole model, with the dtype and mode that the leader has chosen.
+    `kv`: a socket for each rank; `masks`: one of the answering rank; -1: of another host's.
+    `data_plane_host`: of ranks on another host than the leader's, where they receive KV.
+    """
+
+    model_dir: str
+    options: LoadOptions
+    num_threads: int
+    max_blocks: int
+    kv: tuple[int, ...]
+    masks: int
+    data_plane_host: str = ""
+
+
+class RunStep(msgspec.Struct, frozen=True, tag=True):
+    """`plan`: see step_plan.py."""
+
+    plan: bytes
+
+
+class CheckDevice(msgspec.Struct, frozen=True, tag=True):
+    """A step without side effects."""
+
+
+class ZeroBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Answered once all ranks have zeroed them."""
+
+    block_ids: list[int]
+
+
+class GiveBackBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Nothing uses them: their memory goes back to the system."""
+
+    block_ids: list[int]
+
+
+class ReturnFreedMemory(msgspec.Struct, frozen=True, tag=True):
+    """Of steps: the worker is being parked."""
+
+
+class CountExperts(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ExpertCounts, or nothing if the answering rank has no layer with experts."""
+
+
+class ExpertCounts(msgspec.Struct, frozen=True):
+    """`counts`: int64 [number of layers, num_experts]."""
+
+    num_experts: int
+    counts: bytes
+
+
+class MasksWanted(msgspec.Struct, frozen=True, tag=True):
+    step: int
+    timeout_s: float
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    words: list[bytes | None]
+
+
+Command = RunStep | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory | CountExperts

@@ -1,0 +1,92 @@
+"""What a rank process computes: its part of each step. Its data plane runs beside it."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from shared.engine.executors.group.channel import Channel
+from shared.engine.executors.group.kv.rank_kv import start_rank_kv
+from shared.engine.executors.group.messages import (
+    CheckDevice,
+    Command,
+    CountExperts,
+    ExpertCounts,
+    GiveBackBlocks,
+    RankSetup,
+    ReturnFreedMemory,
+    RunStep,
+    ZeroBlocks,
+)
+from shared.engine.executors.group.rank_computer import load_rank
+from shared.engine.executors.group.remote_masks import RemoteMasks
+from shared.engine.executors.loading.freed_memory import return_freed_memory
+from shared.engine.executors.rank_state import RankState
+from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.processes.rank_process import RankContext
+from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
+from shared.log import configure_logging
+from shared.numerics import exchange_of
+
+_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+class ModelWork:
+    """See RankWork."""
+
+    def __init__(self, context: RankContext) -> None:
+        """Raises CheckpointError, ConfigError."""
+        configure_logging(f"rank-{context.rank}")
+        setup = msgspec.msgpack.decode(context.config, type=RankSetup)
+        torch.set_num_threads(setup.num_threads)
+        self._mesh = context.mesh(exchange=exchange_of(setup.options.activations))
+        loaded = load_rank(setup, self._mesh)
+        self._computer, self.identity = loaded.computer, loaded.identity
+        layout = self._computer.kv_layout
+        self._state = RankState(layout.block_size, len(layout.groups))
+        self._masks = RemoteMasks(None if setup.masks < 0 else Channel.of(setup.masks))
+        start_rank_kv(
+            setup.kv[context.rank], loaded.memory, loaded.sent, own_host=setup.data_plane_host
+        )
+
+    def run(self, step: int, data: bytes) -> bytes:
+        match _decoder.decode(data):
+            case RunStep(plan=plan):
+                return encode(self._computed(step, decode_plan(plan)))
+            case CheckDevice():
+                self._computer.run_idle([2, 1], temperature=1.0)
+            case ZeroBlocks(block_ids=block_ids):
+                self._computer.zero_blocks(block_ids)
+                _wait_for_all(self._mesh)
+            case GiveBackBlocks(block_ids=block_ids):
+                self._computer.give_back(block_ids)
+                _wait_for_all(self._mesh)
+            case ReturnFreedMemory():
+                return_freed_memory()
+            case CountExperts():
+                return self._counted()
+        return b""
+
+    def _counted(self) -> bytes:
+        counts = self._computer.expert_counts()
+        if counts is None:
+            return b""
+        return msgspec.msgpack.encode(ExpertCounts(counts.shape[1], counts.tobytes()))
+
+    def _computed(self, step: int, plan: StepPlan) -> StepResult:
+        masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)
+        output = self._computer.run(self._state.apply(plan, masks))
+        self._state.record(output)
+        return StepResult(plan.step, output, self._computer.failure)
+
+
+def _wait_for_all(mesh: Mesh) -> None:
+    """The answering rank returns after all others have called this."""
+    stage, _ = mesh.shape.place(mesh.rank)
+    token = torch.zeros(1, 1)
+    if stage > 0:
+        token = mesh.recv(token.shape, token.dtype)
+    if mesh.shape.tp > 1:
+        mesh.gather(token, 0)
+    if stage + 1 < mesh.shape.pp:
+        mesh.send(token)

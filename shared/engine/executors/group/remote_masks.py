@@ -1,0 +1,62 @@
+"""Token masks of a step, which the leader's process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.clock import Clock
+from shared.engine.executors.group.channel import Channel
+from shared.engine.executors.group.messages import Masks, MasksWanted
+from shared.engine.step import TokenMask
+
+Words = NDArray[np.int32]
+
+
+class RemoteMasks:
+    """All masks of a step come with one reply: most are ready when the first is wanted.
+
+    `channel`: None at a rank that does not answer on a host without the one that does.
+    """
+
+    def __init__(self, channel: Channel | None) -> None:
+        self._channel = channel
+        self._step = 0
+        self._words: list[bytes | None] | None = None
+
+    def of_step(self, step: int, count: int) -> list[RemoteMask]:
+        """The masks of the step that this rank computes from now on."""
+        self._step = step
+        self._words = None
+        return [RemoteMask(self, place) for place in range(count)]
+
+    def wait(self, place: int, timeout_s: float) -> Words | None:
+        if self._words is None or (self._words[place] is None and timeout_s > 0):
+            assert self._channel is not None, "of the answering rank"
+            self._channel.send(MasksWanted(self._step, timeout_s))
+            reply: Masks = self._channel.receive(Masks)
+            self._words = reply.words
+        words = self._words[place]
+        return None if words is None else np.frombuffer(words, np.int32)
+
+
+class RemoteMask:
+    """A `TokenMask`."""
+
+    def __init__(self, masks: RemoteMasks, place: int) -> None:
+        self._masks = masks
+        self._place = place
+
+    def wait(self, timeout_s: float) -> Words | None:
+        return self._masks.wait(self._place, timeout_s)
+
+
+def mask_words(masks: Sequence[TokenMask], timeout_s: float, clock: Clock) -> list[bytes | None]:
+    """At the leader: the words of all masks of a step; None for those not ready within `timeout_s`
+    together.
+    """
+    deadline = clock.now() + timeout_s
+    words = [mask.wait(max(0.0, deadline - clock.now())) for mask in masks]
+    return [None if each is None else each.tobytes() for each in words]

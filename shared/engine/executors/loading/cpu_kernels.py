@@ -1,0 +1,145 @@
+"""Compiles a model's CPU kernels, and warns if torch must be used instead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from threading import Event, Thread
+
+import structlog
+
+from kernels.ops import CompilePlan, QuantisedKind, cpu_host
+from shared.engine.model_config.formats import Fp8Block, Int4, WeightFormat
+from shared.engine.model_config.model_config import ModelConfig
+from shared.kv_layout import FP8, KvLayout
+
+log = structlog.get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 1.0
+_BLOCK = 32
+# A part of each product -> its name where the checkpoint has it as one.
+_PARTS = {
+    "self_attn.q_proj": "self_attn.qkv_proj",
+    "self_attn.o_proj": "self_attn.o_proj",
+    "mlp.gate_proj": "mlp.gate_up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+_EXPERTS = {f"mlp.experts.0.{part}": f"mlp.experts.0.{part}" for part in ("gate_proj", "down_proj")}
+
+
+def import_kernels() -> None:
+    """Imports numba and the kernels, for workers that are forked from this process. Neither
+    compiles nor loads machine code, and starts no thread.
+    """
+    cpu_host()
+
+
+def compile_plan(
+    config: ModelConfig, dtype: str, kv_layout: KvLayout, *, is_compressed: bool
+) -> CompilePlan:
+    """The properties that a model's machine code depends on. `dtype`: of activations."""
+    widths = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    is_masked = [
+        layer.reach is not None or config.attention_softcap is not None for layer in config.layers
+    ]
+    has_layer_kernel = (
+        cpu_host().has_gemm(dtype)
+        and config.latent is None
+        and kv_layout.dtype != FP8
+        and all(width % _BLOCK == 0 for width in widths)
+        and not (config.has_output_bias or config.has_mlp_bias)
+        and not all(layer.moe for layer in config.layers)
+    )
+    return cpu_host().compile_plan(
+        dtype=dtype,
+        head_dim=kv_layout.state.row[2],
+        block_size=kv_layout.block_size,
+        is_compressed=is_compressed,
+        is_blocked=has_layer_kernel,
+        has_plain_attention=not all(is_masked),
+        has_masked_attention=any(is_masked),
+        has_gelu=config.activation != "silu",
+        quantised=_quantised_kinds(config, dtype, _PARTS),
+        quantised_experts=_quantised_kinds(config, dtype, _EXPERTS),
+        has_experts=config.has_experts,
+        has_latents=config.latent is not None,
+        has_fp8_kv=kv_layout.dtype == FP8,
+    )
+
+
+def _quantised_kinds(
+    config: ModelConfig, dtype: str, paths: Mapping[str, str]
+) -> tuple[QuantisedKind, ...]:
+    """Of the last layer: the first ones of some models differ."""
+    formats = config.layers[-1].formats
+    if formats is None or dtype != "bfloat16":
+        return ()
+    is_fused = config.has_fused_projections
+    return tuple(
+        _quantised_kind(formats.of(fused if is_fused else part)) for part, fused in paths.items()
+    )
+
+
+def _quantised_kind(form: WeightFormat | None) -> QuantisedKind:
+    match form:
+        case None:
+            return "dense"
+        case Fp8Block():
+            return "fp8"
+        case Int4(is_symmetric=True, scale_dtype=scale):
+            return "int4" if scale == "BF16" else "int4-floats"
+        case Int4(scale_dtype=scale):
+            return "int4-zeros" if scale == "BF16" else "int4-zeros-floats"
+
+
+def compile_kernels(plan: CompilePlan) -> None:
+    """Returns once they are compiled. On failure it logs a warning, and torch is used instead."""
+    failure = cpu_host().compile_ahead(plan)
+    if failure is not None:
+        log.warning("cpu_kernels_unavailable", reason=failure, backend="torch")
+
+
+def load_kernels(plan: CompilePlan, run: Callable[[], None]) -> None:
+    """Calls `run`, whose steps load all machine code and compile what `compile_kernels` did not.
+
+    One process of a host does so at a time until one has; later ones find the code, and wait for
+    no process that compiles another model's.
+    """
+    marker = plan.marker("steps")
+    if marker.exists():
+        run()
+        return
+    with cpu_host().compile_lock():
+        run()
+    with suppress(OSError):
+        marker.touch()
+
+
+class RowKernels:
+    """Compiles kernels for long prompts in the background, during steps; `close` cancels."""
+
+    def __init__(self, plan: CompilePlan) -> None:
+        self._is_closed = Event()
+        self._thread = Thread(
+            target=cpu_host().compile_rows,
+            args=(plan, self._is_wanted),
+            name="compile-rows",
+            daemon=True,
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Waits for the end of the child that compiles: it would outlive this process."""
+        self._is_closed.set()
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+
+    def _is_wanted(self) -> bool:
+        return not self._is_closed.is_set()

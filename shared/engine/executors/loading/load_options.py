@@ -1,0 +1,63 @@
+"""The options of loading a model, of one process or of each rank. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.config import ExpertSplit
+from shared.engine.executors.loading.kv_sizing import num_blocks_for
+from shared.engine.model_config.model_config import ModelConfig
+from shared.kv_layout import KvLayout
+from shared.numerics import Activations, KvDtype, Mode
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA a share of the free memory after loading.
+    `kv_ceiling_bytes`: the most that the KV cache may get later; None: no more than at the start.
+    `is_parked`: it takes no memory before it gets a size. `max_context_tokens`: at most; None: the
+    model's.
+
+    `mode` exact: a token's bits depend neither on its batch nor on chunking, so that a resumed
+    response continues identically. On the CPU this always holds, at no cost; "fast" only declares
+    the worker's KV usable by other hardware in that mode.
+    `activations`: how sums of lanes cross ranks, rounded alike by a worker of one rank.
+    `kv_dtype`: see `resolve_kv_dtype`.
+    `experts`: how ranks share a model's experts, with the same bits.
+    `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
+    `max_batch_tokens` and `max_sequences` bound the size of the steps.
+    `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
+    prompts take more time, with the same bits.
+    """
+
+    dtype: str = "auto"
+    kv_dtype: KvDtype = "auto"
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    kv_ceiling_bytes: int | None = None
+    is_parked: bool = False
+    max_context_tokens: int | None = None
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
+    num_threads: int | None = None
+    mode: Mode = "exact"
+    activations: Activations = "plain"
+    experts: ExpertSplit = "auto"
+    weights: str = "auto"
+    load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
+    has_row_kernels: bool = False
+
+    def kv_ceiling(self, kv_layout: KvLayout, num_blocks: int) -> int:
+        """The most blocks of a cache that has `num_blocks` at the start. Raises ConfigError."""
+        if self.kv_ceiling_bytes is None:
+            return num_blocks
+        most = num_blocks_for(kv_layout, self.kv_ceiling_bytes, option="kv_ceiling_bytes")
+        return max(num_blocks, most)
+
+    def context_tokens(self, config: ModelConfig, max_blocks: int | None) -> int:
+        """The longest sequence: of the model, of the option, and of `max_blocks`."""
+        limits = [config.max_position_embeddings]
+        if self.max_context_tokens is not None:
+            limits.append(self.max_context_tokens)
+        if max_blocks is not None:
+            limits.append(max_blocks * self.block_size)
+        return min(limits)

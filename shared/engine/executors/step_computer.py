@@ -1,0 +1,166 @@
+"""Computes steps of a torch model, on the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.ops import copy_blocks
+from shared.clock import MonotonicClock
+from shared.engine.kv.kv_copies import KvCopies, any_thread
+from shared.engine.layers.attention_inputs import LayerKind
+from shared.engine.layers.moe import MoeMlp
+from shared.engine.models.decoder import DecoderLayer
+from shared.engine.models.device_step import (
+    MISROUTED,
+    DeviceStepInputs,
+    DeviceStepOutput,
+    Model,
+    device_step,
+    hidden_states,
+)
+from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
+from shared.engine.sampling.mask_words import join_masks
+from shared.engine.sampling.sampler import sample_tokens
+from shared.engine.step import StepInputs, StepOutput
+from shared.kv_layout import KvLayout
+from shared.messages import TokenLogprobs
+
+
+class StepComputer(KvCopies):
+    """Computes steps and copies KV on the calling thread, on the model's device.
+
+    `kind_of_layer`: the index of each layer's inputs among those of a step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: Tensor,
+        kv_layout: KvLayout,
+        *,
+        check_thread: Callable[[], None] = any_thread,
+    ) -> None:
+        super().__init__(kv_cache, kv_layout, check_thread)
+        self.model = model
+        of_layers = [
+            LayerKind(group, layer.reach, layer.query_temperature)
+            for (group, _), layer in zip(kv_layout.places, model.layer_config.layers, strict=True)
+        ]
+        self._kinds = tuple(dict.fromkeys(of_layers))  # see build_attention_inputs
+        self.kind_of_layer = [self._kinds.index(each) for each in of_layers]
+        self._slot_of_layer = [slot for _, slot in kv_layout.places]
+        self._clock = MonotonicClock()
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> StepOutput:
+        began_at = self._clock.now()
+        done = device_step(*self._operands(inputs, is_drawn=self._is_drawn(inputs)))
+        return self.output(done, inputs, began_at)
+
+    @torch.inference_mode()
+    def output(
+        self, done: DeviceStepOutput, inputs: StepInputs, began_at: float = 0.0
+    ) -> StepOutput:
+        """The results of a step that the device has computed, or will have."""
+        token_ids, logprobs, late_rows = self._tokens(done, inputs, began_at)
+        vocab_size = self.model.config.vocab_size
+        return StepOutput(
+            token_ids,
+            logprobs,
+            prompt_logprobs(done.hidden, inputs, self.model.logits, vocab_size=vocab_size),
+            pooled(done.hidden, inputs, self.model.normed),
+            late_rows,
+        )
+
+    def step_logits(self, inputs: StepInputs) -> Tensor:
+        """[R, vocab_size] FP32."""
+        logits = device_step(*self._operands(inputs)).logits
+        assert logits is not None, "the step samples nothing"
+        return logits
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """Hidden states of all tokens, before the final norm: [T, hidden_size]."""
+        return hidden_states(*self._operands(inputs))
+
+    def device_inputs(self, inputs: StepInputs, *, is_drawn: bool = False) -> DeviceStepInputs:
+        kinds = self._kinds, self.kind_of_layer
+        return DeviceStepInputs.build(inputs, self._device, *kinds, is_drawn=is_drawn)
+
+    def kv_slots(self) -> list[Tensor]:
+        """The cache of each layer."""
+        slots = self.kv_cache.unbind(0)
+        return [slots[slot] for slot in self._slot_of_layer]
+
+    @torch.inference_mode()
+    def expert_counts(self) -> NDArray[np.int64] | None:
+        """[layers with experts, experts]: the tokens of each since the start; None without experts.
+
+        Waits for the device.
+        """
+        self._check_thread()
+        moes = [layer.mlp for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        sums = [mlp.summed_offsets for mlp in moes if isinstance(mlp, MoeMlp)]
+        if not sums:
+            return None
+        counts: NDArray[np.int64] = torch.stack(sums).diff(dim=1).cpu().numpy()
+        return counts
+
+    @torch.inference_mode()
+    def _operands(
+        self, inputs: StepInputs, *, is_drawn: bool = False
+    ) -> tuple[Model, list[Tensor], DeviceStepInputs, Tensor | None]:
+        """Those of `device_step`. Copies blocks first."""
+        self._check_thread()
+        if inputs.block_copies:
+            copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
+            copy_blocks(self.kv_cache, *copies.to(self._device))
+        own = self.device_inputs(inputs, is_drawn=is_drawn)
+        return self.model, self.kv_slots(), own, self._entering(inputs)
+
+    def _entering(self, inputs: StepInputs) -> Tensor | None:
+        """What enters the first layer, if it is not the embedding of the tokens."""
+        return None
+
+    def _is_drawn(self, inputs: StepInputs) -> bool:
+        """Whether the step draws its tokens on the device, before anything is read."""
+        return inputs.sampling.is_plain
+
+    def _tokens(
+        self, done: DeviceStepOutput, inputs: StepInputs, began_at: float
+    ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
+        """Returns token ids, logprobs and late rows, as in `StepOutput`."""
+        if done.sampled is None:
+            return [], [], frozenset()
+        if done.token_ids is not None:
+            token_ids = done.token_ids.tolist()
+            self._check_routing(MISROUTED in token_ids)
+            return token_ids, [], frozenset()
+        assert done.logits is not None
+        try:  # the flags are read after the tokens: the device has computed both
+            return self._sample_logits(done.logits, inputs, began_at)
+        finally:
+            self._check_routing(done.is_misrouted is not None and bool(done.is_misrouted.any()))
+
+    def _check_routing(self, is_misrouted: bool) -> None:
+        """Raises FloatingPointError if a router's logits were no numbers."""
+        if is_misrouted:
+            raise FloatingPointError("a router's logits are NaN or infinite")
+
+    def _sample_logits(
+        self, logits: Tensor, inputs: StepInputs, began_at: float
+    ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
+        masks = join_masks(
+            inputs.sampling.masks, self._clock, lambda: self._forward_time_s(began_at)
+        )
+        return *sample_tokens(logits, inputs.sampling, masks), masks.late_rows
+
+    def _forward_time_s(self, began_at: float) -> float:
+        """Waits until the device has computed the forward pass."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._clock.now() - began_at

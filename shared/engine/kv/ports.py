@@ -1,0 +1,109 @@
+"""How a worker pushes and receives KV, whether one process or several ranks hold its cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from shared.engine.kv.kv_sender import PushCounts, PushedSequence
+from shared.engine.kv.kv_writer import ReservedSequence
+from shared.kv_wire.expected_pushes import ReceiverCounts
+from shared.kv_wire.link import CompressionCounts
+from shared.messages import KvTargets, LinkKey
+
+
+class Push(Protocol):
+    """The push of one prefill to all targets; see KvSender."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the KV that the targets have acknowledged; 0 if other processes send it."""
+        ...
+
+    def computed(self, num_computed_tokens: int) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    async def run(self) -> bool:
+        """Returns True once each target holds its part of the KV, False after `cancel`. Raises
+        HearthError. No copy reads the blocks after `run` has ended.
+        """
+        ...
+
+
+class PushPort(Protocol):
+    @property
+    def counts(self) -> PushCounts: ...
+
+    @property
+    def compressed(self) -> CompressionCounts: ...
+
+    def start(
+        self,
+        placement_id: bytes,
+        sequence: PushedSequence,
+        *,
+        first_token: int,
+        targets: KvTargets,
+        link_key: LinkKey | None,
+    ) -> Push:
+        """The caller awaits `run` and, until it ends, keeps the sequence's blocks."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Receipt(Protocol):
+    """The KV of one prefill attempt; see KvWriter."""
+
+    ended: asyncio.Future[str | None]
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Exact after `ReceivePort.forget`."""
+        ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def fail(self, reason: str) -> None: ...
+
+
+class ReceivePort(Protocol):
+    @property
+    def targets(self) -> KvTargets: ...
+
+    @property
+    def counts(self) -> ReceiverCounts:
+        """One object, which changes."""
+        ...
+
+    def expect(
+        self,
+        placement_id: bytes,
+        sequence: ReservedSequence,
+        *,
+        num_held_tokens: int,
+        prefill_worker_id: str,
+    ) -> Receipt: ...
+
+    async def ready(self, placement_id: bytes) -> None:
+        """Returns once frames of an expected placement may come. Raises HearthError."""
+        ...
+
+    async def forget(self, placement_id: bytes) -> None:
+        """Returns when no copy writes the blocks of the placement, and none ever will."""
+        ...
+
+    def link_key(self, prefill_worker_id: str) -> LinkKey | None:
+        """None: links are not sealed."""
+        ...
+
+    def forget_worker(self, prefill_worker_id: str) -> None:
+        """Its link key is not used again."""
+        ...
+
+    async def close(self) -> None: ...

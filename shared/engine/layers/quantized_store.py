@@ -1,0 +1,103 @@
+"""The tensors of a quantised weight as its checkpoint has them, in one piece of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Fp8Part, Int4Part, QuantisedWeight, fp8_weight, int4_weight
+from shared.engine.model_config.formats import (
+    Int4,
+    StoredTensor,
+    WeightFormat,
+    stored_tensors,
+)
+
+DTYPES = {
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+_ALIGNMENT = 4  # bytes: that of the widest dtype
+
+
+class _Span(NamedTuple):
+    part: int
+    kind: str
+    tensor: StoredTensor
+    start: int  # bytes
+
+
+@dataclass(frozen=True)
+class QuantisedStore:
+    """Of linear layers with `rows` output rows each, one below the other, of `width` columns.
+
+    A checkpoint fills `memory`; the kernels' form is made from it and replaces it. `dtype` is that
+    of the dequantised weight.
+    """
+
+    form: WeightFormat
+    rows: tuple[int, ...]
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        last = self._spans[-1]
+        end = last.start + _num_bytes(last.tensor)
+        return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    def parts(self, memory: Tensor) -> list[dict[str, Tensor]]:
+        """The tensors of each layer as views of `memory` [num_bytes] uint8."""
+        found: list[dict[str, Tensor]] = [{} for _ in self.rows]
+        for part, kind, (dtype, shape), start in self._spans:
+            data = memory[start : start + prod(shape) * DTYPES[dtype].itemsize]
+            found[part][kind] = data.view(DTYPES[dtype]).view(shape)
+        return found
+
+    def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantisedWeight:
+        """The weight in the order that kernels read; `is_padded`: each layer has full blocks."""
+        parts = self.parts(memory)
+        mode = {"is_padded": is_padded}
+        if isinstance(self.form, Int4):
+            int4 = [
+                Int4Part(part["weight_packed"], part["weight_scale"], part.get("weight_zero_point"))
+                for part in parts
+            ]
+            return int4_weight(int4, self.width, self.form.group or self.width, self.dtype, **mode)
+        fp8 = [Fp8Part(part["weight"], part["weight_scale_inv"]) for part in parts]
+        return fp8_weight(fp8, self.dtype, **mode)
+
+    @cached_property
+    def _spans(self) -> list[_Span]:
+        """Wide dtypes first, so that each tensor is aligned without gaps."""
+        found: list[tuple[int, str, StoredTensor]] = [
+            (part, kind, tensor)
+            for part, rows in enumerate(self.rows)
+            for kind, tensor in stored_tensors(self.form, rows, self.width).items()
+        ]
+        found.sort(key=lambda each: -DTYPES[each[2].dtype].itemsize)
+        spans, at = [], 0
+        for part, kind, tensor in found:
+            spans.append(_Span(part, kind, tensor, at))
+            at += _num_bytes(tensor)
+        return spans
+
+
+def quantised_store(
+    form: WeightFormat, rows: Sequence[int], width: int, dtype: torch.dtype
+) -> QuantisedStore:
+    """Raises CheckpointError if groups of columns do not fill a row."""
+    stored_tensors(form, rows[0], width)
+    return QuantisedStore(form, tuple(rows), width, dtype)
+
+
+def _num_bytes(tensor: StoredTensor) -> int:
+    return prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

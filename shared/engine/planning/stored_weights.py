@@ -1,0 +1,93 @@
+"""What a checkpoint's files hold, checked against the model that the config describes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.engine.model_config.checkpoint_form import (
+    StackedPart,
+    is_quantised_part,
+    model_names,
+    stacked_parts,
+)
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.planning.expected_tensors import Expected, expected_tensors
+from shared.engine.planning.headers import StoredTensor, stored_files
+from shared.errors import CheckpointError
+
+
+@dataclass
+class StoredWeights:
+    """Bytes and number of a checkpoint's tensors."""
+
+    num_files: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+    def used(
+        self, files: Iterable[list[StoredTensor]], config: ModelConfig
+    ) -> Iterator[tuple[StoredTensor, str]]:
+        """Counts tensors. Yields those that the model uses, with its names for them."""
+        for tensors in files:
+            self.num_files += 1
+            self.num_tensors += len(tensors)
+            self.num_bytes += sum(tensor.num_bytes for tensor in tensors)
+            by_name = {tensor.name: tensor for tensor in tensors}
+            for given, name in model_names(by_name, config.checkpoint):
+                parts = stacked_parts(name, config.checkpoint.experts)
+                for part, place in parts.items():
+                    yield _part_of(by_name[given], place), part
+                if not parts:
+                    yield by_name[given], name
+
+
+def _part_of(tensor: StoredTensor, place: StackedPart) -> StoredTensor:
+    """One expert's weight of a tensor of all experts."""
+    shape = place.shape(tensor.shape)
+    if place.end is not None and len(tensor.shape) == 3 and tensor.shape[2] < place.end:
+        shape = tensor.shape  # which is not the weight's
+    return tensor._replace(shape=shape)
+
+
+def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
+    """Raises CheckpointError for a tensor that is missing, or of another shape or dtype than the
+    model's, and for a quantised layer of a dense model. Other tensors are not used.
+    """
+    expected, found = expected_tensors(config), StoredWeights()
+    missing = {name for name, each in expected.items() if not each.is_optional}
+    sources: dict[str, str] = {}
+    for tensor, name in found.used(stored_files(model_dir), config):
+        each = expected.get(name)
+        if each is None:
+            if is_quantised_part(name, expected):
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} is not part of the model"
+                )
+            continue
+        other = sources.setdefault(name, tensor.name)
+        if other != tensor.name:
+            raise CheckpointError(
+                f"{tensor.path}: tensors {other} and {tensor.name} are both {name}"
+            )
+        _check(tensor, each)
+        missing.discard(name)
+    _expect_all(model_dir, missing)
+    return found
+
+
+def _check(tensor: StoredTensor, expected: Expected) -> None:
+    where = f"{tensor.path}: tensor {tensor.name}"
+    if tensor.dtype not in expected.dtypes:
+        raise CheckpointError(f"{where} is {tensor.dtype}, not {', '.join(expected.dtypes)}")
+    if tensor.shape != expected.shape:
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}, the config requires {list(expected.shape)}"
+        )
+
+
+def _expect_all(model_dir: Path, missing: set[str]) -> None:
+    if missing:
+        others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{model_dir}: tensor {min(missing)} is missing{others}")

@@ -1,0 +1,210 @@
+"""Writes a quantised copy of a checkpoint folder, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shared.engine.codec.compress import Progress
+from shared.engine.codec.model_folder import ModelFolder, copy_file, list_model_folder
+from shared.engine.codec.work_folder import WorkFolder, work_folder
+from shared.engine.model_config.formats import (
+    FP8_BLOCK,
+    Fp8Block,
+    Int4,
+    StoredTensor,
+    WeightFormat,
+    stored_tensors,
+)
+from shared.engine.model_config.quantization import is_named
+from shared.engine.model_config.quantization_config import FIELD, scale_dtype
+from shared.engine.quantize.round_to_nearest import quantised_tensors
+from shared.engine.weights.load import INDEX_FILE, CheckpointTensors, open_checkpoint
+from shared.engine.weights.weight_source import DTYPES, read_tensor
+from shared.errors import CheckpointError, ConfigError
+
+CONFIG = "config.json"
+# Linear layers of a decoder layer: attention, MLP and experts.
+_LINEAR = re.compile(r"(.*\.)?layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$")
+# Besides layers that the user names: the head, and linear layers that choose experts.
+DENSE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$")
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The tensors of a checkpoint as they are written."""
+
+    tensors: CheckpointTensors
+    layers: frozenset[str]  # that are quantised
+    form: WeightFormat
+
+    def described(self, name: str) -> dict[str, StoredTensor]:
+        """What the tensor `name` becomes, in the order of `content`. Raises CheckpointError."""
+        dtype, shape = self.tensors.info(name)
+        layer = name.removesuffix(".weight")
+        if not self._is_quantised(name):
+            return {name: StoredTensor(dtype, shape)}
+        try:
+            found = stored_tensors(self.form, *shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.tensors.path(name)}: {layer}: {error.message}") from None
+        if isinstance(self.form, Int4):
+            found["weight_shape"] = StoredTensor("I64", (2,))
+        return {f"{layer}.{kind}": each for kind, each in found.items()}
+
+    def content(self, name: str) -> list[Tensor]:
+        tensor = read_tensor(self.tensors, name)
+        if not self._is_quantised(name):
+            return [tensor]
+        layer = name.removesuffix(".weight")
+        found = quantised_tensors(tensor, self.form)
+        return [found[each.removeprefix(f"{layer}.")] for each in self.described(name)]
+
+    def _is_quantised(self, name: str) -> bool:
+        layer = name.removesuffix(".weight")
+        return layer != name and layer in self.layers
+
+
+def quantise_folder(
+    source: Path,
+    target: Path,
+    kind: Literal["int4", "fp8"],
+    progress: Progress,
+    *,
+    group: int = 32,
+    is_symmetric: bool = True,
+    ignored: Sequence[str] = (),
+) -> int:
+    """Writes `target`: linear layers of decoder layers in this format, all else unchanged.
+
+    `group` (columns; 0: all) and `is_symmetric` are of int4; its scales have the model's dtype, as
+    compressed-tensors' have. `ignored`: names of layers that stay dense, or `re:` and a pattern.
+    Returns the number of quantised layers. Raises ConfigError and CheckpointError with one line;
+    `target` then does not exist.
+    """
+    folder = list_model_folder(source)
+    config = _config(source / CONFIG)
+    form: WeightFormat = Fp8Block()
+    if kind == "int4":
+        dtype = scale_dtype(config)
+        form = Int4(group=group, is_symmetric=is_symmetric, scale_dtype=dtype)
+    progress.expect(folder.num_bytes())
+    with work_folder(target) as work, open_checkpoint(source) as tensors:
+        found = sorted(_linear_layers(tensors))
+        patterns = (*DENSE, *ignored)
+        layers = [each for each in found if not any(is_named(each, name) for name in patterns)]
+        if not layers:
+            raise ConfigError(f"{source}: no linear layer is left to quantise")
+        _write_shards(folder, _Written(tensors, frozenset(layers), form), work, progress)
+        dense = sorted({*found} - {*layers})
+        _write_json(work, CONFIG, {**config, FIELD: _quantization_config(form, patterns, dense)})
+        work.publish()
+    return len(layers)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    text = found.get("text_config")
+    if found.get(FIELD) or (isinstance(text, dict) and text.get(FIELD)):
+        raise ConfigError(f"{path}: the checkpoint is quantised already ({FIELD})")
+    return found
+
+
+def _linear_layers(tensors: CheckpointTensors) -> Iterator[str]:
+    for name in tensors.names():
+        layer, _, kind = name.rpartition(".")
+        is_matrix = kind == "weight" and len(tensors.info(name).shape) == 2
+        is_router = any(is_named(layer, each) for each in DENSE)
+        if is_matrix and (_LINEAR.match(layer) or is_router):
+            yield layer
+
+
+def _write_shards(
+    folder: ModelFolder, written: _Written, work: WorkFolder, progress: Progress
+) -> None:
+    weight_map: dict[str, str] = {}
+    for shard in folder.shards:
+        names = [
+            name
+            for name in written.tensors.names()
+            if written.tensors.path(name) == folder.root / shard
+        ]
+        described = {key: each for name in names for key, each in written.described(name).items()}
+        weight_map |= dict.fromkeys(described, shard)
+        with work.written(shard) as file:
+            _write_header(file, described)
+            for name in names:
+                for tensor in written.content(name):
+                    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                dtype, shape = written.tensors.info(name)
+                progress.advance(shard, prod(shape) * DTYPES[dtype].itemsize)
+    for name in folder.files:
+        if name not in (CONFIG, INDEX_FILE):
+            with work.written(name) as file:
+                copy_file(folder.root / name, file, partial(progress.advance, name))
+    if INDEX_FILE in folder.files:
+        _write_json(work, INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
+
+
+def _write_header(file: IO[bytes], tensors: dict[str, StoredTensor]) -> None:
+    """Format: https://github.com/huggingface/safetensors#format."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _quantization_config(
+    form: WeightFormat, patterns: Sequence[str], dense: Sequence[str]
+) -> dict[str, Any]:
+    """`dense`: the layers that the patterns match, by name, as fp8 lists them."""
+    if isinstance(form, Fp8Block):
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": list({"lm_head": None} | dict.fromkeys(dense)),
+        }
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": form.is_symmetric,
+        "strategy": "group" if form.group else "channel",
+        "group_size": form.group or None,
+        "dynamic": False,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(patterns),
+        "kv_cache_scheme": None,
+    }
+
+
+def _write_json(work: WorkFolder, name: str, content: dict[str, Any]) -> None:
+    with work.written(name) as file:
+        file.write(json.dumps(content, indent=2).encode())

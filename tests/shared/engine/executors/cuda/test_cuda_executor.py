@@ -1,0 +1,242 @@
+"""The CUDA executor without a GPU: tensors are on the CPU, and a fake driver records its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.device import TritonUnusable
+from shared.engine.executors.cuda import cuda_executor
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.kv_sizing import KV_SHARE
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.step_computer import StepComputer
+from shared.engine.step import KvRun, StepInputs, StepOutput
+from shared.errors import ConfigError
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.families import FAMILIES
+from tests.shared.engine.support.steps import Blocks, generate, prefill, step_of
+
+INDEX = 3
+PROMPT = list(range(5, 45))
+
+
+@dataclass
+class FakeDriver:
+    """A fake `torch.cuda`: every thread starts on device 0; `free` gives the free bytes."""
+
+    free: Callable[[], int] = lambda: 1 << 20
+    bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
+    calls: list[str] = field(default_factory=list)
+    _current: threading.local = field(default_factory=threading.local)
+
+    def set_device(self, device: int) -> None:
+        self._current.device = device
+        self.bound[threading.current_thread().name] = device
+
+    def current_device(self) -> int:
+        return getattr(self._current, "device", 0)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        assert device == INDEX
+        self.calls.append("mem_get_info")
+        return self.free(), 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+def no_compiler(device: torch.device) -> None:
+    raise TritonUnusable("there is no C compiler")
+
+
+def load(
+    model_dir: Path,
+    driver: FakeDriver,
+    try_kernel: Callable[[torch.device], None] = lambda _: None,
+    **options: object,
+) -> CudaExecutor:
+    device = CudaDevice(INDEX, torch.device("cpu"), driver, try_kernel)
+    given = {"dtype": "float32", "max_batch_tokens": 64, "max_sequences": 4} | options
+    chosen = LoadOptions(**given)  # type: ignore[arg-type]
+    return CudaExecutor.load(model_dir, chosen, device)
+
+
+def test_kv_cache_takes_nine_tenths_of_free_memory(
+    model_dir: Path,
+) -> None:
+    driver = FakeDriver(free=lambda: 3 << 20)
+    executor = load(model_dir, driver)
+    block_bytes = 16 * executor.kv_layout.bytes_per_token
+    assert executor.num_blocks == int((3 << 20) * KV_SHARE) // block_bytes
+    assert executor.max_context_tokens == min(2048, executor.num_blocks * 16)
+    # unused memory is released first; free memory is measured after all launched work has ended
+    assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
+
+
+def test_pinned_memory_is_released_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all copies have ended, in whose time torch would retain it."""
+    driver = FakeDriver()
+    empty = partial(driver.calls.append, "empty_pinned")
+    monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
+    CudaDevice(INDEX, torch.device("cuda", INDEX), driver).release_cached()
+    assert driver.calls == ["synchronize", "empty_cache", "empty_pinned"]
+
+
+def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest: all rows sample after a prompt of the other tokens."""
+    steps: list[StepInputs] = []
+    run = StepComputer.run
+
+    def recorded(self: StepComputer, inputs: StepInputs) -> StepOutput:
+        steps.append(inputs)
+        return run(self, inputs)
+
+    monkeypatch.setattr(StepComputer, "run", recorded)
+    load(model_dir, FakeDriver())
+    (step,) = steps
+    assert step.query_lens.tolist() == [61, 1, 1, 1]
+    assert step.context_lens.min() > 1000
+    assert step.sampling.num_rows == 4
+
+
+def test_weights_are_compressed_as_they_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of experts and norms are on the device at once."""
+    monkeypatch.setattr(cuda_executor, "run_largest_step", lambda *_: None)  # compiles CPU kernels
+    FAMILIES["llama4, experts"].write(tmp_path, hidden_size=96)
+    dense, found = (
+        load(tmp_path, FakeDriver(), dtype="bfloat16", weights=weights, kv_cache_bytes=1 << 22)
+        for weights in ("dense", "compressed")
+    )
+    assert dense.revision == found.revision
+    assert found.weights.num_compressed > 0 == dense.weights.num_compressed
+    model = found.computer.model
+    assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+
+
+def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
+    driver = FakeDriver()
+    executor = load(model_dir, driver, kv_cache_bytes=1 << 19)
+    assert executor.num_blocks == (1 << 19) // (16 * executor.kv_layout.bytes_per_token)
+    assert "mem_get_info" not in driver.calls
+
+
+def test_device_without_room_raises_config_error(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="no room for KV"):
+        load(model_dir, FakeDriver(free=lambda: 100))
+
+
+def test_missing_compiler_raises_config_error_before_loading() -> None:
+    with pytest.raises(ConfigError, match="no C compiler"):
+        load(Path("/there/is/no/model"), FakeDriver(), no_compiler)
+
+
+async def test_parked_executor_releases_its_cache_and_allocates_another_size(
+    model_dir: Path,
+) -> None:
+    driver = FakeDriver()
+    executor = load(model_dir, driver, kv_cache_bytes=1 << 19, kv_ceiling_bytes=1 << 20)
+    assert (executor.max_blocks, executor.is_elastic) == (2 * executor.num_blocks, False)
+    driver.calls.clear()
+    cache = weakref.ref(executor.computer.kv_cache.untyped_storage())
+    await executor.resize_kv(0)
+    assert executor.computer.kv_cache.shape[2] == 0
+    assert cache() is None, "something holds the cache"
+    assert driver.calls == ["synchronize", "empty_cache"]
+    await executor.resize_kv(executor.max_blocks)
+    assert executor.computer.kv_cache.shape[2] == executor.max_blocks
+    line = Blocks(executor.max_blocks).line(PROMPT)
+    await executor.run(step_of([(line, len(PROMPT))]))
+    await executor.close()
+
+
+async def test_executor_that_starts_parked_has_no_cache_until_it_gets_one(model_dir: Path) -> None:
+    executor = load(model_dir, FakeDriver(), kv_cache_bytes=1 << 19, is_parked=True)
+    assert executor.computer.kv_cache.shape[2] == 0
+    assert executor.num_blocks == (1 << 19) // executor.kv_layout.block_bytes
+    await executor.resize_kv(executor.num_blocks)
+    assert executor.computer.kv_cache.shape[2] == executor.num_blocks
+    await executor.close()
+
+
+def test_start_in_standby_needs_a_size_of_the_cache(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="starts parked needs kv_cache_bytes"):
+        load(model_dir, FakeDriver(), is_parked=True)
+
+
+async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path) -> None:
+    driver = FakeDriver()
+    executor = load(model_dir, driver)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    await executor.run(step_of([(line, len(PROMPT))]))
+    wire = bytearray(16 * executor.kv_layout.bytes_per_token)
+    await executor.read_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
+    await executor.write_kv(KvRun(line.block_table, 0, 16), memoryview(wire))
+    await executor.zero_blocks(line.block_table)
+    await executor.close()
+    assert set(driver.bound.values()) == {INDEX}
+    workers = {name.rpartition("_")[0] for name in driver.bound}
+    assert {"engine-step", "engine-copy"} <= workers
+
+
+async def test_launch_from_a_thread_on_another_device_raises(model_dir: Path) -> None:
+    executor = load(model_dir, FakeDriver())
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    wire = memoryview(bytearray(16 * executor.kv_layout.bytes_per_token))
+    computer = executor.computer
+    with ThreadPoolExecutor(1, "stray") as stray:
+        for launch in (
+            lambda: computer.run(step_of([(line, len(PROMPT))])),
+            lambda: computer.read_kv(KvRun(line.block_table, 0, 16), wire),
+            lambda: computer.write_kv(KvRun(line.block_table, 0, 16), wire),
+            lambda: computer.zero_blocks(line.block_table),
+        ):
+            with pytest.raises(RuntimeError, match=r"'stray_0' is on cuda:0, .* on cuda:3"):
+                await asyncio.wrap_future(stray.submit(launch))
+    await executor.close()
+
+
+def test_tokens_and_revision_equal_those_of_load_executor(model_dir: Path) -> None:
+    assert_equal_to_load_executor(model_dir)
+
+
+def test_latents_are_served_like_keys_and_values(tmp_path: Path) -> None:
+    """Steps compile kernels before the expansion of latents is packed."""
+    FAMILIES["deepseek"].write(tmp_path)
+    assert_equal_to_load_executor(tmp_path)
+
+
+def assert_equal_to_load_executor(model_dir: Path) -> None:
+    found = load(model_dir, FakeDriver())
+    expected = load_executor(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
+    assert found.revision == expected.revision
+    new = [
+        generate(each, Blocks(each.num_blocks).line(PROMPT, room=8), 8)
+        for each in (found, expected)
+    ]
+    assert new[0] == new[1]
+    lines = [Blocks(each.num_blocks).line(PROMPT) for each in (found, expected)]
+    assert torch.equal(prefill(found, lines[0], 16), prefill(expected, lines[1], 16))

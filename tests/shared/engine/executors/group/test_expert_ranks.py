@@ -1,0 +1,186 @@
+"""Ranks that share experts, as threads: at 1 to 8 ranks, ep or tp, the bits of the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.config import ExpertSplit
+from shared.engine.executors.group.messages import RankSetup
+from shared.engine.executors.group.rank_computer import load_rank
+from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.parallel.lanes import Exchange
+from shared.engine.parallel.mesh import Mesh
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.planning.worker_parts import worker_parts
+from shared.engine.step import StepInputs
+from shared.errors import ConfigError
+from shared.numerics import Activations
+from tests.shared.engine.parallel.rank_threads import run_ranks
+from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.quantised import quantise
+from tests.shared.engine.support.steps import Blocks, step_of
+
+NUM_BLOCKS = 64
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 300,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    # lanes of unequal width, the last of a partial block; a dense layer; a shared expert
+    "glm4": {
+        "architecture": "Glm4MoeForCausalLM",
+        "n_routed_experts": 10,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 280,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "mixtral": {
+        "architecture": "MixtralForCausalLM",
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+PROMPTS = [[(11 * n) % 300 for n in range(50)], [(5 * n + 1) % 300 for n in range(9)]]
+# of each split: numbers of ranks and stages
+MESHES: dict[ExpertSplit, list[tuple[int, int]]] = {
+    "ep": [(2, 1), (4, 1), (8, 1), (2, 3)],
+    "tp": [(2, 1), (8, 1), (2, 2)],
+    "auto": [(1, 2)],
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, **{**TINY, **SHAPES[request.param]})
+    return folder
+
+
+def steps() -> list[StepInputs]:
+    """Chunks of two prompts in a batch, then the last token of each; all tokens have logits."""
+    blocks = Blocks(NUM_BLOCKS)
+    long, short = (blocks.line(each) for each in PROMPTS)
+    found = []
+    for work in ([(long, 30)], [(long, 19), (short, 8)], [(short, 1), (long, 1)]):
+        found.append(step_of(work))
+        for line, num_new in work:
+            line.num_computed += num_new
+    return found
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def whole(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Tensor]]:
+    """A dtype, and the logits of each step of the whole model."""
+    executor = load_executor(folder, dtype=request.param, kv_cache_bytes=8 << 20)
+    return request.param, [executor.step_logits(step) for step in steps()]
+
+
+def of_ranks(
+    folder: Path,
+    shape: tuple[int, int],
+    dtype: str,
+    experts: ExpertSplit,
+    activations: Activations = "plain",
+) -> list[list[Tensor]]:
+    """Logits of each step, of each rank of the last stage."""
+    setup = RankSetup(
+        model_dir=str(folder),
+        options=LoadOptions(dtype=dtype, activations=activations, experts=experts),
+        max_blocks=NUM_BLOCKS,
+        num_threads=1,
+        kv=(),
+        masks=-1,
+    )
+
+    def logits(mesh: Mesh) -> list[Tensor]:
+        computer = load_rank(setup, mesh).computer
+        if mesh.shape.place(mesh.rank)[0] == mesh.shape.pp - 1:
+            return [computer.step_logits(step) for step in steps()]
+        for step in steps():
+            computer.run(step)
+        return []
+
+    exchange: Exchange = "bf16" if activations == "bf16-exchange" else "fp32"
+    return [found for found in run_ranks(MeshShape(*shape), logits, exchange) if found]
+
+
+@pytest.mark.parametrize("experts", MESHES)
+def test_logits_are_bit_equal_at_every_number_of_ranks(
+    folder: Path, whole: tuple[str, list[Tensor]], experts: ExpertSplit
+) -> None:
+    dtype, expected = whole
+    for shape in MESHES[experts]:
+        found = of_ranks(folder, shape, dtype, experts)
+        assert len(found) == shape[0]
+        for rank in found:
+            for ours, theirs in zip(rank, expected, strict=True):
+                assert torch.equal(ours, theirs), f"{shape}"
+
+
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> None:
+    executor = load_executor(
+        folder, dtype="bfloat16", kv_cache_bytes=8 << 20, activations="bf16-exchange"
+    )
+    expected = [executor.step_logits(step) for step in steps()]
+    plain = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
+    assert not torch.equal(plain.step_logits(steps()[0]), expected[0])
+    for rank in of_ranks(folder, (2, 1), "bfloat16", experts, "bf16-exchange"):
+        for ours, theirs in zip(rank, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -> None:
+    write_model(tmp_path / "plain", dtype=torch.bfloat16, **{**TINY, **SHAPES["mixtral"]})
+    ignored = [r"re:.*self_attn.*"]
+    folder = quantise(tmp_path / "plain", tmp_path / "quantised", "int4", ignored=ignored)
+    executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
+    expected = [executor.step_logits(step) for step in steps()]
+    for rank in of_ranks(folder, (2, 1), "bfloat16", experts):
+        for ours, theirs in zip(rank, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_each_split_cuts_what_it_says(folder: Path) -> None:
+    config = read_config(folder)
+    moe = config.moe
+    assert moe is not None
+    for experts in ("ep", "tp"):
+        parts = [part.experts for part in worker_parts(config, MeshShape(4), experts)]
+        held = [part.experts for part in parts if part is not None]
+        columns = [part.columns for part in parts if part is not None]
+        whole = (0, moe.num_experts), (0, moe.intermediate_size)
+        cut, uncut = (held, columns) if experts == "ep" else (columns, held)
+        total, other = whole if experts == "ep" else whole[::-1]
+        assert [first for first, _ in cut] + [total[1]] == [0, *(end for _, end in cut)]
+        assert uncut == [other] * 4
+
+
+def test_models_that_cannot_be_cut_are_named(tmp_path: Path) -> None:
+    shape = {**TINY, **SHAPES["mixtral"], "intermediate_size": 64, "num_local_experts": 3}
+    write_model(tmp_path, **shape)
+    config = read_config(tmp_path)
+    with pytest.raises(ConfigError, match="3 experts are too few for 4 ranks"):
+        worker_parts(config, MeshShape(4), "ep")
+    with pytest.raises(ConfigError, match="the 64 columns of each expert are too few for 4 ranks"):
+        worker_parts(config, MeshShape(4), "tp")
+    write_model(tmp_path / "dense", "LlamaForCausalLM", **TINY)
+    with pytest.raises(ConfigError, match="the model has no experts to spread over ranks"):
+        worker_parts(read_config(tmp_path / "dense"), MeshShape(2), "ep")

@@ -1,0 +1,82 @@
+"""A model whose last stage is on another host computes the bits of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.engine.executors.group.kv.group_push import GroupPushPort
+from shared.engine.executors.group.load_group import load_group
+from shared.engine.executors.load import load_executor
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.join import HostListener
+from shared.errors import CheckpointError
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.randomness import SystemRandomness
+from tests.shared.engine.executors.group.test_group_handoff import (
+    Handoff,
+    Worker,
+    expected_bytes,
+    open_receive,
+)
+from tests.shared.engine.executors.group.test_groups import OPTIONS, SHAPE, progress_of
+from tests.shared.engine.support.checkpoints import write_llama
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder, **SHAPE)
+    return folder
+
+
+@contextmanager
+def other_host(
+    shape: MeshShape, num_ranks: int, folder: Path
+) -> Iterator[tuple[HostListener, subprocess.Popen]]:
+    listener = HostListener("127.0.0.1", shape, num_ranks)
+    ranks = listener.assign("other", num_ranks)
+    address = "127.0.0.1", str(listener.port), listener.key.hex()
+    numbers = map(str, (ranks.start, num_ranks, shape.tp, shape.pp))
+    module = "tests.shared.engine.executors.group.host_process"
+    command = [sys.executable, "-m", module, *address, *numbers, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            yield listener, other
+        finally:
+            listener.close()
+            other.kill()
+
+
+async def test_ranks_on_two_hosts_have_the_results_of_one_process(folder: Path) -> None:
+    """The host that answers is not the leader's: masks, logprobs and KV come from there."""
+    single = load_executor(folder, **OPTIONS)
+    shape = MeshShape(2, 2)
+    with other_host(shape, 2, folder) as (hosts, other):
+        group = load_group(folder, "cpu", shape, hosts, **OPTIONS)
+        expected = await progress_of(single)
+        assert await progress_of(group) == expected
+        keys = LinkKeys("aead", SystemRandomness())
+        push = await GroupPushPort.open(group.kv_links, kv_compression="off", security="none")
+        worker = Worker(group, push, await open_receive(group, keys))
+        assert await Handoff(worker, worker).run() == expected_bytes(worker)
+        pairs = {(each.first, each.second) for each in group.links}
+        assert pairs == {(0, 1), (2, 3), (0, 2)}
+        await worker.close()
+        assert "the leader has ended the group" in other.communicate(timeout=WAIT_S)[0]
+
+
+def test_host_with_another_checkpoint_is_named(folder: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path, **SHAPE, seed=1)
+    shape = MeshShape(1, 2)
+    with other_host(shape, 1, tmp_path) as (hosts, other):
+        with pytest.raises(CheckpointError, match=r"rank 1 has weights digest '.*', another rank"):
+            load_group(folder, "cpu", shape, hosts, **OPTIONS)
+        assert "rank 1 has weights digest" in other.communicate(timeout=WAIT_S)[0]

@@ -1,0 +1,93 @@
+"""`hearth quantize`: which weights it rounds, how far, and what it writes beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
+from shared.engine.model_config.formats import Fp8Block, Int4, stored_tensors
+from shared.engine.quantize.round_to_nearest import quantised_tensors
+from shared.errors import CheckpointError, ConfigError
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.quantised import quantise
+
+FORMS = [
+    Int4(group=32, is_symmetric=True),
+    Int4(group=0, is_symmetric=False),
+    Int4(group=64, is_symmetric=False, scale_dtype="F32"),
+    Fp8Block(),
+]
+
+
+def dequantised(found: dict[str, Tensor], width: int) -> Tensor:
+    if "weight" in found:
+        return dequantise_fp8(found["weight"], found["weight_scale_inv"], torch.float32)
+    zeros = found.get("weight_zero_point")
+    parts = found["weight_packed"], found["weight_scale"], zeros
+    return dequantise_int4(*parts, width, torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(5, 192), (130, 320)], ids=str)
+def test_weights_are_rounded_to_the_nearest_code(
+    form: Int4 | Fp8Block, shape: tuple[int, int]
+) -> None:
+    weight = torch.randn(shape)
+    weight[1] = 0.0
+    found = quantised_tensors(weight, form)
+    error = (dequantised(found, shape[1]) - weight).abs()
+    if isinstance(form, Int4):
+        scale = found["weight_scale"].float().repeat_interleave(form.group or shape[1], 1)
+        # Half a step; as much again at the ends of a range whose zero was rounded; the scale's own.
+        assert bool((error <= scale * (0.55 if form.is_symmetric else 1.05)).all())
+    else:
+        assert bool((error <= weight.abs() / 16 + 1e-3).all())
+    assert not error[1].any()
+    described = {kind: tuple(each.shape) for kind, each in found.items() if kind != "weight_shape"}
+    assert described == {kind: s.shape for kind, s in stored_tensors(form, *shape).items()}
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_linear_layers_are_quantised_and_all_else_is_kept(kind: str, tmp_path: Path) -> None:
+    """In shards; the index names the new tensors."""
+    source, target = tmp_path / "plain", tmp_path / "quantised"
+    write_llama(source, dtype=torch.bfloat16, max_shard_size="60KB", hidden_size=64, head_dim=16)
+    (source / "tokenizer.json").write_text("{}")
+    quantise(source, target, kind, ignored=["model.layers.0.mlp.up_proj"])  # type: ignore[arg-type]
+    names = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len({*names.values()}) > 1
+    for name, shard in names.items():
+        with safe_open(target / shard, "pt") as file:
+            assert name in file.keys()  # noqa: SIM118 (no mapping)
+    assert (target / "tokenizer.json").read_text() == "{}"
+    before = [load_file(path) for path in source.glob("*.safetensors")]
+    after = [load_file(path) for path in target.glob("*.safetensors")]
+    old = {name: tensor for each in before for name, tensor in each.items()}
+    new = {name: tensor for each in after for name, tensor in each.items()}
+    suffix = "weight_packed" if kind == "int4" else "weight_scale_inv"
+    quantised = {name.removesuffix(f".{suffix}") for name in new if name.endswith(suffix)}
+    assert len(quantised) == 2 * 7 - 1
+    assert "model.layers.0.mlp.up_proj" not in quantised
+    for name, tensor in old.items():
+        if name.removesuffix(".weight") not in quantised:
+            assert torch.equal(new[name], tensor)
+
+
+def test_what_cannot_be_quantised(tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    write_llama(source, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="rows of 48 columns are no multiple of group_size"):
+        quantise(source, tmp_path / "new", "int4")
+    with pytest.raises(ConfigError, match="no linear layer is left"):
+        quantise(source, tmp_path / "new", "int4", ignored=["re:.*"])
+    assert not (tmp_path / "new").exists()
+    quantise(source, tmp_path / "new", "fp8")
+    with pytest.raises(ConfigError, match="is quantised already"):
+        quantise(tmp_path / "new", tmp_path / "again", "fp8")
