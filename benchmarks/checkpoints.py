@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 # 124.7 M parameters: 12 layers of 6.3 M, and 24.6 M each for embedding and head.
 LLAMA_125M: dict[str, Any] = {

@@ -53,7 +53,7 @@ from benchmarks.serving.aiperf import aiperf
 from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load, num_events_of
 from benchmarks.serving.dynamo import dynamo
 from benchmarks.serving.hearth import ONE_WORKER, SPLIT, Processes, hearth
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 
 @dataclass(frozen=True)

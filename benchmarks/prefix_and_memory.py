@@ -20,7 +20,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.report import Row, at_most, write_result
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions

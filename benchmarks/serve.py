@@ -20,8 +20,8 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.report import at_most, write_result
-from services.cli.bench import target
-from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
+from services.cli.cluster.bench import target
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
 from services.client.load_test import LoadOptions, Row, measure
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions

@@ -37,8 +37,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.auc import Auc, auc
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from services.cli.bench import target
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.cli.cluster.bench import target
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.client.http_client import Connection, Sample, http_request
 from services.local.plan import UpOptions
 from shared.errors import HearthError

@@ -13,18 +13,21 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from services.cli import commands, tenant_commands, warm_command
-from services.cli.checkpoints import bundle_commands, quantize_command
+from services.cli.checkpoints import (
+    bundle_commands,
+    plan_command,
+    quality_command,
+    quantize_command,
+)
+from services.cli.cluster import commands, role_command, warm_command
+from services.cli.cluster.service_options import service_command
 from services.cli.models.model_commands import model_app
 from services.cli.operators import redis_commands
 from services.cli.options import OPERATE
-from services.cli.plan import plan_command
-from services.cli.prefix_commands import prefix_app
-from services.cli.quality import quality_command
-from services.cli.roles import role_command
-from services.cli.service_options import service_command
+from services.cli.tenants import tenant_commands
+from services.cli.tenants.prefix_commands import prefix_app
 from services.cli.trace import trace_command
-from services.processes.environ import thread_environ
+from services.local.processes.environ import thread_environ
 from shared.config import (
     GatewayConfig,
     HostConfig,
@@ -118,7 +121,7 @@ def _run_host(config: HostConfig) -> int:
 
 def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
     _set_thread_environ(config)
-    from services.worker import build_worker
+    from services.worker.worker import build_worker
     from shared.lifecycle.process import run_service
 
     return run_service(
@@ -148,7 +151,7 @@ def _run_both(config: WorkerConfig) -> int:
 
 
 def _run_rank(config: RankConfig) -> int:
-    from services.rank.service import run_rank
+    from services.worker.rank_service import run_rank
 
     return run_rank(config)
 

@@ -40,7 +40,7 @@ SLOW_FIRST = (
     "tests/kernels/cpu",
     "tests/chaos",
     "tests/end_to_end",
-    "tests/services/cli/test_up.py",
+    "tests/services/cli/cluster/test_up.py",
     "tests/fuzz",
     "tests/shared/engine",
 )

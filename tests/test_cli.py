@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from services.cli.service_options import (
+from services.cli.cluster.service_options import (
     DEMO_MODEL_DIR,
     DEMO_MODEL_NAME,
     HELP,
@@ -204,7 +204,7 @@ def test_environment_variables_set_options() -> None:
 
 def test_gateway_may_have_no_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[GatewayConfig] = []
-    monkeypatch.setattr("services.cli.service_options._leave", lambda status: None)
+    monkeypatch.setattr("services.cli.cluster.service_options._leave", lambda status: None)
     app = typer.Typer()
     app.command()(service_command(GatewayConfig, "gateway", lambda c: configs.append(c) or 0))
     urls = ["--nats-url", "nats://gateway-1:x@h", "--redis-url", "redis://h"]

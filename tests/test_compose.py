@@ -23,7 +23,7 @@ from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
 from tests.servers import Server, find_binary, free_port
-from tests.services.cli.chat_checkpoint import write_chat_checkpoint
+from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.running import NoModel, complete, eventually, ready
 
 ROOT = Path(__file__).parents[1]

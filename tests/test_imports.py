@@ -58,30 +58,28 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex", "opentelemetry"}, excluded="shared.engine"
     ),
-    "services/host": rule(
-        "services.host services.local services.processes services.worker shared", BASE
-    ),
+    "services/host": rule("services.host services.local services.worker shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),
-    "services/rank": rule("services.rank shared", BASE),
+    "services/worker": rule("services.worker services.prefill services.decode shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(
-        "services.cli services.local services.client services.processes shared",
+        "services.cli services.local services.client shared",
         *(BASE, TERMINAL),
         excluded="shared.engine",
     ),
     "services/cli/checkpoints": rule("services.cli services.local shared", BASE, TERMINAL),
-    "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
-    "services/cli/quality": rule(
-        "services.cli services.local services.gateway.text shared", BASE, TERMINAL
+    "services/cli/cluster/warm_command.py": rule(
+        "services.cli services.local shared", BASE, TERMINAL
     ),
-    "services/cli/plan": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/checkpoints/quality_prompts.py": rule(
+        "services.cli services.gateway.text shared", BASE, TERMINAL
+    ),
     "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
     "services/local": rule(
-        "services.local services.processes shared",
+        "services.local shared",
         *(BASE, TERMINAL, HUB),
         excluded="shared.engine",
     ),
-    "services/processes": rule("services.processes shared", BASE, excluded="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
 }
 
@@ -141,8 +139,7 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | cli host | local worker | client data_plane decode gateway kv_index parking "
-        "prefill processes rank scheduler"
+        "__main__ | host | cli worker | client decode gateway kv_index local prefill scheduler"
     ),
     "services/gateway": (
         "service | app nats_api | dialects operator | http | request | models | structured | "
@@ -153,8 +150,8 @@ LAYERS = {
         " | room hosts orders arrival_rates | view"
     ),
     "shared": (
-        "engine | kv_wire | catalogue fleet | lifecycle tenancy | metrics | transport | grammar"
-        " telemetry"
+        "engine | kv_wire | model_registry fleet | lifecycle tenancy | metrics | transport | "
+        "grammar telemetry"
     ),
     "shared/engine": (
         "worker | loop quantize | executors | models | planning | pinned_prefixes weights | "

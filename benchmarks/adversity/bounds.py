@@ -34,7 +34,7 @@ from benchmarks.adversity.turns import Victim, Waits, attacker, by_turns, p99
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import SPLIT, hearth
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from shared.clock import MonotonicClock
 from shared.store import RedisStore

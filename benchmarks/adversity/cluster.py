@@ -17,8 +17,8 @@ import httpx
 import msgspec
 
 from benchmarks.adversity.worker import ROLES, StepFaults
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.processes.environ import thread_environ
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole, credential_of
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from shared.transport.server_config import NatsUser

@@ -13,7 +13,7 @@ from benchmarks.adversity.cluster import Cluster, Process, cluster
 from benchmarks.adversity.load import completion, is_full, print_failures, send_every
 from benchmarks.adversity.worker import StepFaults
 from benchmarks.report import Bar, at_least, at_most
-from services.worker import DEVICE_LOST_STATUS
+from services.worker.worker import DEVICE_LOST_STATUS
 from shared.engine.executors.timing_executor import STATE_BYTES
 from tests.chaos.world.clients import Exchange
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.chaos.world.clients import Exchange, run_exchange
 
 PATH = "/v1/completions"

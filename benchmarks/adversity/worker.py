@@ -15,8 +15,8 @@ import msgspec
 import typer
 from tokenizers import Tokenizer
 
-from services.cli.service_options import service_command
-from services.worker import build_worker
+from services.cli.cluster.service_options import service_command
+from services.worker.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.compression.llama_weights import STATISTICS, WHOLE_MODEL, weights, write_layers
 from benchmarks.report import Bar, Row, at_least, at_most
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.decompress import decompress_folder
 from shared.engine.codec.manifest import Manifest

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.report import Row, at_least, at_most, write_result
 from kernels.reference.decompress import decompress
 from kernels.split_weight import exponent_entropy, split_weight
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.weight_source import read_tensor
 

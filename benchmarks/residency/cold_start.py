@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama, write_tokenizer
 from benchmarks.report import Bar, Row, at_most, write_result
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.client.chat_request import gateway_client, stream_chat
 from services.local.cluster import LocalCluster
 from services.local.named_models import NamedModel

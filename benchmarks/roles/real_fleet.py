@@ -19,7 +19,7 @@ from benchmarks.roles.step_costs import word_of
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Timeline
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import hearth
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.messages import Role
 from shared.subjects import CredentialRole

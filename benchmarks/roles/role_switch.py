@@ -28,8 +28,8 @@ import uvloop
 from benchmarks.report import at_most, write_result
 from benchmarks.serving.closed_loop import Target, body_of
 from benchmarks.serving.hearth import CLIENT, OPERATOR, hearth
-from services.cli.roles.role_change import change_roles
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.cli.cluster.role_change import change_roles
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import ChangeRoles, Heartbeat, WorkerLoad
 from shared.subjects import HEARTBEATS, CredentialRole

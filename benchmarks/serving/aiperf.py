@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.serving.closed_loop import Target
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 RESULT_FILE = "profile_export_aiperf.json"
 

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import START_TIMEOUT_S, Processes
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.servers import free_port
 
 MODEL = "mocked"

@@ -15,8 +15,8 @@ import httpx
 import psutil
 
 from benchmarks.serving.closed_loop import Target
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.processes.environ import thread_environ
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from tests.servers import NatsServer, RedisServer, free_port

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.report import Bar, Row, at_most
 from benchmarks.structured.cluster import Answer, Result, Served, gaps_s, served
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.chaos.world.clients import Exchange
 from tests.corpora.hostile_grammars import Hostile, hostile_grammars
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.checkpoints import write_random_llama, write_tokenizer
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import Bar, Row, at_most
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.structured.grammars.grammar import json_grammar
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import HearthError

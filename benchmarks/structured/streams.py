@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama, write_tokenizer
 from benchmarks.report import Bar, Row, at_most
 from benchmarks.structured.cluster import Body, Served, gaps_s, served
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 NUM_STREAMS, NUM_TOKENS = 16, 128
 MAX_RATIO, MAX_MIXED_RATIO = 1.10, 1.05

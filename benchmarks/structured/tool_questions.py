@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.report import Bar, Row, at_least
 from benchmarks.structured.cluster import Served, at_most_at_once, served
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.corpora.documents import is_valid
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # not a package: they run by path

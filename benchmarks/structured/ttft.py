@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.report import Bar, Row, at_most
 from benchmarks.structured.cluster import Served, served
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 REQUESTS_A_ROUND = 6
 MAX_TOKENS = 4

@@ -78,7 +78,6 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.process_jobs import ProcessSetup
 from shared.background import Background
 from shared.block_hash import root_key
-from shared.catalogue.reader import CatalogueReader
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
@@ -88,6 +87,7 @@ from shared.lifecycle.release import installed_release
 from shared.messages import ReadTimeline, TimelineRead
 from shared.metrics.families.member import Member
 from shared.metrics.process_report import ProcessReport
+from shared.model_registry.reader import CatalogueReader
 from shared.nats_urls import authority
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store, StoreUnavailable

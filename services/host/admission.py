@@ -11,10 +11,10 @@ from services.host.hosted_catalogue import HostedRevision
 from services.host.model_states import HostStates
 from services.host.records import ModelRecord, Records
 from services.host.workers.process_memory import process_bytes
-from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.messages import Heartbeat, ModelCard
+from shared.model_registry.admin import CatalogueAdmin
 from shared.store import StoreUnavailable
 
 log = structlog.get_logger(__name__)

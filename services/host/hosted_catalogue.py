@@ -17,10 +17,10 @@ from services.host.budget import ModelKey
 from services.host.records import ModelRecord
 from services.host.sources import ModelSource, find_source
 from shared.background import Background, is_logged
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import ModelCard, WorkerLoad
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
 
 log = structlog.get_logger(__name__)
 

@@ -30,8 +30,6 @@ from services.host.workers.worker_config import log_name_of, worker_config, work
 from services.host.workers.worker_control import WorkerControl, is_refusal
 from services.host.workers.workers import Worker, Workers
 from shared.background import Background, failing_alone
-from shared.catalogue.admin import CatalogueAdmin
-from shared.catalogue.reader import CatalogueReader
 from shared.clock import Clock, MonotonicClock
 from shared.config import HostConfig, check, redis_tls_of
 from shared.errors import HearthError, UnknownModel
@@ -39,6 +37,8 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, ParkModel, WakeModel
 from shared.metrics.process_report import ProcessReport
+from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.reader import CatalogueReader
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.subjects import host_models, random_instance

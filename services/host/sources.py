@@ -14,13 +14,13 @@ from services.host.devices import weight_item_bytes
 from services.local.gpus import compute_capability
 from services.local.hub_download import is_hub_id
 from services.local.hub_process import downloaded
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.config import default_block_size
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.planning.kv_plan import kv_item_bytes
 from shared.engine.planning.memory_plan import plan_memory
 from shared.errors import CheckpointError, ConfigError
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
 from shared.numerics import FP8_CAPABILITY
 
 DEFAULT_CONTEXT_TOKENS = 4096

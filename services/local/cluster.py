@@ -24,6 +24,7 @@ from services.local.plan import (
     plan_services,
     plan_warming,
 )
+from services.local.processes.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.redis_acl import REDIS_ROLES, acl_line
 from services.local.servers import (
     LOOPBACK,
@@ -36,7 +37,6 @@ from services.local.servers import (
 from services.local.several_models import store_models, wait_until_served
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import Report, Supervisor
-from services.processes.child_processes import Child, ProcessSpec, kill_children, start_child
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable

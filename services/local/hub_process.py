@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from services.local.hub_download import local_copy
-from services.processes.child_processes import die_with_parent, ending
+from services.local.processes.child_processes import die_with_parent, ending
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, send_signal
 

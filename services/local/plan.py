@@ -10,10 +10,10 @@ import msgspec
 
 from services.local.credentials import Credential, random_process_id
 from services.local.named_models import NamedModel
+from services.local.processes.child_processes import ProcessSpec
+from services.local.processes.environ import thread_environ
 from services.local.redis_acl import REDIS_ROLES
 from services.local.servers import LOOPBACK
-from services.processes.child_processes import ProcessSpec
-from services.processes.environ import thread_environ
 from shared.config import (
     DEVICES,
     EXPERT_SPLITS,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from services.local.named_models import NamedModel
 from shared.background import Background
-from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import Clock
 from shared.errors import ConfigError, HearthError
 from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import Heartbeat, HostedModel, ModelWaking, WakeModel
+from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, host_models
 from shared.transport.bus import NatsBus

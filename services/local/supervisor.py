@@ -16,7 +16,7 @@ from typing import Literal
 
 import structlog
 
-from services.processes.child_processes import (
+from services.local.processes.child_processes import (
     Child,
     ProcessSpec,
     ending,
@@ -24,7 +24,7 @@ from services.processes.child_processes import (
     start_child,
     stop_children,
 )
-from services.processes.log_files import bound_logs_while_running
+from services.local.processes.log_files import bound_logs_while_running
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError

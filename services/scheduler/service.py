@@ -29,7 +29,7 @@ from services.scheduler.placement import LocalPrefill, RequestSize, Target, plac
 from services.scheduler.residency.keeper import ResidencyKeeper
 from services.scheduler.residency.policies import policy_of
 from services.scheduler.roles.role_changes import RoleChanges
-from services.scheduler.unserved import UnservedRequests
+from services.scheduler.waiting_for_host import UnservedRequests
 from shared import subjects
 from shared.background import Background, failing_alone, is_logged
 from shared.clock import Clock, MonotonicClock

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.adversity.attacks import KINDS, MAX_BODY_BYTES, NUM_PREFIXES, STEERED_TOKEN, Attack
 from benchmarks.adversity.turns import Waits, p99
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.dialects.openai.chat import CHAT_FIELDS
 from services.gateway.text.model_files import ModelFiles
 

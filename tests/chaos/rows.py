@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from services.worker import DEVICE_LOST_STATUS
+from services.worker.worker import DEVICE_LOST_STATUS
 from shared.messages import AbortRequest, CancelQueued, Placed
 from tests.chaos.chaos import Call, Chaos
 from tests.chaos.checks.logs import given_up, suspicions

@@ -31,7 +31,7 @@ from tests.clients.account import (
     write_accounts,
 )
 from tests.end_to_end.cluster import Cluster, run_cluster
-from tests.services.cli.chat_checkpoint import write_chat_checkpoint
+from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.running import run_hearth
 from tests.wide.checkpoint import write_wide_checkpoint
 

@@ -8,7 +8,7 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.structured.grammars.grammar import json_grammar
 from shared.errors import HearthError
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import redis.asyncio
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.chaos.running import BLOCK_BYTES
 from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.credentials import Credential
 from services.local.join import add_credential
 from shared.errors import WorkerUnfit

@@ -9,7 +9,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.engine.models.checkpoint_config import read_config
 from tests.end_to_end.cluster import Cluster
 

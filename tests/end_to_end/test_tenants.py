@@ -18,7 +18,7 @@ import nats
 import pytest
 import redis
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.messages import Heartbeat
 from shared.packing import pack_token_ids
 from shared.subjects import HEARTBEATS

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from kernels.ops import cpu_host
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.messages import Heartbeat
 from shared.numerics import Mode
 from tests.chaos.world.cluster import MONITOR, ChaosCluster

@@ -53,7 +53,7 @@ GPU_LAYERS = [
 CUDA_WORKER = """
 import sys
 import kernels.device, kernels.host_codec, kernels.ops
-import services.worker, shared.engine.engine, shared.engine.executors.cuda.cuda_executor
+import services.worker.worker, shared.engine.engine, shared.engine.executors.cuda.cuda_executor
 import shared.engine.executors.load, shared.engine.kv.kv_cache
 import shared.engine.layers.fused_layer, shared.engine.models.decoder
 import shared.engine.sampling.sampler, shared.engine.weights.load

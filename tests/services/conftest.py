@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.cli.chat_checkpoint import write_chat_checkpoint
+from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService, build_kv_index
 from services.local.credentials import tls_block
 from services.scheduler.service import SchedulerService, build_scheduler
-from services.worker import WorkerProcess, build_worker
+from services.worker.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 from shared.engine.executors.timing_executor import TimingExecutor

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.worker import WorkerProcess, build_worker
+from services.worker.worker import WorkerProcess, build_worker
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig

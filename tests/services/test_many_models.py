@@ -15,11 +15,11 @@ import pytest_asyncio
 
 from services.gateway.service import GatewayService, build_gateway
 from services.scheduler.service import build_scheduler
-from services.worker import WorkerProcess, build_worker
-from shared.catalogue.admin import CatalogueAdmin
+from services.worker.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, SchedulerConfig, WorkerConfig
 from shared.engine.executors.timing_executor import TimingExecutor
+from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import store_api_key
 from tests.servers import NatsServer, RedisServer

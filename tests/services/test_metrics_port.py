@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from services.cli.service_options import service_command
+from services.cli.cluster.service_options import service_command
 from shared.config import (
     GatewayConfig,
     HostConfig,
@@ -49,7 +49,7 @@ def test_port_in_use_is_one_line_at_the_start() -> None:
     )
 
 
-@pytest.mark.parametrize("module", ["services.scheduler.service", "services.worker"])
+@pytest.mark.parametrize("module", ["services.scheduler.service", "services.worker.worker"])
 def test_process_without_the_port_loads_no_metrics(module: str) -> None:
     code = f"import sys, {module}; print('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,9 +17,9 @@ from services.gateway.dialects.responses.storage.record import ResponseRecord
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.local.redis_acl import REDIS_ROLES
 from shared import config, messages, subjects
-from shared.catalogue.record import CatalogueModel
 from shared.config import ProcessConfig
 from shared.metrics.families.fleet import FleetCollector
+from shared.model_registry.record import CatalogueModel
 from shared.subjects import CredentialRole, api_permissions, permissions
 from shared.tenancy import pinned_prefix, rate_limit, stored_responses, tenant
 from shared.tenancy.model_alias import ModelAlias

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from services.cli.models.model_options import checked_source
 from services.cli.output import with_store
-from shared.catalogue.admin import CatalogueAdmin
-from shared.catalogue.record import CatalogueModel
-from shared.catalogue.revisions import revision_of
 from shared.errors import ConfigError
+from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.record import CatalogueModel
+from shared.model_registry.revisions import revision_of
 from shared.store import Store
 from shared.tenancy.model_alias import check_model_id
 from shared.tenancy.model_alias_admin import ModelAliasAdmin

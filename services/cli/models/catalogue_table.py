@@ -10,14 +10,14 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.hosts.host_tables import short_digest, table_of_models
+from services.cli.cluster.host_tables import short_digest, table_of_models
 from services.cli.models.live_states import live_models
 from services.cli.options import ALL, UNLIMITED
 from services.cli.output import print_json, show, time_text, with_store
-from shared.catalogue.admin import CatalogueAdmin
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
-from shared.catalogue.revisions import share_of
 from shared.fleet.host_view import ModelView
+from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.revisions import share_of
 from shared.store import Store
 from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.cli.status import find_nats
+from services.cli.cluster.status import find_nats
 from services.local.credentials import process_id_for
 from shared.background import Background
 from shared.clock import MonotonicClock

@@ -8,8 +8,8 @@ import sys
 
 import msgspec
 
+from services.cli.cluster.status import find_nats
 from services.cli.output import table_console
-from services.cli.status import find_nats
 from services.cli.trace.timeline_table import timeline_parts
 from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable, HearthError

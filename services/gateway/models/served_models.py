@@ -14,11 +14,11 @@ from services.gateway.models.live_models import Catalog
 from services.gateway.models.loaded_texts import LoadedTexts, Source
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.tenancy.permissions import check_model, may_use
-from shared.catalogue.reader import CatalogueReader
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
-from shared.catalogue.revisions import choose_revision
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
 from shared.messages import ModelCard
+from shared.model_registry.reader import CatalogueReader
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.revisions import choose_revision
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 

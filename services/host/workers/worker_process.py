@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from services.processes.environ import thread_environ
+from services.local.processes.environ import thread_environ
 from shared.config import WorkerConfig
 
 
@@ -47,7 +47,7 @@ def set_thread_environ(num_threads: int) -> None:
 
 def run_worker(config: WorkerConfig) -> int:
     """Returns the exit status."""
-    from services.worker import build_worker
+    from services.worker.worker import build_worker
     from shared.lifecycle.process import run_service
 
     return run_service(

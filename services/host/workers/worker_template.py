@@ -24,12 +24,12 @@ from pathlib import Path
 import msgspec
 
 from services.host.workers.worker_process import decode_spec, run_worker, set_thread_environ
-from services.processes.child_processes import die_with_parent
-from services.processes.log_files import open_log
+from services.local.processes.child_processes import die_with_parent
+from services.local.processes.log_files import open_log
 
 STDIN, STDOUT = 0, 1
 MODULES = (
-    "services.worker",
+    "services.worker.worker",
     "shared.engine.token_masks.worker_grammars",
     "shared.engine.executors.load",
     "shared.engine.executors.cpu_executor",

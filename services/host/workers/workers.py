@@ -23,8 +23,8 @@ import structlog
 
 from services.host.workers.worker_process import WorkerSpec, encode_spec
 from services.host.workers.worker_template import TemplateReport
-from services.processes.child_processes import die_with_parent, ending
-from services.processes.log_files import bound_logs_while_running, last_line, open_log
+from services.local.processes.child_processes import die_with_parent, ending
+from services.local.processes.log_files import bound_logs_while_running, last_line, open_log
 from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import WorkerConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.local.cluster import LocalCluster
 from services.local.named_models import NamedModel
 from services.local.plan import UpOptions

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.processes.environ import thread_environ
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from shared.transport.server_config import NatsUser, nats_server_config

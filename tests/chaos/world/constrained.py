@@ -9,7 +9,7 @@ import random
 import re
 from typing import Any
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.chaos.world.clients import ChoiceOutput
 from tests.chaos.world.workload import NUM_STREAMS, Body
 from tests.corpora.documents import is_valid

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.chaos.world.clients import ChoiceOutput
 
 NUM_STREAMS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from services.cli.public_prefixes import publish_prefix, remove_prefix
+from services.cli.tenants.public_prefixes import publish_prefix, remove_prefix
 from tests.end_to_end.cluster import Cluster
 from tests.support.waiting import wait_until
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.end_to_end.test_chat import text_of
-from tests.services.cli.chat_checkpoint import TEMPLATE, write_byte_tokenizer
+from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
 from tests.shared.engine.support.families import DEEPSEEK, KimiText
 from tests.shared.engine.support.quantised import quantise

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from services.gateway.dialects.ranking.pairs import INSTRUCTION, SYSTEM
 from tests.end_to_end.cluster import Cluster, run_cluster
-from tests.services.cli.chat_checkpoint import TEMPLATE, write_byte_tokenizer
+from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
 from tests.shared.engine.support.checkpoints import write_llama
 
 QUERY = "Where is the fox?"

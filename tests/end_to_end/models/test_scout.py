@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from tests.end_to_end.cluster import Cluster, run_cluster
-from tests.services.cli.chat_checkpoint import write_byte_tokenizer
+from tests.services.cli.cluster.chat_checkpoint import write_byte_tokenizer
 from tests.services.cli.in_process import call_hearth
 from tests.shared.engine.support.families import LLAMA4, LLAMA4_EXPERTS, MultimodalLlama4
 

@@ -262,7 +262,7 @@ async def test_item_fails_and_every_process_lives(
 # Loops, and steps in the life, of a process itself: an exception of theirs ends it. All other work
 # in the background is on one item of others.
 OWN = {
-    "services/cli/status.py": ("_judge",),
+    "services/cli/cluster/status.py": ("_judge",),
     "services/decode/service.py": ("run", "_sweep"),
     "services/gateway/operator/cluster/feed.py": ("_run",),
     "services/gateway/http/server.py": ("_serve",),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from services.cli.service_options import DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.chaos.world.cluster import SERVICES, ChaosCluster
 
 PIPE_BYTES = 4096

@@ -13,9 +13,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.background import Background
-from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import MonotonicClock
 from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import (
@@ -27,6 +26,7 @@ from shared.messages import (
     ParkModel,
     WakeModel,
 )
+from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, CredentialRole, host_models
 from shared.transport.bus import NatsBus

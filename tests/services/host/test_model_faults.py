@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.host.budget import ModelKey
 from services.host.hosted_catalogue import HostedRevision
 from services.host.records import Records
 from services.host.service import HostService
 from services.host.sources import ModelSource
 from services.host.workers import workers as module
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.clock import MonotonicClock
 from shared.config import HostConfig
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
 from shared.randomness import SystemRandomness
 from tests.services.faults.test_item_faults import ERRORS
 from tests.simulation.world.store import MemoryStore

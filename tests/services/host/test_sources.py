@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.host import sources
 from services.host.budget import ModelKey
 from services.host.devices import weight_item_bytes
 from services.host.hosted_catalogue import HostedRevision
 from services.host.sources import ModelSource, find_source
 from services.host.workers.worker_config import worker_config
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.config import HostConfig, WorkerConfig, default_block_size
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
 
 REVISION = CatalogueRevision(name="r1", source=str(DEMO_MODEL_DIR))
 MODEL = CatalogueModel(name="m", revisions=(REVISION,), max_context_tokens=100)

@@ -12,9 +12,9 @@ import pytest
 from services.host.budget import ModelKey
 from services.host.hosted_catalogue import HostedRevision
 from services.host.workers.worker_control import WorkerControl
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.errors import HearthError
 from shared.messages import Done, ParkWorker, WakeWorker
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
 from shared.subjects import lifecycle
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer

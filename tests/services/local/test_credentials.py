@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import commands
+from services.cli.cluster import commands
 from services.local.credentials import (
     Credential,
     named_credentials,

@@ -15,6 +15,7 @@ from services.client.health_check import receives_heartbeat
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
+from services.local.processes.child_processes import ProcessSpec
 from services.local.servers import find_server, free_port
 from services.local.state import (
     ClusterState,
@@ -25,7 +26,6 @@ from services.local.state import (
     save,
 )
 from services.local.supervisor import Supervisor
-from services.processes.child_processes import ProcessSpec
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.lifecycle.heartbeat import HealthMonitor

@@ -13,9 +13,9 @@ import redis
 from services.gateway.dialects.responses.storage import scripts
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.local.redis_acl import REDIS_ROLES, acl_line, acl_rules
-from shared.catalogue.admin import CatalogueAdmin
-from shared.catalogue.reader import CatalogueReader
 from shared.clock import MonotonicClock
+from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.reader import CatalogueReader
 from shared.store import RedisStore, StoreRejected
 from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import TENANTS
@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[3]
 PASSWORD = "a secret of the role"
 # Sources whose Lua scripts and batches a role runs.
 SOURCES = {
-    "gateway": ("services/gateway", "shared/tenancy", "shared/catalogue"),
+    "gateway": ("services/gateway", "shared/tenancy", "shared/model_registry"),
     "kv_index": ("services/kv_index", "shared/tenancy/pinned_prefix.py"),
-    "host": ("shared/catalogue",),
-    "operator": ("services/cli", "shared/tenancy", "shared/catalogue"),
+    "host": ("shared/model_registry",),
+    "operator": ("services/cli", "shared/tenancy", "shared/model_registry"),
 }
 OWN_KEYS = {
     "gateway": ("hearth:acme:meter", "hearth:acme:usage:2026-01-01", "hearth:api_key:0ff"),

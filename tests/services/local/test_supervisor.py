@@ -11,10 +11,10 @@ from unittest.mock import AsyncMock
 import pytest
 
 from services.local import supervisor as module
+from services.local.processes.child_processes import ProcessSpec, ending
+from services.local.processes.log_files import last_line
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
-from services.processes.child_processes import ProcessSpec, ending
-from services.processes.log_files import last_line
 from shared.clock import MonotonicClock
 from tests.support.waiting import until
 
@@ -156,7 +156,7 @@ async def test_process_that_ignores_sigterm_is_killed(
 async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, pathlib, sys\n"
-        "from services.processes.child_processes import ProcessSpec, start_child\n"
+        "from services.local.processes.child_processes import ProcessSpec, start_child\n"
         "async def main():\n"
         "    here = pathlib.Path(sys.argv[1])\n"
         "    argv = (sys.executable, '-c', 'import signal; signal.pause()')\n"

@@ -11,7 +11,7 @@ import pytest
 from services.scheduler.backlog import Lane
 from services.scheduler.blocked_lanes import BlockedLanes
 from services.scheduler.placement import LocalPrefill, RequestSize
-from services.scheduler.unserved import NO_WORKER_GRACE_S
+from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from services.scheduler.worker_table import MAX_MASKS, WorkerRow, WorkerTable
 from shared.errors import WorkerUnfit
 from shared.messages import DecodeStarted, Placed, PlacementFailed, StartDecode

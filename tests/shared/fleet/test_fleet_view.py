@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli.status import tables
+from services.cli.cluster.status import tables
 from shared.fleet.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
 from shared.messages import (

@@ -37,7 +37,7 @@ from services.gateway.streams.streams import (
     SUBMIT_WINDOW_S,
 )
 from services.scheduler.silent_workers import MAX_CLOSED_S
-from services.scheduler.unserved import NO_WORKER_GRACE_S
+from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from shared.errors import (
     DeadlineExceeded,
     HearthError,

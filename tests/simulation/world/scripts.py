@@ -12,8 +12,8 @@ from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
 from services.gateway.tenancy.usage_counter import ADD_UP
-from shared.catalogue.admin import SWAP_MODEL
-from shared.catalogue.reader import READ_CATALOGUE
+from shared.model_registry.admin import SWAP_MODEL
+from shared.model_registry.reader import READ_CATALOGUE
 from shared.store import StoreRejected
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,

@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.decode.service import DecodeService
-from services.parking import Parking
 from services.prefill.service import PrefillService
+from services.worker.role_and_standby import Parking
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine

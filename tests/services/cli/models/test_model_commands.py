@@ -15,18 +15,18 @@ import redis
 from rich.console import Console
 
 from services.cli.models.catalogue_table import Catalogue, table_of_catalogue
-from shared.catalogue.admin import CatalogueAdmin
-from shared.catalogue.record import CATALOGUE, CatalogueModel, CatalogueRevision
 from shared.clock import MonotonicClock
 from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import HostedModel
+from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.record import CATALOGUE, CatalogueModel, CatalogueRevision
 from shared.store import RedisStore
 from shared.subjects import heartbeat
 from shared.tenancy.audit import AUDIT
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
-from tests.services.cli.hosts.heartbeats import host_heartbeat, hosted
+from tests.services.cli.cluster.heartbeats import host_heartbeat, hosted
 from tests.services.cli.in_process import call_hearth
 from tests.services.cli.models.conftest import Hearth, text
 from tests.services.cli.running import environ_for

@@ -17,7 +17,7 @@ from shared.messages import Done, ModelWaking, ParkModel, WakeModel
 from shared.subjects import heartbeat, host_models
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
-from tests.services.cli.hosts.heartbeats import host_heartbeat, hosted
+from tests.services.cli.cluster.heartbeats import host_heartbeat, hosted
 from tests.services.cli.in_process import call_hearth
 from tests.services.cli.running import environ_for
 

@@ -16,10 +16,10 @@ import pytest_asyncio
 
 from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
-from shared.catalogue.admin import CatalogueAdmin
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.messages import ModelCard
+from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import TenantAdmin

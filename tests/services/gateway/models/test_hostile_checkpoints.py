@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.models.loaded_texts import Source
 from services.gateway.models.served_text import ServedText
 from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.host.sources import find_source
-from shared.catalogue.record import CatalogueModel, CatalogueRevision
 from shared.errors import HearthError, Overloaded
+from shared.model_registry.record import CatalogueModel, CatalogueRevision
 from tests.services.gateway.models.conftest import Fleet
 from tests.services.gateway.models.hostile_checkpoints import HEAD, Spoil, folders
 

@@ -17,11 +17,11 @@ from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.tenancy.errors import ModelNotAllowed
 from services.gateway.text.model_files import ModelFiles
-from shared.catalogue.admin import CatalogueAdmin
-from shared.catalogue.reader import CatalogueReader
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad, WorkerLoad
+from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.reader import CatalogueReader
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
 from tests.services.gateway.model_dir import served_text, without_process

@@ -34,7 +34,7 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.streams import Streams
-from services.scheduler.unserved import NO_WORKER_GRACE_S
+from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.decoding.detokenizer import Detokenizer, decode_with_offsets
 from services.gateway.text.decoding.packed_texts import PackedTexts

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.cli.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.tiktoken_bpe import GPT_2, LLAMA_3, MAX_CHARS, QWEN_2
 from services.gateway.text.tokenizer import PromptTokenizer

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.scheduler.residency.orders import PATIENCE, SLACK_S
-from services.scheduler.unserved import NO_WORKER_GRACE_S
+from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from shared.errors import NoCapacity
 from shared.messages import ModelState, Placed, PlacementFailed, WakeModel
 from tests.services.scheduler.literals import submit_of

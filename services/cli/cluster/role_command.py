@@ -1,0 +1,33 @@
+"""`hearth role`: changes the roles of a running worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from services.cli.operators.audited import audited
+
+app = typer.Typer()
+
+
+@app.command(
+    rich_help_panel="Operate",
+    epilog="Examples:  hearth role worker-1 prefill  ·  hearth role worker-2 both",
+)
+@audited("role")
+def role(
+    worker: Annotated[str, typer.Argument(help="Process id, as in `hearth status`.")],
+    roles: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both.")],
+    nats_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEARTH_NATS_URL",
+            help="NATS URL with an operator's credential (default: local cluster).",
+        ),
+    ] = None,
+) -> None:
+    """Change the roles of a worker that has the handlers of both. Its streams go on."""
+    from services.cli.cluster.role_change import run_role
+
+    run_role(nats_url, worker, roles)

@@ -1,0 +1,180 @@
+"""The options of `hearth up`, and what they mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
+from services.local.hub_download import local_copy
+from services.local.named_models import NamedModel, named_models
+from services.local.plan import worker_counts
+from shared.errors import ConfigError
+
+
+class UpRole(StrEnum):
+    apart = "apart"
+    both = "both"
+
+
+Model = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]DIR",
+        help="Checkpoint directory, or a hub id such as org/name (default: the demo model). "
+        "Several: a host keeps those hot that are used, within its memory budget.",
+    ),
+]
+Name = Annotated[
+    str, typer.Option(help="Model name for clients (default: the hub id or directory name).")
+]
+NumPrefill = Annotated[int | None, typer.Option(help="Prefill workers (default: 1).")]
+NumDecode = Annotated[int | None, typer.Option(help="Decode workers (default: 1).")]
+NumBoth = Annotated[
+    int | None,
+    typer.Option(help="Workers that run prefill and decode (default: 0; on a single GPU 1)."),
+]
+Role = Annotated[
+    UpRole | None,
+    typer.Option(help="both: one worker for prefill and decode; apart: one of each."),
+]
+Http = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="HTTP listen address (default: 127.0.0.1:8000, or a free port).",
+    ),
+]
+Nats = Annotated[
+    str | None, typer.Option(metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS.")
+]
+Redis = Annotated[
+    str | None,
+    typer.Option(metavar="URL", envvar="HEARTH_REDIS_URL", help="A running Redis."),
+]
+Advertise = Annotated[
+    str,
+    typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
+]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_KV_DTYPE",
+        help="Of stored KV: auto (fp8 if the checkpoint declares it), bf16 or fp8 (half the size).",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_DEVICE",
+        help="auto (one GPU per worker, else the CPU), cpu, cuda or cuda:N.",
+    ),
+]
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_LOAD_FORMAT",
+        help="auto, or dummy: seeded weights from config.json alone.",
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_WEIGHTS",
+        help="Weight format in memory: auto, dense or compressed (lossless).",
+    ),
+]
+KvCacheBytes = Annotated[
+    int | None,
+    typer.Option(
+        envvar="HEARTH_KV_CACHE_BYTES",
+        help="KV cache of each worker (default: 256 MiB on the CPU, free memory on CUDA).",
+    ),
+]
+MaxBatchTokens = Annotated[
+    int | None,
+    typer.Option(
+        envvar="HEARTH_MAX_BATCH_TOKENS",
+        help="Tokens per step (default: 512; on CUDA 2048, prefill alone 8192).",
+    ),
+]
+Tp = Annotated[int, typer.Option(help="Ranks of each worker that share its layers: 1, 2, 4 or 8.")]
+Pp = Annotated[int, typer.Option(help="Pipeline stages of each worker.")]
+PrefillTp = Annotated[int | None, typer.Option(help="The same of prefill workers (default: --tp).")]
+DecodeTp = Annotated[int | None, typer.Option(help="The same of decode workers (default: --tp).")]
+Experts = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_EXPERTS",
+        help="ep: each rank holds whole experts; tp: columns of all of them; auto.",
+    ),
+]
+Activations = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_ACTIVATIONS",
+        help="plain, or bf16-exchange: ranks send half the bytes; other bits.",
+    ),
+]
+Check = Annotated[bool, typer.Option("--check", help="Send one request, then stop.")]
+
+
+class GivenModels(msgspec.Struct, frozen=True):
+    """`text`: the one `--model`; unused if there are `several`."""
+
+    text: str
+    name: str
+    several: tuple[NamedModel, ...]
+
+
+def given_models(texts: Sequence[str] | None, name: str) -> GivenModels:
+    """Raises ConfigError."""
+    texts = texts or [str(DEMO_MODEL_DIR)]
+    several = named_models(texts) if len(texts) > 1 or "=" in texts[0] else ()
+    if len(several) == 1:
+        return GivenModels(several[0].source, name or several[0].name, ())
+    return GivenModels(texts[0], name, several)
+
+
+def num_workers(
+    models: GivenModels,
+    *,
+    prefill: int | None,
+    decode: int | None,
+    both: int | None,
+    role: UpRole | None,
+    device: str,
+    num_gpus: int,
+) -> tuple[int, int, int]:
+    """Prefill, decode and both-role workers: none for several models. Raises ConfigError."""
+    if models.several and {prefill, decode, both, role} != {None}:
+        raise ConfigError("--prefill, --decode, --both and --role are for one --model")
+    if models.several:
+        return 0, 0, 0
+    if both is None and role is not None:
+        both = int(role is UpRole.both)
+    return worker_counts(prefill, decode, both, device=device, num_gpus=num_gpus)
+
+
+def source_of(models: GivenModels, *, needs_weights: bool) -> tuple[Path, str]:
+    """Directory and name of the model; of several, what stands for them. Raises ConfigError."""
+    if models.several:
+        return DEMO_MODEL_DIR, models.name
+    path = Path(models.text)
+    return local_copy(path, needs_weights=needs_weights), model_name_for(path, models.name)
+
+
+def host_and_port(text: str | None) -> tuple[str, int | None]:
+    """The port None: 8000, or a free one. Raises ConfigError."""
+    if text is None:
+        return "127.0.0.1", None
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--http {text!r} is not HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)

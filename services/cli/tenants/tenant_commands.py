@@ -1,0 +1,192 @@
+"""`hearth tenant`, `hearth usage` and `hearth api-key`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from services.cli.operators.audited import audited
+from services.cli.options import OPERATE
+from services.cli.tenants.tenant_options import with_limits
+from shared.errors import ConfigError
+from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
+
+app = typer.Typer()
+tenant_app = typer.Typer(
+    help="Tenants: their API keys and limits.",
+    epilog="Examples:  hearth tenant add team-a --requests-per-min 60  ·  "
+    "hearth tenant limits team-a --output-tokens-per-min 20000 --concurrency unlimited  ·  "
+    "hearth tenant rotate team-a",
+)
+
+Tenant = Annotated[str, typer.Argument(help="Tenant id.")]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis URL (default: the local cluster's)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+@tenant_app.command(epilog="Example:  hearth tenant add team-a --concurrency 8 --zero-retention")
+@with_limits
+@audited("tenant add")
+def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
+    """Add a tenant: prints its first API key once; Redis stores only a digest.
+
+    A limit that is not given is unlimited, and 0 allows nothing.
+    """
+    from services.cli.tenants.tenant_tables import with_tenant_admin
+
+    api_key = new_api_key()
+    with_tenant_admin(redis_url, lambda it: it.add(tenant, changes, api_key))
+    print(api_key)
+
+
+@tenant_app.command("list", epilog="Example:  hearth tenant list --json | jq")
+def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
+    """List the tenants and their limits."""
+    from services.cli.output import print_json, show
+    from services.cli.tenants.tenant_tables import table_of_tenants, with_tenant_admin
+
+    records = with_tenant_admin(redis_url, lambda admin: admin.all())
+    print_json(records) if json else show(table_of_tenants(records))
+
+
+@tenant_app.command(epilog="Example:  hearth tenant show team-a")
+def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None:
+    """Show a tenant: limits, current use, and keys by id."""
+    from services.cli import output
+    from services.cli.tenants import tenant_tables
+
+    async def look(admin: TenantAdmin) -> tuple[Any, Any, Any]:
+        record = await admin.one(tenant)
+        return record, await admin.state(record), await admin.keys(tenant)
+
+    record, state, keys = tenant_tables.with_tenant_admin(redis_url, look)
+    if json:
+        now = {"used": state.used, "open_requests": state.num_open}
+        output.print_json({"tenant": record, "now": now, "keys": keys})
+    else:
+        limits = tenant_tables.table_of_limits(record, state)
+        output.show(limits, "", tenant_tables.table_of_keys(keys, time.time()))
+
+
+@tenant_app.command(epilog="Example:  hearth tenant rotate team-a --keep-s 3600")
+@audited("tenant rotate")
+def rotate(
+    tenant: Tenant,
+    key: Annotated[str | None, typer.Option(help="Key id to replace (default: all).")] = None,
+    keep_s: Annotated[float, typer.Option(help="Seconds until replaced keys expire.")] = 86_400.0,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Print a new API key; replaced keys stay valid for --keep-s, or until they are revoked."""
+    from services.cli.tenants.tenant_tables import with_tenant_admin
+
+    if not 0 <= keep_s <= 366 * 86_400:
+        raise ConfigError(f"--keep-s {keep_s:g} is not from 0 to a year")
+    api_key = new_api_key()
+    replaced = with_tenant_admin(
+        redis_url,
+        lambda admin: admin.rotate(tenant, api_key, keep_s=keep_s, key_id=key),
+    )
+    print(api_key)
+    note = f"{', '.join(replaced)} ends in {keep_s:g} s" if replaced else "no key was valid"
+    print(f"note: {note}", file=sys.stderr)
+
+
+@tenant_app.command(epilog="Examples:  hearth tenant revoke team-a --key ID  ·  … --all")
+@audited("tenant revoke")
+def revoke(
+    tenant: Tenant,
+    key: Annotated[str | None, typer.Option(help="Key id, as printed by `show`.")] = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="Every key of the tenant.")] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Revoke an API key: all gateways reject it within a second."""
+    from services.cli.tenants.tenant_tables import with_tenant_admin
+
+    if (key is None) is not all_keys:
+        raise ConfigError("give either --key ID or --all")
+    revoked = with_tenant_admin(redis_url, lambda it: it.revoke(tenant, key))
+    if not revoked:
+        raise ConfigError("nothing to revoke: none of these keys is valid")
+    print("\n".join(revoked))
+
+
+@tenant_app.command(epilog="Example:  hearth tenant client team-a billing")
+@audited("tenant client")
+def client(
+    tenant: Tenant,
+    name: Annotated[str, typer.Argument(help="The client's NATS user.")],
+    redis_url: RedisUrl = None,
+) -> None:
+    """Let a NATS client send requests as this tenant, where `hearth nats-config client=NAME` has
+    made its credential. `revoke --key NAME` ends that.
+    """
+    from services.cli.tenants.tenant_tables import with_tenant_admin
+    from services.local.credentials import check_name
+
+    check_name(name)
+    with_tenant_admin(redis_url, lambda admin: admin.add_client(tenant, name))
+
+
+@tenant_app.command(epilog="Example:  hearth tenant limits team-a --requests-per-min unlimited")
+@with_limits
+@audited("tenant limits")
+def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
+    """Change only the given limits; gateways apply them within a second."""
+    from services.cli import output
+    from services.cli.tenants import tenant_tables
+
+    if not changes:
+        raise ConfigError("no limit is given: see `hearth tenant limits --help`")
+
+    async def change(admin: TenantAdmin) -> tuple[Any, Any]:
+        record = await admin.change(tenant, changes)
+        return record, await admin.state(record)
+
+    record, state = tenant_tables.with_tenant_admin(redis_url, change)
+    output.show(tenant_tables.table_of_limits(record, state))
+
+
+@app.command(
+    "api-key", rich_help_panel=OPERATE, epilog="Example:  hearth api-key team-a --redis-url URL"
+)
+@audited("api-key")
+def api_key(
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
+    redis_url: RedisUrl = None,
+) -> None:
+    """Create an additional API key, and its tenant if new: prints the key once."""
+    from services.cli.tenants.tenant_tables import with_tenant_admin
+
+    api_key = new_api_key()
+    with_tenant_admin(redis_url, lambda admin: admin.add_key(tenant, api_key))
+    print(api_key)
+
+
+@app.command(
+    rich_help_panel=OPERATE, epilog="Examples:  hearth usage  ·  hearth usage --days 30 --json"
+)
+def usage(
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    days: Annotated[int, typer.Option(help="Number of UTC days, including today.")] = 7,
+    redis_url: RedisUrl = None,
+    json: Json = False,
+) -> None:
+    """Show delivered requests and tokens by tenant, model and day."""
+    from services.cli.output import print_json, show
+    from services.cli.tenants.tenant_tables import last_days, table_of_usage, with_tenant_admin
+
+    requested = last_days(days, time.time())
+
+    async def look(admin: TenantAdmin) -> Any:
+        if tenant is not None:
+            await admin.one(tenant)
+        return await admin.usage([tenant] if tenant else list(await admin.all()), requested)
+
+    rows = with_tenant_admin(redis_url, look)
+    print_json(rows) if json else show(table_of_usage(rows))

@@ -1,0 +1,220 @@
+"""Composes a worker process: prefill handlers, decode handlers, or both over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import structlog
+
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
+from services.worker.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
+from services.worker.rank_leader import listening_for_ranks
+from services.worker.role_and_standby import Parking
+from shared.clock import Clock, MonotonicClock
+from shared.config import WorkerConfig, check
+from shared.engine.engine import Engine
+from shared.engine.executors.executor import Executor
+from shared.engine.executors.group.group_executor import GroupExecutor
+from shared.engine.executors.loading.freed_memory import use_one_arena
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.features import features_of
+from shared.engine.loop import EngineLoop
+from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes.join import HostListener
+from shared.engine.step import KvMemory
+from shared.engine.token_masks.mask_lanes import MaskLanes
+from shared.engine.token_masks.worker_grammars import WorkerGrammars
+from shared.engine.worker import EngineWorker, ServedModel
+from shared.errors import CheckpointError, ConfigError
+from shared.grammar.vocabulary import load_vocabulary
+from shared.lifecycle.identity import connect
+from shared.lifecycle.process import Service
+from shared.lifecycle.worker_roles import WorkerRoles
+from shared.messages import WORKER_ROLES, ModelCard, Role
+from shared.metrics.process_report import ProcessReport
+from shared.randomness import Randomness, SystemRandomness
+from shared.transport.bus import NatsBus
+
+log = structlog.get_logger(__name__)
+
+DEVICE_LOST_STATUS = 3  # of the process: a supervisor starts it again, with growing pauses
+
+
+class WorkerProcess:
+    """Becomes ready once all handlers serve; leaves the fleet before they drain."""
+
+    def __init__(
+        self, worker: EngineWorker, handlers: list[PrefillService | DecodeService], bus: NatsBus
+    ) -> None:
+        self._worker = worker
+        self._handlers = handlers
+        self._bus = bus
+        self._parking = Parking(worker, handlers)
+
+    async def start(self) -> None:
+        await self._worker.start()
+        for handler in self._handlers:
+            await handler.start()
+        await self._parking.start()
+
+    async def drain(self) -> None:
+        await self._parking.leave()
+        await asyncio.gather(*(handler.drain() for handler in self._handlers))
+
+    async def stop(self) -> None:
+        for handler in self._handlers:
+            await handler.stop()
+        await self._worker.stop()
+        await self._bus.close()
+
+    def report(self) -> ProcessReport:
+        return self._worker.health_monitor.report()
+
+
+def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Executor:
+    """`hosts`: those of the last ranks. Raises CheckpointError, ConfigError."""
+    # torch: other executors do not need it
+    from shared.engine.executors.load import load_executor
+
+    names = set(LoadOptions.__struct_fields__) & set(config.__struct_fields__)
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    options |= {"num_threads": config.num_threads or None, "has_row_kernels": True}
+    shape = MeshShape(config.tp, config.pp)
+    if shape.num_ranks == 1:
+        return load_executor(config.model_dir, config.device, **options)
+    from shared.engine.executors.group.load_group import load_group
+
+    return load_group(config.model_dir, config.device, shape, hosts, **options)
+
+
+def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
+    """Returns the config with the device resolved and its defaults. Raises ConfigError."""
+    device = config.device
+    if device == "auto":
+        from shared.engine.executors.load import resolve_device  # imports torch
+
+        device = resolve_device(device).type
+    return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
+
+
+def load_grammars(
+    config: WorkerConfig, executor: Executor, roles: tuple[Role, ...]
+) -> WorkerGrammars | None:
+    """None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
+    if "decode" not in roles:
+        return None
+    try:
+        vocabulary = load_vocabulary(
+            config.model_dir, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids
+        )
+    except CheckpointError as error:
+        log.warning("grammars_unavailable", reason=error.message)
+        return None
+    return WorkerGrammars(vocabulary, MaskLanes())
+
+
+async def build_worker(
+    config: WorkerConfig,
+    roles: tuple[Role, ...],
+    load: Callable[..., Executor] = load_model,
+) -> Service:
+    """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
+    check(config)
+    worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
+    if config.may_be_parked:
+        use_one_arena()
+    config = await asyncio.to_thread(on_device, config, roles)
+    await (await connect(config, roles[0])).close()  # loading may take minutes
+    async with listening_for_ranks(config, roles[0]) as hosts:
+        arguments = () if hosts is None else (hosts,)
+        executor = await asyncio.to_thread(load, config, *arguments)
+    grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
+    bus = await connect(config, roles[0])
+    clock, randomness = MonotonicClock(), SystemRandomness()
+    engine = _engine(config, executor)
+    data_plane = _data_plane(config, executor, clock, randomness)
+    receive_port = None
+    if "decode" in roles:
+        try:
+            receive_port = await data_plane.receive_port()
+        except ConfigError:
+            await bus.close()
+            raise
+    worker = EngineWorker(
+        bus=bus,
+        clock=clock,
+        randomness=randomness,
+        loop=EngineLoop(engine, executor, clock),
+        served=_served(
+            config,
+            executor,
+            engine,
+            features_of(has_vocabulary=grammars is not None or "decode" not in roles),
+        ),
+        roles=worker_roles,
+        region=config.region,
+        kv_targets=() if receive_port is None else receive_port.targets,
+        frame_counts=None if receive_port is None else receive_port.counts,
+        on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
+        max_pinned_share=config.max_pinned_share,
+    )
+    handlers: list[PrefillService | DecodeService] = []
+    if "prefill" in roles:
+        handlers.append(PrefillService(worker, await data_plane.push_port()))
+    if receive_port is not None:
+        handlers.append(DecodeService(worker, receive_port, grammars))
+    return WorkerProcess(worker, handlers, bus)
+
+
+def _data_plane(
+    config: WorkerConfig,
+    executor: Executor,
+    clock: Clock,
+    randomness: Randomness,
+) -> DataPlane:
+    if isinstance(executor, GroupExecutor):
+        return GroupDataPlane(config, executor.kv_links, randomness)
+    return ProcessDataPlane(config, cast(KvMemory, executor), clock, randomness)
+
+
+def _engine(config: WorkerConfig, executor: Executor) -> Engine:
+    assert config.max_batch_tokens is not None, "set by `on_device`"
+    num_floor_blocks = executor.num_blocks
+    if config.kv_floor_bytes is not None:
+        num_floor_blocks = config.kv_floor_bytes // executor.kv_layout.block_bytes
+    return Engine(
+        num_blocks=0 if config.is_parked else executor.num_blocks,
+        num_floor_blocks=num_floor_blocks,
+        block_size=executor.kv_layout.block_size,
+        max_context_tokens=executor.max_context_tokens,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        max_reserved_share=config.max_reserved_share,
+        reaches=executor.kv_layout.reaches,
+        zeroes_freed_blocks=config.zero_freed_blocks,
+    )
+
+
+def _served(
+    config: WorkerConfig, executor: Executor, engine: Engine, features: tuple[str, ...]
+) -> ServedModel:
+    card = ModelCard(
+        name=config.served_name,
+        revision=executor.revision,
+        kv_format=executor.kv_layout.key,
+        block_size=executor.kv_layout.block_size,
+        max_context_tokens=engine.max_context_tokens,
+        vocab_size=executor.vocab_size,
+        kv_bytes_per_token=executor.kv_layout.bytes_per_token,
+        kv_reaches=executor.kv_layout.reaches,
+        model_context_tokens=engine.model_context_tokens,
+        numerics=executor.numerics,
+        features=features,
+    )
+    return ServedModel(
+        card=card, eos_token_ids=frozenset(executor.eos_token_ids), has_head=executor.has_head
+    )

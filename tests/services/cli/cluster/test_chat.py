@@ -1,0 +1,100 @@
+"""`hearth chat` against scripted answers of the chat API."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from services.cli.cluster.chat import MAX_ROUNDS, TerminalChat, response_format
+from services.client.local_tools import find_tools
+from shared.errors import ConfigError, HearthError
+
+TEXT = {"content": "It is noon."}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def call(name: str, *arguments: str) -> list[dict[str, Any]]:
+    first = {"index": 0, "id": "call_1", "function": {"name": name, "arguments": ""}}
+    rest = [{"index": 0, "function": {"arguments": each}} for each in arguments]
+    return [{"tool_calls": [each]} for each in (first, *rest)]
+
+
+class Gateway:
+    """Answers each request with the next of `answers`, each a list of deltas."""
+
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._answers = iter(answers)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.bodies.append(json.loads(request.content))
+        bodies = [{"choices": [{"index": 0, "delta": each}]} for each in next(self._answers)]
+        events = [f"data: {json.dumps(each)}\n\n" for each in bodies]
+        return httpx.Response(200, text="".join([*events, "data: [DONE]\n\n"]))
+
+    def chat(self, *, tools: str = "", **options: Any) -> tuple[TerminalChat, io.StringIO]:
+        client = httpx.AsyncClient(transport=httpx.MockTransport(self), base_url="http://gateway")
+        printed = io.StringIO()
+        console = Console(file=printed, width=200)
+        found = find_tools(tools) if tools else ()
+        return TerminalChat(client, "demo", found, options, console), printed
+
+
+async def test_a_call_is_run_and_its_result_sent() -> None:
+    gateway = Gateway(call("clock", '{"city"', ': "Oslo"}'), [TEXT], [TEXT])
+    chat, printed = gateway.chat(tools="clock")
+    assert (await chat.ask("What time is it?")).text == "It is noon."
+    first, second = gateway.bodies
+    assert [each["function"]["name"] for each in first["tools"]] == ["clock"]
+    user, assistant, result = second["messages"]
+    assert user == {"role": "user", "content": "What time is it?"}
+    arguments = {"name": "clock", "arguments": '{"city": "Oslo"}'}
+    assert assistant["tool_calls"] == [{"id": "call_1", "type": "function", "function": arguments}]
+    assert result["role"] == "tool" and result["tool_call_id"] == "call_1"
+    assert re.fullmatch(r"\d\d:\d\d", result["content"])
+    assert 'clock({"city": "Oslo"}) -> ' in printed.getvalue()
+    await chat.ask("And now?")
+    roles = [each["role"] for each in gateway.bodies[2]["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "user"]
+
+
+async def test_an_unknown_tool_is_an_error_that_the_model_sees() -> None:
+    gateway = Gateway(call("oracle", "{}"), [TEXT])
+    chat, _ = gateway.chat(tools="dice")
+    await chat.ask("?")
+    assert gateway.bodies[1]["messages"][-1]["content"] == "error: no tool oracle"
+
+
+async def test_rounds_of_calls_end() -> None:
+    chat, _ = Gateway(*[call("dice", "{}")] * MAX_ROUNDS).chat(tools="dice")
+    with pytest.raises(HearthError, match="no answer after 8 rounds"):
+        await chat.ask("?")
+
+
+async def test_the_schema_of_a_file_is_demanded(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    gateway = Gateway([TEXT])
+    chat, _ = gateway.chat(response_format=response_format(path))
+    await chat.ask("?")
+    wanted = gateway.bodies[0]["response_format"]
+    assert wanted["type"] == "json_schema"
+    assert wanted["json_schema"] == {"name": "answer", "schema": SCHEMA, "strict": True}
+
+
+def test_a_file_without_a_schema_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.json: No such file"):
+        response_format(tmp_path / "no.json")
+    with pytest.raises(ConfigError, match=r"--json /dev/zero has more than 4194304 bytes"):
+        response_format(Path("/dev/zero"))
+    for content in ("{", "[1]"):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"bad\.json is not a JSON Schema"):
+            response_format(tmp_path / "bad.json")

@@ -1,0 +1,141 @@
+"""`hearth tenant` and `hearth usage` commands on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import redis
+
+from services.cli.tenants.tenant_tables import last_days
+from services.gateway.tenancy.usage_counter import UsageCounter
+from shared.clock import MonotonicClock
+from shared.errors import ConfigError
+from shared.store import RedisStore
+from tests.servers import RedisServer
+from tests.services.cli.in_process import call_hearth
+from tests.services.cli.running import environ_for
+
+Hearth = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def hearth(tmp_path: Path, redis_server: RedisServer) -> Iterator[Hearth]:
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    environ, url = environ_for(tmp_path), redis_server.url
+    yield lambda *arguments: call_hearth((*arguments, "--redis-url", url), environ)
+
+
+def text(result: CompletedProcess[str]) -> str:
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def tenant_info(hearth: Hearth, tenant_id: str) -> dict:
+    return json.loads(text(hearth("tenant", "show", tenant_id, "--json")))
+
+
+def test_tenant_and_key_commands(hearth: Hearth, redis_server: RedisServer) -> None:
+    key = text(hearth("tenant", "add", "team-a", "--requests-per-min", "60", "--zero-retention"))
+    assert key.startswith("hearth-")
+    twice = hearth("tenant", "add", "team-a")
+    assert twice.returncode == 2 and "exists" in twice.stderr
+    assert tenant_info(hearth, "team-a")["tenant"]["requests_per_min"] == 60
+    limits = ("--requests-per-min", "unlimited", "--concurrency", "0", "--allowed-models", "a, b")
+    table = text(hearth("tenant", "limits", "team-a", *limits, "--no-zero-retention"))
+    assert "unlimited" in table and "a, b" in table
+    tenant = tenant_info(hearth, "team-a")["tenant"]
+    assert "requests_per_min" not in tenant and "is_zero_retention" not in tenant
+    assert (tenant["concurrency"], tenant["allowed_models"]) == (0, ["a", "b"])
+    text(hearth("tenant", "limits", "team-a", "--allowed-models", "", "--allowed-regions", "all"))
+    assert tenant_info(hearth, "team-a")["tenant"]["allowed_models"] == []
+    more = text(hearth("api-key", "team-a"))
+    assert more != key
+    rotated = hearth("tenant", "rotate", "team-a", "--keep-s", "500")
+    first, second, third = tenant_info(hearth, "team-a")["keys"]
+    assert text(rotated) not in (key, more)
+    assert first["key_id"] in rotated.stderr and "500 s" in rotated.stderr
+    assert 0 < first["expires_at"] - time.time() <= 500
+    assert "expires_at" not in third or third["expires_at"] is None
+    assert text(hearth("tenant", "revoke", "team-a", "--key", second["key_id"])) == second["key_id"]
+    again = hearth("tenant", "revoke", "team-a", "--key", second["key_id"])
+    assert again.returncode == 2 and "nothing to revoke" in again.stderr
+    states = text(hearth("tenant", "show", "team-a"))
+    assert "valid until" in states and "revoked" in states
+    with redis.Redis.from_url(redis_server.url) as client:
+        names = b" ".join(client.scan_iter())
+        values = [client.hgetall(name) for name in client.scan_iter(_type="HASH")]
+    for secret in (key, more, text(rotated)):
+        assert secret not in f"{names!r} {values!r}"
+
+
+def test_list_shows_all_tenants(hearth: Hearth, redis_server: RedisServer) -> None:
+    text(hearth("tenant", "add", "team-b", "--weight", "2.5", "--concurrency", "8"))
+    text(hearth("api-key", "team-a"))
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.hset("hearth:tenants", "team-c", "{")
+    a, b, c = text(hearth("tenant", "list")).splitlines()[1:]
+    assert a.startswith("team-a") and a.count("unlimited") == 5
+    assert "2.5" in b and " 8 " in b
+    assert "unreadable" in c
+    records = json.loads(text(hearth("tenant", "list", "--json")))
+    assert list(records) == ["team-a", "team-b", "team-c"] and records["team-c"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "nobody"], "tenant 'nobody' does not exist"),
+        (["limits", "nobody", "--weight", "2"], "tenant 'nobody' does not exist"),
+        (["limits", "team-a", "--weight", "0"], "invalid tenant limits"),
+        (["limits", "team-a", "--priority", "5"], "invalid tenant limits"),
+        (["limits", "team-a", "--concurrency", "many"], "neither an integer >= 0"),
+        (["rotate", "nobody"], "tenant 'nobody' does not exist"),
+        (["rotate", "team-a", "--key", "none"], "has no key 'none'"),
+        (["revoke", "team-a", "--key", "none"], "has no key 'none'"),
+    ],
+)
+def test_invalid_arguments_are_rejected(hearth: Hearth, arguments: list[str], words: str) -> None:
+    text(hearth("tenant", "add", "team-a"))
+    result = hearth("tenant", *arguments)
+    assert result.returncode == 2
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert len(tenant_info(hearth, "team-a")["keys"]) == 1
+
+
+def test_usage(hearth: Hearth, redis_server: RedisServer) -> None:
+    text(hearth("api-key", "team-a"))
+    text(hearth("api-key", "team-b"))
+
+    async def use() -> None:
+        store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+        usage = UsageCounter(store, MonotonicClock(), writer_id="w", now=time.time)
+        for tenant_id, amount in (("team-a", 1200), ("team-b", 30)):
+            usage.count(tenant_id, "m", {"requests": 1, "input_tokens": amount})
+        await usage.stop()
+        await store.close()
+
+    asyncio.run(use())
+    rows = json.loads(text(hearth("usage", "--days", "2", "--json")))
+    assert [(row["tenant_id"], row["input_tokens"], row["requests"]) for row in rows] == [
+        ("team-a", 1200, 1),
+        ("team-b", 30, 1),
+    ]
+    table = text(hearth("usage"))
+    assert "1,200" in table and "1,230" in table
+    assert "1,230" not in text(hearth("usage", "--tenant", "team-a"))
+    unknown = hearth("usage", "--tenant", "nobody")
+    assert unknown.returncode == 2 and "tenant 'nobody' does not exist" in unknown.stderr
+
+
+def test_days_are_utc_and_bounded() -> None:
+    assert last_days(3, 86_400.0 * 365 + 1) == ["1971-01-01", "1970-12-31", "1970-12-30"]
+    for count in (0, -1, 401):
+        with pytest.raises(ConfigError):
+            last_days(count, 0.0)

@@ -1,0 +1,31 @@
+"""The catalogue on a real Redis, and on the simulation's, which must behave alike."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shared.clock import MonotonicClock
+from shared.model_registry.admin import CatalogueAdmin
+from shared.store import RedisStore, Store
+from tests.servers import RedisServer
+from tests.simulation.world.store import MemoryStore
+
+NOW = 1_700_000_000.5
+
+
+@pytest.fixture(params=["redis", "memory"])
+async def store(request: pytest.FixtureRequest, redis_server: RedisServer) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await store.write([("FLUSHALL",)])
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def admin(store: Store) -> CatalogueAdmin:
+    return CatalogueAdmin(store, lambda: NOW)
