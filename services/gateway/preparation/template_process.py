@@ -2,7 +2,7 @@
 
 A template is a program from a checkpoint: on some messages it may loop almost forever or allocate
 all memory. This process has a memory limit and an alarm that kills it when a template uses too
-much CPU time, even if the request was cancelled. `process_jobs.py` has its messages.
+much CPU time, even if the request was cancelled. `text/process_jobs.py` has its messages.
 """
 
 from __future__ import annotations
