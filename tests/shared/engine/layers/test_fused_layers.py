@@ -16,7 +16,7 @@ from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.fused_layer import FusedLayer
 from shared.engine.models.decoder import Decoder
-from shared.engine.step import LogitBias, Penalties
+from shared.engine.step import LogitBias, Penalties, sampling_rows
 from tests.shared.engine.support.checkpoints import write_model
 from tests.shared.engine.support.steps import Blocks, advance, greedy, step_of
 
@@ -89,7 +89,7 @@ def test_greedy_step_samples_the_argmax(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"temperature": np.array([0, 0.5], np.float32)},
+        {"rows": sampling_rows(2, temperature=[0, 0.5])},
         {"banned": [(1, 7)]},
         {"processed_logprobs": {0: 0}},
         {"bias": LogitBias(np.array([0]), np.array([3]), np.array([1], np.float32))},

@@ -169,5 +169,5 @@ def test_only_collectives_imports_torch_distributed() -> None:
     files = [path for folder in folders for path in folder.rglob("*.py")]
     found = {path.name for path in files if pattern.search(path.read_text())}
     assert found == {"collectives.py"}
-    text = (ROOT / "shared" / "engine" / "parallel" / "collectives.py").read_text()
+    text = (ROOT / "shared" / "engine" / "parallel" / "transport" / "collectives.py").read_text()
     assert "all_reduce(" not in text
