@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from shared import background
 from tests.simulation.checks.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_of
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import POISON, Plan
@@ -76,6 +77,7 @@ def simulate(seed: int) -> Outcome:
 
 
 def run_plan(plan: Plan) -> Outcome:
+    background._failed.clear()  # heartbeats tell it; other tests of this process have counted, too
     loop = VirtualLoop()
     with journal() as logs:
         broken: list[str] = []
