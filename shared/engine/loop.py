@@ -307,6 +307,7 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         self._is_idle = True
+        self.executor.forget_ended()
         self._work.clear()
         await self._work.wait()
 

@@ -59,6 +59,10 @@ class Executor(Protocol):
         """
         ...
 
+    def forget_ended(self) -> None:
+        """Forgets sequences that have ended, when no step is in flight: else the next one does."""
+        ...
+
     async def check(self) -> None:
         """Computes a step without side effects, when none is in flight. Raises if the device
         fails.

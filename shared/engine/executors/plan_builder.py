@@ -50,7 +50,7 @@ class PlanBuilder:
     def build(self, scheduled: list[ScheduledSequence]) -> tuple[StepPlan, tuple[TokenMask, ...]]:
         """The next plan, and the masks of its rows, which are being computed."""
         grammars = _grammars(scheduled)  # before anything changes: they may raise
-        ended = self._end_rows()
+        ended = self.end_rows()
         rows: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -91,8 +91,10 @@ class PlanBuilder:
         self._step += 1
         return plan, tuple(mask for _, mask in grammars if mask is not None)
 
-    def _end_rows(self) -> bytes:
-        """Frees the rows of sequences that have left the batch since their last step."""
+    def end_rows(self) -> bytes:
+        """Frees the rows of sequences that have left the batch since their last step. Returns their
+        numbers, which every `RankState` has to end.
+        """
         running = SequenceState.RUNNING
         gone = [
             (key, row)

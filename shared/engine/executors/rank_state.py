@@ -79,9 +79,13 @@ class RankState:
         for index, row in self._pooled.items():
             self._special[row].pooled = output.pooled.get(index)
 
-    def _update(self, plan: StepPlan) -> None:
-        for row in unpack(plan.ended).tolist():
+    def end(self, rows: bytes) -> None:
+        """Forgets the tokens and options of rows that have ended."""
+        for row in unpack(rows).tolist():
             self._special.pop(row, None)
+
+    def _update(self, plan: StepPlan) -> None:
+        self.end(plan.ended)
         for new in plan.new:
             self._add(new)
         for grown in plan.grown:

@@ -27,8 +27,6 @@ PER_REQUEST = frozenset(
 # A link from each prefill worker to each decode worker stays open after its first use, with its
 # staging memory and a task.
 MAX_LINKS = 2
-# An executor keeps the rows of its last step until the next one tells it which have ended.
-OF_LAST_STEP = {"shared.engine.sampling.token_counts.TokenCounts": 8}
 LINK_TASK = "task FrameDelivery._run"
 # For listening, polling and one connection to each peer, opened when first needed.
 MORE_DESCRIPTORS = 6
@@ -53,11 +51,7 @@ def left_behind(
     """The counts of `now` beyond `idle`, the census of the same process before any fault. Decode
     workers have `num_more_ranks` processes that receive KV beside their own.
     """
-    found = {
-        name: count
-        for name, count in now.items()
-        if name in PER_REQUEST and count > OF_LAST_STEP.get(name, 0)
-    }
+    found = {name: count for name, count in now.items() if name in PER_REQUEST}
     for name, count in now.items():
         allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)
         if name == LINK_TASK:

@@ -16,6 +16,7 @@ from shared.engine.executors.expert_load import HALF_LIFE_S, LEAST_MEAN, ExpertL
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.loop import COUNT_EXPERTS_S, IDLE_TICK_S, EngineLoop
 from shared.engine.step import StepInputs
+from shared.messages import SamplingParams
 from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -116,6 +117,22 @@ def test_loop_runs_all_added_sequences() -> None:
             assert load.num_steps_by_tokens[3] == 1  # 15 tokens of prompts and 5 sampled
 
     run(scenario())
+
+
+def test_idle_loop_keeps_nothing_of_the_last_sequences() -> None:
+    """Their rows hold tokens where penalties need them."""
+    params = SamplingParams(seed=0, max_tokens=4, temperature=0.0, presence_penalty=1.0)
+
+    async def main() -> None:
+        async with running(RecordingExecutor()) as bench:
+            for start in (100, 200):
+                bench.add(new_sequence(prompt(5, start=start), params))
+            await VirtualClock().sleep(2 * STEP_S)
+            assert len(bench.executor._state._special) == 2
+            await VirtualClock().sleep(10 * STEP_S)
+            assert bench.executor._state._special == {}
+
+    run(main())
 
 
 def test_step_counter_increases_while_idle() -> None:

@@ -137,6 +137,9 @@ class GroupExecutor:
     async def check(self) -> None:
         await self._steps.command(CheckDevice())
 
+    def forget_ended(self) -> None:
+        """Does nothing: ranks learn with the next plan which rows have ended."""
+
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._steps.command(ZeroBlocks(block_ids))
 
