@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from rich.table import Table
 
-from services.cli.output import table_console
-from services.local.state import clusters_dir, running_cluster
+from services.cli.output import table_console, with_store
 from shared.block_hash import PUBLIC_TENANT_ID
-from shared.clock import MonotonicClock
-from shared.config import url_problems
 from shared.errors import ConfigError
-from shared.store import RedisStore, Store
+from shared.store import Store
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import (
     MAX_PER_TENANT,
@@ -28,12 +22,7 @@ from shared.tenancy.pinned_prefix import (
     PinnedPrefix,
     TooManyPrefixes,
 )
-from shared.tls import TlsFiles
 from shared.transport.wire_errors import UNREADABLE
-
-T = TypeVar("T")
-
-TIMEOUT_S = 2.0
 
 
 class PrefixMessage(msgspec.Struct, frozen=True):
@@ -72,7 +61,7 @@ def publish_prefix(
         except TooManyPrefixes as error:
             raise ConfigError(f"the public prefix is not saved: {error.message}") from error
 
-    _visit(redis_url, save)
+    with_store(redis_url, save)
 
 
 def remove_prefix(redis_url: str | None, name: str) -> None:
@@ -83,12 +72,12 @@ def remove_prefix(redis_url: str | None, name: str) -> None:
             raise ConfigError(f"there is no public prefix {name!r}")
         await pinned_prefix.delete(store, PUBLIC_TENANT_ID, name)
 
-    _visit(redis_url, delete)
+    with_store(redis_url, delete)
 
 
 def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
     """Raises ConfigError, StoreUnavailable."""
-    entries = _visit(redis_url, lambda store: pinned_prefix.entries(store, PUBLIC_TENANT_ID))
+    entries = with_store(redis_url, lambda store: pinned_prefix.entries(store, PUBLIC_TENANT_ID))
     if is_json:
         rows = [{"name": name, **_row(entry)} for name, entry in entries.items()]
         sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
@@ -112,24 +101,3 @@ def _messages(text: str) -> list[dict[str, Any]]:
     if not messages:
         raise ConfigError("the prefix is empty")
     return [{"role": each.role, "content": each.content} for each in messages]
-
-
-def _visit(redis_url: str | None, what: Callable[[Store], Awaitable[T]]) -> T:
-    url = running_cluster(clusters_dir())[1].redis_url if redis_url is None else redis_url
-    problems = list(url_problems("redis_url", url, schemes=("redis", "rediss", "unix")))
-    if problems:
-        raise ConfigError("; ".join(problems))
-
-    async def visit() -> T:
-        store = RedisStore(
-            url,
-            MonotonicClock(),
-            timeout_s=TIMEOUT_S,
-            tls=TlsFiles.of_environ("REDIS", os.environ),
-        )
-        try:
-            return await what(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(visit())
