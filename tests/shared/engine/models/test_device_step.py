@@ -25,6 +25,7 @@ from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
+from shared.engine.step import sampling_rows
 from tests.shared.engine.support.checkpoints import write_llama
 from tests.shared.engine.support.families import FAMILIES, SHAPE
 from tests.shared.engine.support.steps import Blocks, step_of
@@ -169,8 +170,8 @@ def test_tokens_of_the_device_are_those_of_the_host(temperature: float, tmp_path
     write_llama(tmp_path)
     computer = load_executor(tmp_path, kv_cache_bytes=1 << 20).computer
     step = step_of([(Blocks(8).line(range(5, 45)), 40)])
-    rows = np.full(40, temperature, dtype=np.float32), np.arange(40, dtype=np.uint64)
-    sampling = msgspec.structs.replace(step.sampling, temperature=rows[0], seed=rows[1])
+    rows = sampling_rows(40, temperature=temperature, seed=np.arange(40))
+    sampling = msgspec.structs.replace(step.sampling, rows=rows)
     plain = msgspec.structs.replace(step, sampling=sampling)
     with_logprobs = msgspec.structs.replace(sampling, raw_logprobs={0: 1})
     drawn = device_step(

@@ -144,13 +144,13 @@ def test_equal_experts_are_chosen_by_id(checkpoint: Checkpoint) -> None:
 
 def test_python_calls_do_not_grow_with_experts(tmp_path: Path) -> None:
     counts = []
-    for num_experts in (8, 64):
+    for num_experts in (6, 8, 64):  # the first fills caches, whose keys are then compared
         folder = tmp_path / str(num_experts)
         FAMILIES["qwen3 moe"].write(folder, num_experts=num_experts, dtype=torch.bfloat16)
         executor = load(folder, "bfloat16")
         logits(executor)
         counts.append(calls(lambda executor=executor: logits(executor)))  # type: ignore[misc]
-    assert counts[0] == counts[1]
+    assert counts[1] == counts[2]
 
 
 def calls(function: Callable[[], object]) -> int:
