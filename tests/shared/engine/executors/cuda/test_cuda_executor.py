@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from kernels.device import TritonUnusable
+from kernels import ops
+from kernels.device import IS_INTERPRETED, TritonUnusable
 from shared.engine.executors.cuda import cuda_executor
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
@@ -135,6 +137,29 @@ def test_weights_are_compressed_as_they_arrive(
     assert found.weights.num_compressed > 0 == dense.weights.num_compressed
     model = found.computer.model
     assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the fake driver is not the interpreter's")
+def test_split_products_are_measured_before_memory_is(tmp_path: Path) -> None:
+    """In memory that is released before the step whose memory counts."""
+    pytest.importorskip("triton")
+    from tests.kernels.support.triton_ops import triton_ops
+
+    fields = {"vocab_size": 512, "hidden_size": 128, "head_dim": 32, "intermediate_size": 640}
+    write_llama(tmp_path, num_hidden_layers=1, **fields)
+    driver = FakeDriver()
+
+    def measured(shape: tuple[int, int], on: torch.device, *_: object) -> int:
+        if on.type != "meta":
+            driver.calls.append(str(shape))
+        return 64
+
+    with triton_ops(), patch.object(ops, "fused_rows", measured):
+        load(tmp_path, driver, dtype="bfloat16", weights="compressed", kv_cache_bytes=1 << 22)
+    first = driver.calls.index("empty_cache")
+    before, after = set(driver.calls[:first]), set(driver.calls[first + 1 :])
+    assert str((512, 128)) in after
+    assert after <= before
 
 
 def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
