@@ -109,6 +109,8 @@ def test_each_family_is_compiled_by_key(
             assert "_grouped_kernel" in {each.name for each in driver.compiled}
             return
         warm_up(computer, driver)
+        resize(computer, 2**22)  # strides beyond 2^31
+        assert Counter(each.name for each in driver.compiled) == {}
         groups = len(computer.kv_layout.groups)
         for query_lens in ([1, 1, 1], [65], [7, 1, 1]):
             for context in (0, 700):
@@ -130,6 +132,10 @@ def test_compressed_weights_are_compiled_by_key(tmp_path: Path) -> None:
         for step in all_chunks():
             computer.run(step)
         assert Counter(each.name for each in driver.compiled) == {}
+
+
+def resize(computer: StepComputer, num_blocks: int) -> None:
+    compile_kernels(StepKernels(computer.model, computer.kv_layout, num_blocks, OPTIONS))
 
 
 def sampled(step: StepInputs, **fields: object) -> StepInputs:

@@ -124,12 +124,8 @@ def columns_of(head_dim: int, value_dim: int | None) -> dict[str, int]:
         "VALUE_DIM": width,
         "BLOCK_D": padded(width),
         "BLOCK_TAIL": padded(head_dim - width) if head_dim > width else 0,
+        "IS_LATENT": value_dim is not None,
     }
-
-
-def value_stride(kv_cache: Tensor) -> int | None:
-    """Elements from a key to its value; None: the value is a part of the key."""
-    return kv_cache.stride(0) if len(kv_cache) == 2 else None
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from kernels.gpu.attention.attention_tile import (
     normalized,
     padded,
     scales,
-    value_stride,
 )
 
 PROGRAMS_PER_PROCESSOR = 6  # two or three run at a time: loads of one cover the ends of the others
@@ -84,7 +83,7 @@ def decode_attention(
     }
     _decode_attention_kernel[(num_tiles, num_items)](
         *(query, kv_cache, block_tables, context_lens, lower, kv_scales, out, parts, sums),
-        *(query.stride(0), query.stride(1), value_stride(kv_cache), block_tables.stride(0)),
+        *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
         *(num_seqs, num_splits, max_units, num_parts, scale, softcap),
         **columns,
         BLOCK_SIZE=block_size,
@@ -156,7 +155,7 @@ def _decode_attention_kernel(
     sums_ptr,
     stride_query_seq,
     stride_query_head,
-    stride_value,
+    stride_value: tl.int64,  # from a key to its value; of large caches more than 32 bits
     stride_table,
     num_seqs,
     num_splits,
@@ -168,6 +167,7 @@ def _decode_attention_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
@@ -217,7 +217,7 @@ def _decode_attention_kernel(
     key_ptr = kv_cache_ptr + kv_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     paged = (key_ptr, None, table_ptr, num_kv_heads * BLOCK_SIZE)
-    if stride_value is not None:
+    if not IS_LATENT:
         paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
     position = tl.full((BLOCK_M,), length - 1, tl.int32)
     first_full = tl.cdiv(lowest, BLOCK_N) * BLOCK_N

@@ -25,7 +25,6 @@ from kernels.gpu.attention.attention_tile import (
     merge,
     normalized,
     scales,
-    value_stride,
 )
 
 
@@ -69,7 +68,7 @@ def prefill_attention(
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
     _prefill_attention_kernel[(num_tiles, num_kv_heads * tiles)](
         *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, lower, kv_scales, out, done),
-        *(query.stride(0), query.stride(1), value_stride(kv_cache), block_tables.stride(0)),
+        *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
         *(out.stride(0), num_seqs, scale, softcap),
         **columns,
         BLOCK_SIZE=block_size,
@@ -98,7 +97,7 @@ def _prefill_attention_kernel(
     done_ptr,
     stride_query_token,
     stride_query_head,
-    stride_value,
+    stride_value: tl.int64,  # from a key to its value; of large caches more than 32 bits
     stride_table,
     stride_out_token,
     num_seqs,
@@ -108,6 +107,7 @@ def _prefill_attention_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
@@ -142,7 +142,7 @@ def _prefill_attention_kernel(
     key_ptr = kv_cache_ptr + kv_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     paged = (key_ptr, None, table_ptr, num_kv_heads * BLOCK_SIZE)
-    if stride_value is not None:
+    if not IS_LATENT:
         paged = (key_ptr, key_ptr + stride_value, table_ptr, num_kv_heads * BLOCK_SIZE)
 
     position = before + token + tl.arange(0, BLOCK_M) // GROUP  # [BLOCK_M]

@@ -52,7 +52,7 @@ def _copy_blocks_kernel(
     kv_cache_ptr,
     sources_ptr,
     destinations_ptr,
-    stride_plane,
+    stride_plane: tl.int64,
     num_copies,
     BLOCK_LENGTH: tl.constexpr,
     BLOCK_COPIES: tl.constexpr,

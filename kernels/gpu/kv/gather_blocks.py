@@ -35,7 +35,7 @@ def _gather_blocks_kernel(
     block_table_ptr,
     out_ptr,
     checksum_ptr,
-    stride_cache_plane,
+    stride_cache_plane: tl.int64,
     first_token,
     num_tokens,
     num_rows,

@@ -141,7 +141,7 @@ def _rotate_and_store_kernel(
     stride_heads_head,
     stride_cos_token,
     stride_sin_token,
-    stride_cache_plane,
+    stride_cache_plane: tl.int64,
     num_rows,
     eps,
     NUM_HEADS: tl.constexpr,

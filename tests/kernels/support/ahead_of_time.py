@@ -78,7 +78,12 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) -
     constants |= {name for name, value in values.items() if type(value) is int and value == 1}
     source = ASTSource(
         kernel,
-        signature={n: "constexpr" if n in constants else _type(values[n]) for n in names},
+        signature={
+            each.name: "constexpr"
+            if each.name in constants
+            else each.annotation_type or _type(values[each.name])
+            for each in kernel.params
+        },
         constexprs={name: values[name] for name in names if name in constants},
         attrs={
             (index,): [["tt.divisibility", 16]]
@@ -86,11 +91,16 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) -
             if name not in constants and _is_aligned(values[name])
         },
     )
-    target = GPUTarget("cuda", capability, WARP_SIZE)
+    code = compiled_source(source, GPUTarget("cuda", capability, WARP_SIZE), options)
+    assert code.shared_bytes <= MAX_SHARED_BYTES[capability], kernel.__name__
+    return code
+
+
+def compiled_source(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> MachineCode:
+    """Also a kernel that needs more shared memory than there is."""
     done = triton.compile(source, target=target, options=options)
-    assert done.metadata.shared <= MAX_SHARED_BYTES[capability], kernel.__name__
     return MachineCode(
-        kernel.__name__,
+        source.fn.__name__,
         *_resources(done.asm["cubin"]),
         done.metadata.shared,
         frozenset(re.findall(r"versionMajor = \d+|kWidth = \d+", done.asm["ttgir"])),
