@@ -57,7 +57,7 @@ from services.gateway.operator.cluster.routes import ClusterRoutes
 from services.gateway.operator.handlers import page_handlers
 from services.gateway.operator.server_info import ServerInfo, ServerInfoRoutes
 from services.gateway.operator.timeline_routes import TimelineRoutes
-from services.gateway.request.opener import Opener
+from services.gateway.request.preparer import Preparer
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
@@ -203,7 +203,7 @@ class Routes:
 def build_app(
     *,
     submission: Submission,
-    opener: Opener,
+    preparer: Preparer,
     answers: Answers,
     prefix_store: PrefixStore,
     response_store: ResponseStore,
@@ -243,7 +243,6 @@ def build_app(
     )
     admission = Admission(
         submission,
-        opener,
         api_keys,
         new_request_id=new_request_id,
         max_body_bytes=max_body_bytes,
@@ -251,11 +250,11 @@ def build_app(
     )
     known: dict[str, Any] = {"middleware": [admission.middleware], "security": [{BEARER: []}]}
     endpoints = EndpointHandlers(
-        opener, answers, clock=clock, keep_alive_s=keep_alive_s, options=known
+        submission, answers, clock=clock, keep_alive_s=keep_alive_s, options=known
     )
-    prefixes = PrefixRoutes(submission, prefix_store, models.default_name)
-    responses = ResponsesRoutes(response_store, submission, models, names)
-    tokenizers = TokenizerInfoRoute(Tokenization(submission, models, names))
+    prefixes = PrefixRoutes(submission, preparer, prefix_store, models.default_name)
+    responses = ResponsesRoutes(response_store, preparer, models, names)
+    tokenizers = TokenizerInfoRoute(Tokenization(preparer, names))
     return Litestar(
         [
             *(handler for dialect in DIALECTS for handler in endpoints.of(dialect)),

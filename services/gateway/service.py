@@ -52,8 +52,9 @@ from services.gateway.operator.cluster.tenants import TenantUsage
 from services.gateway.operator.server_info import ServerInfo
 from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.request.endpoint import EndpointState
-from services.gateway.request.opener import Opener
 from services.gateway.request.preparation import Preparation
+from services.gateway.request.preparation_slots import RequestCapacity
+from services.gateway.request.preparer import Preparer
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
@@ -189,7 +190,8 @@ class GatewayService:
             max_prefix_bytes=config.max_stored_prefix_bytes,
         )
         self.metrics.watch_redis(lambda: self._redis_memory.use)
-        self.submission = self._submission(public)
+        self.capacity = RequestCapacity(config.max_requests, lambda: len(self._driver))
+        self.preparer = self._preparer(public)
         self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
         self.response_store = ResponseStore(
             self._prefix_redis,
@@ -209,30 +211,24 @@ class GatewayService:
         if config.http_cert:
             self._certificate = Certificate(config.http_cert, config.http_key)
         self._body_budget = BodyBudget()
-        opener = self._opener(wall_clock)
-        self._answers = answers(self.submission, self.models, self.model_names)
-        self._web_server = self._http_server(self._app(opener, wall_clock))
+        self.submission = self._submission(wall_clock)
+        self._answers = answers(self.preparer, self.model_names)
+        self._web_server = self._http_server(self._app(wall_clock))
         self._nats_api: NatsApi | None = None
         self._clients = clients
         if clients is not None:
-            self._nats_api = self._api_over(clients.untyped, opener, wall_clock)
+            self._nats_api = self._api_over(clients.untyped, wall_clock)
 
-    def _submission(self, public: PublicPrefixes) -> Submission:
+    def _preparer(self, public: PublicPrefixes) -> Preparer:
         config = self._config
-        return Submission(
-            max_requests=config.max_requests,
-            preparation=Preparation(config, self._randomness, public),
-            limits=self._limits,
-            usage=self._usage,
-            models=self.models,
-            driver=self._driver,
-            metrics=self.metrics,
-            clock=self._clock,
+        return Preparer(
+            Preparation(config, self._randomness, public),
+            self.capacity,
+            self._clock,
             max_payload_bytes=lambda: self._bus.max_payload_bytes,
-            unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
             slots_per_tenant=config.preparations_per_tenant,
-            timeout_s=config.request_timeout_s,
-            telemetry=self.telemetry,
+            max_waiting=config.max_requests // 2,  # others find room
+            max_wait_s=config.request_timeout_s,
         )
 
     def _prefixes(
@@ -260,15 +256,15 @@ class GatewayService:
 
     def _prefix_tokenizer(self, model: ServedModel) -> PrefixTokenizer:
         return PrefixTokenizer(
-            partial(self.submission.tokenize, model.text),
+            partial(self.preparer.tokenize, model.text),
             lambda: self._bus.max_payload_bytes,
             model.text.files.longest_token_chars,
         )
 
-    def _app(self, opener: Opener, wall_clock: Callable[[], float]) -> ASGIApp:
+    def _app(self, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
             submission=self.submission,
-            opener=opener,
+            preparer=self.preparer,
             answers=self._answers,
             models=self.models,
             names=self.model_names,
@@ -297,27 +293,36 @@ class GatewayService:
             cors_origins=self._config.cors_origin,
         )
 
-    def _opener(self, wall_clock: Callable[[], float]) -> Opener:
+    def _submission(self, wall_clock: Callable[[], float]) -> Submission:
+        config = self._config
+        return Submission(
+            capacity=self.capacity,
+            preparer=self.preparer,
+            limits=self._limits,
+            usage=self._usage,
+            models=self.models,
+            names=self.model_names,
+            driver=self._driver,
+            metrics=self.metrics,
+            clock=self._clock,
+            wall_clock=wall_clock,
+            unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
+            telemetry=self.telemetry,
+            states=self._endpoint_states(),
+        )
+
+    def _endpoint_states(self) -> dict[str, EndpointState]:
         secret = self._config.cluster_secret
         seal = Seal(secret, self._randomness.bytes) if secret else None
         run_state = RunState(self._randomness.bytes if self._config.padding else None)
-        return Opener(
-            self.submission,
-            self.model_names,
-            self.models.default_name,
-            wall_clock,
-            {
-                MESSAGES.name: signing_state(root_key(secret)),
-                CREATE.name: Completion(
-                    self.response_store, seal, self._config.max_body_bytes
-                ).state,
-                RUN.name: EndpointState(lambda _: run_state),
-            },
-        )
+        completion = Completion(self.response_store, seal, self._config.max_body_bytes)
+        return {
+            MESSAGES.name: signing_state(root_key(secret)),
+            CREATE.name: completion.state,
+            RUN.name: EndpointState(lambda _: run_state),
+        }
 
-    def _api_over(
-        self, messages: UntypedMessages, opener: Opener, wall_clock: Callable[[], float]
-    ) -> NatsApi:
+    def _api_over(self, messages: UntypedMessages, wall_clock: Callable[[], float]) -> NatsApi:
         started_at = wall_clock()
         tenant_models = TenantModels(self.models, self.model_names, int(started_at))
 
@@ -327,7 +332,6 @@ class GatewayService:
         parts = GatewayParts(
             api_keys=self.api_keys,
             submission=self.submission,
-            opener=opener,
             answers={**self._answers, MODELS: models},
             listeners=Listeners(messages, self._clock),
             metrics=self.metrics,
@@ -406,7 +410,7 @@ class GatewayService:
             await self._nats_api.leave()  # NATS sends to other gateways from now on
         await self._health_monitor.transition_to("draining")
         await self._clock.sleep(self._config.lame_duck_s)
-        self.submission.is_draining = True
+        self.capacity.is_draining = True
         await self._cluster.close()
         await self._driver.idle()
         if self._nats_api is not None:
@@ -414,7 +418,7 @@ class GatewayService:
         await self._usage.flush()
 
     async def stop(self) -> None:
-        self.submission.is_draining = True
+        self.capacity.is_draining = True
         self._driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self._cluster.close()
         await self._web_server.stop()
@@ -500,7 +504,7 @@ class GatewayService:
     def _cluster_readiness(self) -> Readiness:
         return self.catalog.readiness(
             is_connected=self._bus.is_connected,
-            is_draining=self._is_leaving or self.submission.is_draining,
+            is_draining=self._is_leaving or self.capacity.is_draining,
             redis=self._redis_state(),
         )
 

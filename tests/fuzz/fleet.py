@@ -121,12 +121,9 @@ class Fleet:
         record = self.gateway.submission.begin(request_id, dialect="openai")
         reservation = await self.gateway.submission.reserve(tenant, record)
         model = await self.gateway.submission.choose(reservation, MODEL)
-        prepared = await self.gateway.submission.prepare(tenant, request_id, generation, model)
-        await self.gateway.submission.charge(reservation, [prepared])
-        output = self.gateway.submission.output_of(prepared, reservation)
-        self.gateway.submission.open([prepared], [output], reservation)
-        reservation.close_submissions()
-        return output
+        merger = await self.gateway.submission.submit(reservation, [generation], model)
+        merger.close()
+        return merger.outputs[0]
 
     async def ended(self, output: RequestOutput) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual

@@ -23,7 +23,6 @@ from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.body_encoding import BodyEncoding
 from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.http.server import ON_AUTHENTICATED
-from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
@@ -37,14 +36,13 @@ Headers = Iterable[tuple[bytes, bytes]]  # of a request
 class Admission:
     """Sets `request_id`, `tenant`, `reservation`, `prompts` and `hold` in the state of a request.
 
-    `prompts`: the tokenized prompts of a large body, else None. `hold`: counts bytes that the
+    `prompts`: the tokenized prompts of a large body, else empty. `hold`: counts bytes that the
     request reads from the store as body bytes, before it reads them; raises Overloaded.
     """
 
     def __init__(
         self,
         submission: Submission,
-        opener: Opener,
         api_keys: ApiKeys,
         *,
         new_request_id: Callable[[], str],
@@ -52,7 +50,6 @@ class Admission:
         budget: BodyBudget,
     ) -> None:
         self._submission = submission
-        self._opener = opener
         self._api_keys = api_keys
         self._new_request_id = new_request_id
         self._max_body_bytes = max_body_bytes
@@ -76,7 +73,7 @@ class Admission:
                 return
             reservation = await self._submission.reserve(tenant, record)
             body = self._budget.body(tenant.tenant_id)
-            state["reservation"], state["prompts"], state["hold"] = reservation, None, body.add
+            state["reservation"], state["prompts"], state["hold"] = reservation, (), body.add
             try:
                 if BODY_KIND in options:
                     receive = await self._with_body(scope, receive, body, reservation, options)
@@ -113,9 +110,9 @@ class Admission:
         if kind == RAW:
             return _replayed(data, receive, body)
         model_of = partial(options[MODEL_OF], scope) if MODEL_OF in options else None
-        read = await self._opener.read(reservation, kind, data, hold=body.add, model_of=model_of)
+        read = await self._submission.read(reservation, kind, data, body.add, model_of)
         scope["state"]["prompts"] = read.prompts
-        return _replayed(read.data, receive, body)
+        return _replayed(read.body, receive, body)
 
     async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
         """Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and ClientDisconnected."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
 from services.gateway.request.endpoint import Endpoint
-from services.gateway.request.submission import Submission
+from services.gateway.request.preparer import Preparer
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
@@ -44,4 +43,4 @@ class Dialect:
     owns: Callable[[str], bool] = lambda _: False
     request_id_headers: tuple[str, ...] = (REQUEST_ID,)
     jobs: Mapping[str, Job] = field(default_factory=dict)
-    answers: Callable[[Submission, ServedModels, ModelNames], Answers] = lambda *_: {}
+    answers: Callable[[Preparer, ModelNames], Answers] = lambda *_: {}

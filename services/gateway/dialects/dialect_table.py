@@ -11,9 +11,8 @@ from services.gateway.dialects.responses import dialect as responses
 from services.gateway.dialects.tokenization import dialect as tokenization
 from services.gateway.dialects.workers_ai import dialect as workers_ai
 from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
 from services.gateway.request.endpoint import GeneratingEndpoint
-from services.gateway.request.submission import Submission
+from services.gateway.request.preparer import Preparer
 
 DIALECTS: tuple[Dialect, ...] = (
     openai.DIALECT,
@@ -38,7 +37,7 @@ def dialect_of(path: str) -> Dialect:
     return next((each for each in DIALECTS if each.owns(path)), openai.DIALECT)
 
 
-def answers(submission: Submission, models: ServedModels, names: ModelNames) -> Answers:
+def answers(preparer: Preparer, names: ModelNames) -> Answers:
     """Returns what answers the endpoints of all dialects that do not generate."""
-    found = (dialect.answers(submission, models, names) for dialect in DIALECTS)
+    found = (dialect.answers(preparer, names) for dialect in DIALECTS)
     return {name: answer for each in found for name, answer in each.items()}

@@ -20,7 +20,7 @@ from services.gateway.http.affinity import AFFINITY_HEADER, session_key_of
 from services.gateway.http.body import RawBody, StrictBody
 from services.gateway.http.response import GenerationResponse
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
-from services.gateway.request.opener import Opener
+from services.gateway.request.submission import Submission
 from shared.clock import Clock
 
 HttpRequest = Request[Any, Any, Any]
@@ -64,14 +64,14 @@ class EndpointHandlers:
 
     def __init__(
         self,
-        opener: Opener,
+        submission: Submission,
         answers: Answers,
         *,
         clock: Clock,
         keep_alive_s: float,
         options: Mapping[str, Any],
     ) -> None:
-        self._opener = opener
+        self._submission = submission
         self._answers = answers
         self._clock = clock
         self._keep_alive_s = keep_alive_s
@@ -101,7 +101,7 @@ class EndpointHandlers:
         session_key = session_key_of(request.headers)
         if endpoint.is_for_session:
             affinity_key = affinity_key or session_key
-        opened = await self._opener.open(
+        opened = await self._submission.open(
             endpoint,
             body,
             request.state.reservation,

@@ -20,8 +20,8 @@ from litestar.types import Receive, Scope, Send
 from services.gateway.http.connection import ClientConnection, connection_of
 from services.gateway.output.events import TextDelta
 from services.gateway.output.results import Results
-from services.gateway.request.opener import OpenResponse
 from services.gateway.request.request_output import ClientDisconnected, ClientSlow
+from services.gateway.request.submission import OpenResponse
 from services.gateway.tenancy.errors import RateLimited
 from shared.background import start_awaited
 from shared.clock import Clock

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from services.gateway.models.served_models import ServedModels
+from services.gateway.models.served_text import ServedModel
 from services.gateway.tenancy.model_aliases import ModelAliases
 from shared.messages import ModelCard
 from shared.tenancy.tenant import TenantRecord
@@ -21,6 +22,16 @@ class ModelNames:
         """
         model = await self._aliases.resolve(tenant_id, name)
         return name if model is None or not self._models.has(tenant_id, model) else model
+
+    async def main(self, tenant: TenantRecord, name: str | None) -> ServedModel:
+        """Returns the revision that most of the tenant's requests for `name` get; None: for the
+        gateway's default. Raises UnknownModel, ModelNotAllowed, NoCapacity, and
+        DependencyUnavailable if the name cannot be checked.
+        """
+        named = self._models.default_name if name is None else name
+        resolved = await self.resolve(tenant.tenant_id, named)
+        self._models.check(tenant, resolved)
+        return await self._models.main(resolved)
 
     async def all(self, tenant: TenantRecord) -> AsyncIterator[tuple[ModelCard, list[str]]]:
         """The models that the tenant may use, each with its name and then its aliases. Raises

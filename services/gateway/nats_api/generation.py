@@ -9,9 +9,9 @@ from services.gateway.http.response import begun, joined
 from services.gateway.nats_api.reply import Reply
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.output.results import Results
-from services.gateway.request.opener import OpenResponse
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import ClientDisconnected
+from services.gateway.request.submission import OpenResponse
 from shared.clock import Clock
 from shared.errors import Overloaded, PayloadTooLarge
 

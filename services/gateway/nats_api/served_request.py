@@ -27,7 +27,6 @@ from services.gateway.nats_api.request_headers import RequestHeaders, decode_hea
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.framing import LINES
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
-from services.gateway.request.opener import Opener
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
@@ -64,7 +63,6 @@ class GatewayParts:
 
     api_keys: ApiKeys
     submission: Submission
-    opener: Opener
     answers: Answers
     listeners: Listeners
     metrics: GatewayMetrics
@@ -191,11 +189,13 @@ class ServedRequest:
         held: BodyBytes,
     ) -> None:
         parts = self._parts
-        read = await parts.opener.read(reservation, endpoint.name, self.message.data, hold=held.add)
-        body = endpoint.fields.decode(read.data)
+        read = await parts.submission.read(
+            reservation, endpoint.name, self.message.data, hold=held.add
+        )
+        body = endpoint.fields.decode(read.body)
         if endpoint.is_streamed(body):
             self._check_listener()
-        opened = await parts.opener.open(
+        opened = await parts.submission.open(
             endpoint,
             body,
             reservation,

@@ -1,4 +1,5 @@
-"""How many requests of one tenant are decoded, rendered and tokenized at the same time.
+"""How many requests the gateway has room for, and how many of one tenant are decoded, rendered and
+tokenized at the same time.
 
 waiting in the tenant's own queue ──a slot is free──▶ in preparation ──▶ released
    └──queue full, or `max_wait_s`: Overloaded, for this tenant alone
@@ -11,15 +12,49 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from math import inf
 
 from shared.clock import Clock
-from shared.errors import Overloaded
+from shared.errors import NoCapacity, Overloaded
 
 ALONE_AFTER_S = 1.0  # without a request of another tenant
+
+
+class RequestCapacity:
+    """`max_requests`: limit of the requests open or in preparation at the same time. `num_open`:
+    counts those that are open.
+    """
+
+    def __init__(self, max_requests: int, num_open: Callable[[], int]) -> None:
+        self._max_requests = max_requests
+        self._num_open = num_open
+        self._num_preparing = 0
+        self.is_draining = False
+
+    @property
+    def num_free(self) -> int:
+        return self._max_requests - self._num_open() - self._num_preparing
+
+    @contextmanager
+    def preparing(self, num_requests: int = 1) -> Iterator[None]:
+        self._num_preparing += num_requests
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_requests
+
+    def check(self) -> None:
+        """Raises NoCapacity if the gateway is draining, and Overloaded if it is full."""
+        self.check_draining()
+        if self.num_free <= 0:
+            raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
+
+    def check_draining(self) -> None:
+        if self.is_draining:
+            raise NoCapacity("the gateway is draining", retry_after_s=1.0)
 
 
 @dataclass(slots=True)

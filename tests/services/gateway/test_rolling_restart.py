@@ -128,7 +128,7 @@ async def test_lame_duck_serves_and_closes_connections(
         assert (ready.status_code, ready.json()["reason"]) == (503, "draining")
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
-        gateway.submission.is_draining = True  # as after the lame duck
+        gateway.capacity.is_draining = True  # as after the lame duck
         refused = await http.post(CHAT, json=BODY)
         assert refused.status_code == 503
     await gateway.stop()

@@ -12,11 +12,9 @@ from services.gateway.dialects.anthropic.request import COUNT_FIELDS, PromptFiel
 from services.gateway.dialects.anthropic.response_types import TokenCount
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.named_model import named_model
-from services.gateway.models.served_models import ServedModels
-from services.gateway.models.served_text import ServedModel
 from services.gateway.request.conversation import chat_prompt
-from services.gateway.request.opener import is_small
-from services.gateway.request.submission import Submission
+from services.gateway.request.prepared_bodies import is_small
+from services.gateway.request.preparer import Preparer
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.tokenizer import PromptTokenizer
@@ -29,21 +27,20 @@ COUNT_TOKENS = "count_tokens"  # the kind of a large body
 class TokenCounter:
     """`count` raises the HearthError that rejects the request."""
 
-    def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
-        self._submission = submission
-        self._models = models
+    def __init__(self, preparer: Preparer, names: ModelNames) -> None:
+        self._preparer = preparer
         self._names = names
 
     async def count(self, tenant: TenantRecord, data: bytes) -> bytes:
         """Returns the response as JSON."""
         if not is_small(data):
-            model = await self._model(tenant, named_model(data, COUNT_TOKENS) or "")
-            prepared = await self._submission.prepare_body(tenant, model, COUNT_TOKENS, data)
+            model = await self._names.main(tenant, named_model(data, COUNT_TOKENS) or "")
+            prepared = await self._preparer.prepare_body(tenant, model, COUNT_TOKENS, data)
             return prepared.body
         body: PromptFields = COUNT_FIELDS.decode(data)
         prompt = chat_prompt(conversation_of(body))
-        model = await self._model(tenant, body.model)
-        token_ids = await self._submission.tokenize(
+        model = await self._names.main(tenant, body.model)
+        token_ids = await self._preparer.tokenize(
             model.text,
             tenant.tenant_id,
             prompt.messages,
@@ -51,11 +48,6 @@ class TokenCounter:
             variables=prompt.variables,
         )
         return msgspec.json.encode(TokenCount(len(token_ids)))
-
-    async def _model(self, tenant: TenantRecord, name: str) -> ServedModel:
-        resolved = await self._names.resolve(tenant.tenant_id, name)
-        self._models.check(tenant, resolved)
-        return await self._models.main(resolved)
 
 
 def count_large(

@@ -26,6 +26,7 @@ from services.gateway.dialects.prefixes.large_bodies import DRY_RUN, PREFIX
 from services.gateway.dialects.prefixes.store import PrefixStore
 from services.gateway.dialects.route_options import BODY_KIND
 from services.gateway.request.endpoint import ERRORS
+from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
 
 READS = (401, 429, 503)  # statuses
@@ -35,10 +36,12 @@ class PrefixRoutes:
     def __init__(
         self,
         submission: Submission,
+        preparer: Preparer,
         prefix_store: PrefixStore,
         default_model: str,
     ) -> None:
         self._submission = submission
+        self._preparer = preparer
         self._prefix_store = prefix_store
         self._default_model = default_model
 
@@ -107,7 +110,7 @@ class PrefixRoutes:
             data,
             tenant.tenant_id,
             choose=partial(self._submission.choose, request.state.reservation),
-            prepare=partial(self._submission.prepare, tenant, request.state.request_id),
+            prepare=partial(self._preparer.prepare, tenant, request.state.request_id),
             prefix_store=self._prefix_store,
             default_model=self._default_model,
         )

@@ -27,8 +27,8 @@ from services.gateway.dialects.route_options import BODY_KIND
 from services.gateway.http.body import StrictBody
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
+from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
-from services.gateway.request.submission import Submission
 from shared.errors import InvalidRequest
 from shared.packing import TOKEN_ID_BYTES
 
@@ -66,12 +66,12 @@ class ResponsesRoutes:
     def __init__(
         self,
         store: ResponseStore,
-        submission: Submission,
+        preparer: Preparer,
         models: ServedModels,
         names: ModelNames,
     ) -> None:
         self._store = store
-        self._submission = submission
+        self._preparer = preparer
         self._models = models
         self._names = names
 
@@ -115,18 +115,16 @@ class ResponsesRoutes:
     ) -> Response[InputTokens]:
         """Counts the tokens of the prompt that the same request would have."""
         prompts = request.state.prompts
-        if prompts is not None:
+        if prompts:
             return self._response(
                 request, InputTokens(input_tokens=len(prompts[0].token_ids) // TOKEN_ID_BYTES)
             )
         tenant = request.state.tenant
         generation = to_generation_request(data, self._models.default_name)  # type: ignore[arg-type]  # as decoded
-        resolved = await self._names.resolve(tenant.tenant_id, generation.model)
-        self._models.check(tenant, resolved)
-        model = await self._models.main(resolved)
+        model = await self._names.main(tenant, generation.model)
         prompt = generation.prompt
         assert isinstance(prompt, ChatPrompt), "of a conversation"
-        token_ids = await self._submission.tokenize(
+        token_ids = await self._preparer.tokenize(
             model.text,
             tenant.tenant_id,
             prompt.messages,

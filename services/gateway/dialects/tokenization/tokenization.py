@@ -24,9 +24,8 @@ from services.gateway.dialects.tokenization.conversion import detokenize, tokeni
 from services.gateway.dialects.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.named_model import named_model
-from services.gateway.models.served_models import ServedModels
-from services.gateway.models.served_text import ServedModel, ServedText
-from services.gateway.request.submission import Submission
+from services.gateway.models.served_text import ServedText
+from services.gateway.request.preparer import Preparer
 from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
 from shared.tokenizer.special_tokens import STANDARD
@@ -41,16 +40,15 @@ class Tokenization:
     and DependencyUnavailable for a model's name that cannot be checked.
     """
 
-    def __init__(self, submission: Submission, models: ServedModels, names: ModelNames) -> None:
-        self._submission = submission
-        self._models = models
+    def __init__(self, preparer: Preparer, names: ModelNames) -> None:
+        self._preparer = preparer
         self._names = names
 
     async def tokenize(self, tenant: TenantRecord, data: bytes) -> bytes:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, TOKENIZE, data)
         body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
-        model = await self._model(tenant, body.model)
+        model = await self._names.main(tenant, body.model or None)
         token_ids = await self._token_ids(tenant, model.text, body)
         most = model.card.max_context_tokens
         response = tokenize(body, token_ids, model.text.files.tokens, max_model_len=most)
@@ -60,13 +58,13 @@ class Tokenization:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, DETOKENIZE, data)
         body = DETOKENIZE_FIELDS.decode(data)
-        model = await self._model(tenant, body.model)
+        model = await self._names.main(tenant, body.model or None)
         response = detokenize(body, model.text.files.tokens, vocab_size=model.card.vocab_size)
         return msgspec.json.encode(response)
 
     async def info(self, tenant: TenantRecord, name: str | None) -> TokenizerInfo:
         """`name`: None: the gateway's own model."""
-        model = await self._model(tenant, name)
+        model = await self._names.main(tenant, name or None)
         files = model.text.files
         template = files.chat_template
         return TokenizerInfo(
@@ -88,7 +86,7 @@ class Tokenization:
             )
             return found.token_ids[0]
         prompt = prompt_of(body)
-        return await self._submission.tokenize(
+        return await self._preparer.tokenize(
             text,
             tenant.tenant_id,
             prompt.messages,
@@ -100,19 +98,13 @@ class Tokenization:
     async def _answer_large(self, tenant: TenantRecord, kind: str, data: bytes) -> bytes:
         if len(data) > MAX_BODY_BYTES:
             raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        model = await self._model(tenant, named_model(data, kind))
-        return (await self._submission.prepare_body(tenant, model, kind, data)).body
-
-    async def _model(self, tenant: TenantRecord, name: str | None) -> ServedModel:
-        named = name or self._models.default_name
-        resolved = await self._names.resolve(tenant.tenant_id, named)
-        self._models.check(tenant, resolved)
-        return await self._models.main(resolved)
+        model = await self._names.main(tenant, named_model(data, kind) or None)
+        return (await self._preparer.prepare_body(tenant, model, kind, data)).body
 
 
 def answers(
-    submission: Submission, models: ServedModels, names: ModelNames
+    preparer: Preparer, names: ModelNames
 ) -> Mapping[str, Callable[[TenantRecord, bytes], Awaitable[bytes]]]:
     """Returns what answers each endpoint, by its name."""
-    tokenization = Tokenization(submission, models, names)
+    tokenization = Tokenization(preparer, names)
     return {TOKENIZE: tokenization.tokenize, DETOKENIZE: tokenization.detokenize}

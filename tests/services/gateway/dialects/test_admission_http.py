@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from services.gateway.dialects import admission
-from services.gateway.request import opener
+from services.gateway.request import prepared_bodies
 from services.gateway.request.supported_fields import SupportedFields
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
@@ -85,12 +85,12 @@ async def test_prefix_write_costs_its_tokens(acme: Acme) -> None:
     assert [each["name"] for each in (await acme.http.get("/v1/prefixes")).json()["data"]] == ["a"]
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_prefix_that_cannot_fit_is_rejected_by_its_characters(
     acme: Acme, monkeypatch: Any, inline_bytes: int
 ) -> None:
     await acme.configure(input_tokens_per_min=10)
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     for num_chars, status, code in ((50_000, 400, "context_length_exceeded"),
                                     (1_000, 400, "exceeds_limit")):  # fmt: skip
         response = await acme.http.put("/v1/prefixes/a", json={"system": "x" * num_chars})
@@ -112,8 +112,8 @@ async def test_large_body_has_the_same_response(acme: Acme, monkeypatch: Any) ->
     await acme.configure()
     for path, body in LARGE:
         replies = []
-        for limit in (opener.MAX_INLINE_BYTES, 1):
-            monkeypatch.setattr(opener, "MAX_INLINE_BYTES", limit)
+        for limit in (prepared_bodies.MAX_INLINE_BYTES, 1):
+            monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", limit)
             response = await acme.http.post(path, json=body)
             assert response.status_code == 200, (path, response.text)
             reply = response.json()
@@ -136,7 +136,7 @@ async def test_large_body_of_any_type_is_decoded_in_a_process(
         return decode(fields, data)
 
     monkeypatch.setattr(SupportedFields, "decode", counted)
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", 8192)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", 8192)
     content = json.dumps({**BODY, "unknown": "x" * 8192}).encode()
     response = await acme.http.post(CHAT, content=content, headers={"content-type": kind})
     assert response.status_code == 200
@@ -196,10 +196,10 @@ BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_each_bound_names_its_field(acme: Acme, monkeypatch: Any, inline_bytes: int) -> None:
     await acme.configure()
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     for path, body, status, code, param in BOUNDS:
         response = await acme.http.post(path, json=body)
         check_envelope(response, status, code or "payload_too_large", param)

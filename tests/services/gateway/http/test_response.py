@@ -16,9 +16,9 @@ from services.gateway.output.events import Event, Finished, TextDelta, with_ends
 from services.gateway.output.framing import SSE
 from services.gateway.output.results import Results
 from services.gateway.request.endpoint import ResponseContext
-from services.gateway.request.opener import OpenResponse
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import ClientSlow, RequestOutput
+from services.gateway.request.submission import OpenResponse
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock

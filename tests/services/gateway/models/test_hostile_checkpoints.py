@@ -86,7 +86,7 @@ async def use(fleet: Fleet, text: ServedText, tenant_id: str) -> None:
     detokenizer.feed(range(min(tokens.vocab_size, 300)))
     for each in (text.files.end_token_ids, tokens.special_tokens):
         assert len(each) <= 200_000
-    await fleet.gateway.submission.tokenize(text, tenant_id, MESSAGES, ())
+    await fleet.gateway.preparer.tokenize(text, tenant_id, MESSAGES, ())
 
 
 def spoiled(good: Path, root: Path, name: str, spoil: Spoil) -> Path:

@@ -225,7 +225,7 @@ async def test_request_is_cancelled_while_it_is_prepared(
         began.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(gateway.submission, "prepare", wait)
+    monkeypatch.setattr(gateway.preparer, "prepare", wait)
     replies = await api.send("chat", BODY)
     await asyncio.wait_for(began.wait(), timeout=5)
     assert gateway._nats_api is not None

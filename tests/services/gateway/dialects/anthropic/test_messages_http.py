@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from services.gateway.dialects.anthropic.request import COUNT_FIELDS, conversation_of
-from services.gateway.request import opener
+from services.gateway.request import prepared_bodies
 from services.gateway.request.conversation import chat_prompt
 from shared.messages import Request
 from shared.packing import unpack_token_ids
@@ -42,11 +42,11 @@ async def prompt_of(cluster: Cluster, **fields: Any) -> str:
     return cluster.files.tokens.decode(unpack_token_ids(request.prompt_token_ids))
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_message_and_its_stream(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     message = await whole(cluster.http, BODY)
     request = await submitted(cluster)
     num_prompt = len(unpack_token_ids(request.prompt_token_ids))
@@ -185,11 +185,11 @@ def test_blocks_of_a_conversation_with_searches() -> None:
     ]
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_count_tokens_is_exact(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     for fields in ({}, {"system": "s 😀"}, {"thinking": {"type": "disabled"}}):
         body = {**BODY, **fields}
         usage = (await whole(cluster.http, body))["usage"]

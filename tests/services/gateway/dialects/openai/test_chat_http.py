@@ -286,7 +286,7 @@ async def test_drain_finishes_running_requests(cluster: Cluster) -> None:
     while (await cluster.decodes[0].emitted.get()).first_position < 4:
         pass
     draining = asyncio.create_task(cluster.gateway.drain())
-    await until(lambda: cluster.gateway.submission.is_draining)
+    await until(lambda: cluster.gateway.capacity.is_draining)
     rejected = await cluster.http.post(CHAT, json=BODY)
     assert rejected.status_code == 503
     assert rejected.headers["retry-after"] == "1"

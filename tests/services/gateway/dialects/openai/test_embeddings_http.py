@@ -77,7 +77,7 @@ async def test_inputs_are_submitted_some_at_once(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leaves: bool, num_free: int
 ) -> None:
     """In their order; those of a client that leaves are not submitted."""
-    monkeypatch.setattr(cluster.gateway.submission, "_max_requests", num_free)
+    monkeypatch.setattr(cluster.gateway.capacity, "_max_requests", num_free)
     at_once = min(num_free, MAX_OPEN)
     decode, inputs = cluster.decodes[0], [[5 + number] for number in range(MAX_OPEN + 30)]
     cluster.scheduler.workers = [decode]

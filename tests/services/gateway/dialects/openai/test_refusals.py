@@ -14,8 +14,8 @@ import pytest
 from litestar.openapi.spec import OpenAPI
 
 from services.gateway.dialects.openai.chat import ChatCompletionRequest, to_generation_request
-from services.gateway.request import submission
-from services.gateway.request.submission import MAX_INLINE_CHARS
+from services.gateway.request import preparer
+from services.gateway.request.preparer import MAX_INLINE_CHARS
 from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity, Overloaded
@@ -320,8 +320,8 @@ async def test_too_many_requests_and_deadline(
 async def test_prompts_in_preparation_count_as_open_requests(
     cluster: Cluster, gateway_config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.gateway.submission, "_max_requests", 1)
-    preparation = cluster.gateway.submission._preparation
+    monkeypatch.setattr(cluster.gateway.capacity, "_max_requests", 1)
+    preparation = cluster.gateway.preparer._preparation
     prepare, is_preparing, may_end = preparation.prepare, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -331,7 +331,7 @@ async def test_prompts_in_preparation_count_as_open_requests(
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(preparation, "prepare", slow_prepare)
-    monkeypatch.setattr(submission, "MAX_INLINE_CHARS", 100)
+    monkeypatch.setattr(preparer, "MAX_INLINE_CHARS", 100)
     long = {"messages": [{"role": "user", "content": "x" * 101}]}
     first = asyncio.create_task(cluster.http.post(CHAT, json=long))
     await is_preparing.wait()

@@ -364,7 +364,7 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
         created_at=1_000,
     )
     await pinned_prefix.save(store, prefix, 1_000)
-    public = cluster.gateway.submission._preparation._public
+    public = cluster.gateway.preparer._preparation._public
     assert public is not None
     await until(lambda: public._prefixes)
     return unpack_token_ids(public._prefixes[0].token_ids)
@@ -426,7 +426,7 @@ async def test_gateway_stores_token_ids_of_a_public_prefix(
 async def test_deleted_public_prefix_is_not_shared(cluster: Cluster, store: RedisStore) -> None:
     await publish(cluster, store)
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
-    public = cluster.gateway.submission._preparation._public
+    public = cluster.gateway.preparer._preparation._public
     assert public is not None
     await until(lambda: not public._prefixes)
     assert (await received(cluster)).num_public_blocks == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.request import opener
+from services.gateway.request import prepared_bodies
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
@@ -68,10 +68,10 @@ async def test_scores_are_cosines_of_last_token_embeddings(cluster: Cluster, pat
     assert not any("document" in each for each in body["results"])
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_options(cluster: Cluster, monkeypatch: Any, inline_bytes: int) -> None:
     """The same inline as prepared in a process."""
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     documents = [{"text": each} for each in DOCUMENTS]
     body = await ranked(cluster, documents=documents, top_n=2, return_documents=True, model="tiny")
     assert [each["document"] for each in body["results"]] == [
@@ -88,9 +88,9 @@ async def test_equal_documents_keep_their_order(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_score(cluster: Cluster, monkeypatch: Any, path: str, inline_bytes: int) -> None:
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     by_place = dict(expected(cluster))
     scores = [by_place[place] for place in range(len(DOCUMENTS))]
     for text_1, text_2, wanted in (
@@ -160,12 +160,12 @@ BAD: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 @pytest.mark.parametrize(("field", "value", "param"), BAD)
 async def test_bad_field_is_named(
     cluster: Cluster, monkeypatch: Any, field: str, value: str, param: str, inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     data = f'{json.dumps(BODY)[:-1]}, "{field}": {value}}}'
     response = await cluster.http.post(PATHS[0], content=data)
     check_envelope(response, 400, "invalid_request", param)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai import NotFoundError
 
-from services.gateway.request import opener
+from services.gateway.request import prepared_bodies
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.responses.events import (
@@ -69,12 +69,12 @@ async def test_logprobs(cluster: Cluster) -> None:
     assert len(body["output"][0]["content"][0]["logprobs"]) == len(logprobs)
 
 
-@pytest.mark.parametrize("max_inline_bytes", [opener.MAX_INLINE_BYTES, 0])
+@pytest.mark.parametrize("max_inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 0])
 async def test_next_response_has_the_items_of_those_before(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, max_inline_bytes: int
 ) -> None:
     """A large body, and what it refers to, are put together in a preparation process."""
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", max_inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", max_inline_bytes)
     first = await created(cluster, instructions="not inherited", max_output_tokens=3)
     await prompt_of(cluster)
     text = first["output"][0]["content"][0]["text"]
@@ -150,11 +150,11 @@ async def test_unknown_response(cluster: Cluster, method: str, path: str, respon
     assert response.json()["error"]["code"] == "response_not_found"
 
 
-@pytest.mark.parametrize("max_inline_bytes", [opener.MAX_INLINE_BYTES, 0])
+@pytest.mark.parametrize("max_inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 0])
 async def test_refusals(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, max_inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", max_inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", max_inline_bytes)
     unknown = "resp_" + "0" * 32
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"background": True}, 400, "background"),

@@ -12,8 +12,8 @@ import pytest
 from services.gateway.dialects import endpoint_handlers
 from services.gateway.dialects.tokenization import tokenization
 from services.gateway.dialects.tokenization.tokenization import MAX_BODY_BYTES, Tokenization
-from services.gateway.request import opener
-from services.gateway.request.submission import Submission
+from services.gateway.request import prepared_bodies
+from services.gateway.request.preparer import Preparer
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import PayloadTooLarge
@@ -103,7 +103,7 @@ async def test_large_body_has_the_same_response(
 ) -> None:
     small = await cluster.http.post(path, json=body)
     monkeypatch.setattr(tokenization, "MAX_INLINE_BYTES", 1)
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", 1)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", 1)
     monkeypatch.setattr(endpoint_handlers, "PART_BYTES", 7)
     large = await cluster.http.post(path, json=body)
     assert (small.status_code, small.content) == (200, large.content)
@@ -150,7 +150,7 @@ async def test_large_body_takes_no_time_of_the_event_loop(
 
 async def test_body_above_a_mib_is_rejected(cluster: Cluster) -> None:
     gateway = cluster.gateway
-    converter = Tokenization(gateway.submission, gateway.models, gateway.model_names)
+    converter = Tokenization(gateway.preparer, gateway.model_names)
     tenant = TenantRecord(tenant_id="acme")
     body = json.dumps({"prompt": ""}).encode()
     exact = body + b" " * (MAX_BODY_BYTES - len(body))
@@ -180,13 +180,13 @@ async def test_messages_take_a_preparation_slot(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    render = Submission._preparing
+    render = Preparer._preparing
 
-    def counting(self: Submission, tenant_id: str) -> Any:
+    def counting(self: Preparer, tenant_id: str) -> Any:
         taken.append(1)
         return render(self, tenant_id)
 
-    monkeypatch.setattr(Submission, "_preparing", counting)
+    monkeypatch.setattr(Preparer, "_preparing", counting)
     await cluster.http.post("/tokenize", json={"prompt": "a"})
     assert not taken
     await cluster.http.post("/tokenize", json={"messages": MESSAGES})

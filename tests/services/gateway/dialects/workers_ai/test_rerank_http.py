@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.request import opener
+from services.gateway.request import prepared_bodies
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.ranking.embeddings import texts_embedded
 from tests.services.gateway.dialects.workers_ai.test_refusals import check_rejected
@@ -22,11 +22,11 @@ def own_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     texts_embedded(monkeypatch)
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 async def test_scores_are_those_of_rerank(
     cluster: Cluster, monkeypatch: Any, inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     reranked = await cluster.http.post(
         "/v1/rerank", json={"query": BODY["query"], "documents": CONTEXTS}
     )

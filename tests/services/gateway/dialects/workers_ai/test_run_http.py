@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.request import opener
+from services.gateway.request import prepared_bodies
 from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.messages import Request
@@ -111,7 +111,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 OPTIONS = {"seed": 11, "max_tokens": 40, "top_k": 5, "frequency_penalty": 0.5, "stop": "zz"}
 
 
-@pytest.mark.parametrize("inline_bytes", [opener.MAX_INLINE_BYTES, 1])
+@pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
 @pytest.mark.parametrize(
     ("body", "openai_path", "openai_body"),
     [
@@ -129,7 +129,7 @@ async def test_same_request_as_over_openai(
     openai_body: Any,
 ) -> None:
     """What workers get is the same, so the text is the same for the same seed."""
-    monkeypatch.setattr(opener, "MAX_INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", inline_bytes)
     result = await run(cluster, body, **OPTIONS)
     native = await submitted(cluster)
     response = await cluster.http.post(openai_path, json={**openai_body, **OPTIONS})

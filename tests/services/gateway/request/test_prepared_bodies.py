@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.gateway.request.opener import MAX_INLINE_BYTES, is_small
+from services.gateway.request.prepared_bodies import MAX_INLINE_BYTES, is_small
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import CHAT
 
@@ -40,13 +40,13 @@ async def test_many_messages_are_prepared_in_a_process(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []
-    prepare_body = cluster.gateway.submission.prepare_body
+    prepare_body = cluster.gateway.preparer.prepare_body
 
     async def record(*arguments: object) -> object:
         prepared.append(str(arguments[2]))
         return await prepare_body(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cluster.gateway.submission, "prepare_body", record)
+    monkeypatch.setattr(cluster.gateway.preparer, "prepare_body", record)
     for count, expected in ((1, []), (800, ["chat"])):
         body = {"messages": [{"role": "user", "content": "a"}] * count, "max_tokens": 1}
         await cluster.http.post(CHAT, json=body)

@@ -1,0 +1,198 @@
+"""Renders, checks and tokenizes requests, and large bodies, in slots of their tenants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from services.gateway.models.served_text import ServedModel, ServedText
+from services.gateway.observability.telemetry.request_record import RequestRecord
+from services.gateway.preparation.preparation_pool import MAX_BATCH
+from services.gateway.preparation.template_renderer import NO_VARIABLES, Messages
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    check_constrained,
+    check_dimensions,
+)
+from services.gateway.request.preparation import (
+    Preparation,
+    PreparedRequest,
+    check_min_tokens_of,
+)
+from services.gateway.request.preparation_slots import (
+    PreparationSlots,
+    RecentTenants,
+    RequestCapacity,
+)
+from services.gateway.request.prepared_bodies import tokenized
+from services.gateway.request.prompt import ChatPrompt, naming_field_of
+from services.gateway.structured.grammars.grammar_request import CheckedPlan
+from services.gateway.text.process_jobs import BodyJob, PreparedBody
+from shared.background import start_awaited
+from shared.clock import Clock
+from shared.tenancy.tenant import TenantRecord
+
+# Longer prompts are hashed on a thread, so that running streams do not wait.
+MAX_INLINE_CHARS = 8192
+
+
+class Preparer:
+    """`slots_per_tenant`: limit of one tenant's requests that take a process or a thread for
+    themselves. The rest waits: at most `max_waiting` of a tenant, each for `max_wait_s`.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        capacity: RequestCapacity,
+        clock: Clock,
+        *,
+        max_payload_bytes: Callable[[], int],
+        slots_per_tenant: int,
+        max_waiting: int,
+        max_wait_s: float,
+    ) -> None:
+        self._preparation = preparation
+        self._capacity = capacity
+        self._clock = clock
+        self._max_payload_bytes = max_payload_bytes
+        slots = partial(
+            PreparationSlots,
+            slots_per_tenant,
+            RecentTenants(clock),
+            max_waiting=max_waiting,
+            max_wait_s=max_wait_s,
+        )
+        self._slots, self._small = slots(), slots(alone=MAX_BATCH)
+
+    async def prepare(
+        self,
+        tenant: TenantRecord,
+        request_id: str,
+        generation: GenerationRequest,
+        model: ServedModel,
+        record: RequestRecord | None = None,
+    ) -> PreparedRequest:
+        """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
+        self._capacity.check()
+        check_dimensions(generation, model.text.files.limits.hidden_size)
+        check_min_tokens_of(generation, tenant, model)
+        check_constrained(generation)
+        async with self._preparing(tenant.tenant_id, self._slots_of(generation)):
+            if record is not None:
+                record.begin("render", self._clock.now())
+            generation, checked = await self._rendered_and_checked(
+                generation, tenant.tenant_id, model.text
+            )
+            if record is not None:
+                record.begin("tokenize", self._clock.now())
+            generation, bad_words = await tokenized(generation, tenant.tenant_id, model.text)
+            prepare = partial(
+                self._preparation.prepare,
+                generation,
+                model,
+                tenant=tenant,
+                request_id=request_id,
+                max_payload_bytes=self._max_payload_bytes(),
+                checked=checked,
+                bad_words=bad_words,
+            )
+            if generation.prompt.num_chars > MAX_INLINE_CHARS:
+                return await asyncio.to_thread(prepare)
+            return prepare()
+
+    async def prepare_body(
+        self,
+        tenant: TenantRecord,
+        model: ServedModel,
+        kind: str,
+        body: bytes,
+        read: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> PreparedBody:
+        """Decodes, renders and tokenizes a large body in a preparation process. `read`: reads the
+        stored state that the body refers to, once the tenant has a slot.
+        """
+        self._capacity.check()
+        card = model.card
+        async with self._preparing(tenant.tenant_id):
+            stored = b"" if read is None else await read()
+            job = BodyJob(
+                *(kind, body, card.max_context_tokens, tenant.input_tokens_per_min),
+                *(card.vocab_size, stored),
+            )
+            del stored
+            return await model.text.renderer.prepare_body(job, tenant_id=tenant.tenant_id)
+
+    async def tokenize(
+        self,
+        text: ServedText,
+        tenant_id: str,
+        messages: Messages,
+        tools: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> list[int]:
+        """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
+        async with self._preparing(tenant_id):
+            parts = await text.renderer.render(
+                messages,
+                tools,
+                tenant_id=tenant_id,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+            return (await text.renderer.encode([parts], tenant_id=tenant_id)).token_ids[0]
+
+    async def _rendered_and_checked(
+        self, generation: GenerationRequest, tenant_id: str, text: ServedText
+    ) -> tuple[GenerationRequest, CheckedPlan | None]:
+        """Checks the grammar while the conversation is rendered."""
+        if generation.output is None and generation.tools is None:
+            return await self._rendered(generation, tenant_id, text), None
+        check = start_awaited(
+            text.grammars.checked_plan(
+                generation.output,
+                generation.tools,
+                tenant_id,
+                continues_text=generation.continues_text,
+            )
+        )
+        try:
+            return await self._rendered(generation, tenant_id, text), await check
+        finally:
+            check.cancel()
+            await asyncio.gather(check, return_exceptions=True)  # its error was raised, or another
+
+    async def _rendered(
+        self, generation: GenerationRequest, tenant_id: str, text: ServedText
+    ) -> GenerationRequest:
+        prompt = generation.prompt
+        if not isinstance(prompt, ChatPrompt):
+            return generation
+        with naming_field_of(prompt):
+            parts = await text.renderer.render(
+                prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
+            )
+        self._capacity.check_draining()
+        rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
+        return msgspec.structs.replace(generation, prompt=rendered)
+
+    @asynccontextmanager
+    async def _preparing(
+        self, tenant_id: str, slots: PreparationSlots | None = None
+    ) -> AsyncIterator[None]:
+        """Holds one of the tenant's slots (default: one of a large request). Raises Overloaded."""
+        with self._capacity.preparing():
+            async with (slots or self._slots).slot(tenant_id):
+                yield
+
+    def _slots_of(self, generation: GenerationRequest) -> PreparationSlots:
+        is_checked = generation.output is not None or generation.tools is not None
+        is_small = generation.prompt.num_chars <= MAX_INLINE_CHARS and not is_checked
+        return self._small if is_small else self._slots
