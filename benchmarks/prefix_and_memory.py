@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.report import Row, at_most, write_result
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
+from services.client.chat_request import ChatReply, first_model, gateway_client, stream_chat
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -47,12 +47,12 @@ async def run(model_dir: Path, num_words: int, num_rounds: int) -> list[Row]:
         return " ".join(draw.choices(WORDS, k=count))
 
     num_shared = int(CACHED_SHARE * num_words)
-    cold: list[Reply] = []
-    warm: list[Reply] = []
+    cold: list[ChatReply] = []
+    warm: list[ChatReply] = []
     async with cluster, gateway_client(cluster.url, cluster.api_key) as client:
         model = (await first_model(client)).id
 
-        async def reply_to(prompt: str) -> Reply:
+        async def reply_to(prompt: str) -> ChatReply:
             messages = [{"role": "user", "content": prompt}]
             return await stream_chat(client, model, messages, clock, lambda _: None)
 
@@ -65,7 +65,7 @@ async def run(model_dir: Path, num_words: int, num_rounds: int) -> list[Row]:
     return [*rows, {"case": "memory", "pss_mb": {k: v // 10**6 for k, v in pss.items()}}]
 
 
-def ttft_row(name: str, replies: list[Reply]) -> Row:
+def ttft_row(name: str, replies: list[ChatReply]) -> Row:
     return {
         "case": name,
         "prompt_tokens": replies[-1].usage["prompt_tokens"],

@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.report import at_most, write_result
 from services.cli.cluster.bench import target
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
-from services.client.load_test import LoadOptions, Row, measure
+from services.client.load_test import LoadTestOptions, Row, measure
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions
 from shared.errors import HearthError
@@ -50,7 +50,7 @@ def up_options(arguments: argparse.Namespace) -> UpOptions:
 
 
 async def run(arguments: argparse.Namespace) -> list[Row]:
-    options = LoadOptions(
+    options = LoadTestOptions(
         concurrency=tuple(arguments.concurrency),
         rate=arguments.rate,
         duration_s=arguments.duration_s,

@@ -53,7 +53,7 @@ from kernels.reference.rotate_and_store import rotate_and_store as reference_rot
 from kernels.reference.rotate_and_store_latent import (
     rotate_and_store_latent as reference_rotate_and_store_latent,
 )
-from kernels.routing import Choice as Choice
+from kernels.routing import ExpertChoice as ExpertChoice
 from kernels.routing import ExpertRows as ExpertRows
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes

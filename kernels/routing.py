@@ -15,7 +15,7 @@ from torch import Tensor
 NORM_EPS = 1e-20
 
 
-class Routing(Protocol):
+class ExpertRouting(Protocol):
     """How a router's logits choose experts. `scale` is the factor of all weights."""
 
     @property
@@ -34,7 +34,7 @@ class Routing(Protocol):
     def scale(self) -> float: ...
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of each token, by rising id: the order in which their rows are added."""
 
     ids: Tensor  # [T, k] int64
@@ -52,6 +52,6 @@ class ExpertRows(NamedTuple):
     places: Tensor  # [T, k] int64: the row of each choice
 
 
-def chooses_by_logits(routing: Routing, bias: Tensor | None) -> bool:
+def chooses_by_logits(routing: ExpertRouting, bias: Tensor | None) -> bool:
     """Whether scores would give the same order, but for their rounding."""
     return bias is None and routing.num_groups == 1

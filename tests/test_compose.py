@@ -18,7 +18,7 @@ import pytest
 import redis
 import yaml
 
-from services.local.state import ClusterState
+from services.local.state import LocalClusterState
 from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
@@ -95,8 +95,8 @@ class Stack:
             server.stop()
 
     @property
-    def state(self) -> ClusterState:
-        return ClusterState(url=self.url, api_key="", operator_token=OPERATOR_TOKEN)
+    def state(self) -> LocalClusterState:
+        return LocalClusterState(url=self.url, api_key="", operator_token=OPERATOR_TOKEN)
 
     def _nats(self) -> Server:
         (mount,) = SERVICES["nats"]["volumes"]

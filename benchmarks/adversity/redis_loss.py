@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Bar, at_least, at_most
-from services.local.state import ClusterState
+from services.local.state import LocalClusterState
 from tests.servers import RedisServer
 from tests.services.cli.running import (
     NoModel,
@@ -97,7 +97,7 @@ def emptied() -> list[Bar]:
 
 
 @contextmanager
-def up(state_home: Path, *arguments: str) -> Iterator[ClusterState]:
+def up(state_home: Path, *arguments: str) -> Iterator[LocalClusterState]:
     """`hearth up` with the demo model, until the block ends."""
     process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", "--role", "both", *arguments)
     try:
@@ -114,7 +114,7 @@ def up(state_home: Path, *arguments: str) -> Iterator[ClusterState]:
             process.communicate()
 
 
-def start_using(state: ClusterState) -> tuple[list[object], list[object]]:
+def start_using(state: LocalClusterState) -> tuple[list[object], list[object]]:
     """Adds the tenants, and uses all keys but the last. Returns their records, and their usage."""
     asyncio.run(add_tenants(state.redis_url, TENANTS, KEYS))
     for key in KNOWN:
@@ -131,7 +131,7 @@ def start_using(state: ClusterState) -> tuple[list[object], list[object]]:
     return found
 
 
-def status_of(state: ClusterState, key: str) -> int:
+def status_of(state: LocalClusterState, key: str) -> int:
     """The HTTP status of a chat with this key; 0 if there is no response."""
     try:
         complete(state.url, key)

@@ -32,7 +32,7 @@ from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from benchmarks.residency.trace import Trace, steady
 from services.client.http_client import Connection, Sample
 from services.client.load_test import Load, percentiles, random_prompts, words_for
-from services.local.state import ClusterState, clusters_dir
+from services.local.state import LocalClusterState, clusters_dir
 from shared.errors import ConfigError, HearthError
 from shared.messages import Heartbeat, ProcessState
 from shared.subjects import HEARTBEATS
@@ -96,7 +96,7 @@ def row_of(policy: str, samples: Sequence[Sample], residents: Residents) -> Row:
     }
 
 
-async def _send(state: ClusterState, trace: Trace, seed: int) -> list[Sample]:
+async def _send(state: LocalClusterState, trace: Trace, seed: int) -> list[Sample]:
     """Sends each request when it is due, whatever is unanswered."""
     loads = [
         Load(
@@ -133,7 +133,7 @@ async def _send(state: ClusterState, trace: Trace, seed: int) -> list[Sample]:
 
 
 @asynccontextmanager
-async def _cluster(given: argparse.Namespace, policy: str) -> AsyncIterator[ClusterState]:
+async def _cluster(given: argparse.Namespace, policy: str) -> AsyncIterator[LocalClusterState]:
     """`hearth up` in a state directory of its own."""
     home = Path(tempfile.mkdtemp(prefix="hearth-many-"))
     models = [part for index in range(8) for part in ("--model", f"m{index}={given.model}")]
@@ -157,7 +157,7 @@ async def _cluster(given: argparse.Namespace, policy: str) -> AsyncIterator[Clus
         shutil.rmtree(home, ignore_errors=True)
 
 
-async def _published(process: asyncio.subprocess.Process, parent: Path) -> ClusterState:
+async def _published(process: asyncio.subprocess.Process, parent: Path) -> LocalClusterState:
     async with asyncio.timeout(START_S):
         while process.returncode is None:
             found = _state_in(parent)
@@ -167,9 +167,9 @@ async def _published(process: asyncio.subprocess.Process, parent: Path) -> Clust
     raise HearthError(f"hearth up ended with {process.returncode}")
 
 
-def _state_in(parent: Path) -> ClusterState | None:
+def _state_in(parent: Path) -> LocalClusterState | None:
     for path in parent.glob("*/cluster.json"):
-        return msgspec.json.decode(path.read_bytes(), type=ClusterState)
+        return msgspec.json.decode(path.read_bytes(), type=LocalClusterState)
     return None
 
 

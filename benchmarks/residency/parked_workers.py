@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama, write_tokenizer
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from services.host.workers.workers import Workers
+from services.host.workers.workers import WorkerProcesses
 from shared.config import WorkerConfig
 from tests.servers import NatsServer
 from tests.services.parked_worker import (
@@ -166,7 +166,7 @@ async def start_alone(
 
 
 async def start_forked(
-    host: Workers, nats: NatsServer, model_dir: Path, names: list[str]
+    host: WorkerProcesses, nats: NatsServer, model_dir: Path, names: list[str]
 ) -> AsyncIterator[int]:
     """The same of workers of a host."""
     for name in names:
@@ -197,7 +197,7 @@ async def run(
         if is_alone:
             pids = start_alone(stack, nats, model_dir, names)
         else:
-            host = Workers(folder, os.environ, num_threads=1, on_end=_report_end)
+            host = WorkerProcesses(folder, os.environ, num_threads=1, on_end=_report_end)
             stack.push_async_callback(host.stop)
             await host.start(has_template=True)
             while host._template is None:  # noqa: ASYNC110 - else the first worker is not forked

@@ -16,9 +16,9 @@ from benchmarks.residency.trace import Trace
 from services.scheduler.residency.arrival_rates import ArrivalRates
 from services.scheduler.residency.view import (
     Action,
-    Demand,
     Demands,
     Device,
+    ModelDemand,
     ModelId,
     Policy,
     Resident,
@@ -209,12 +209,12 @@ class Simulation:
             site.order(actions, now)
             self._schedule(site)
 
-    def _demands(self, now: float) -> dict[ModelId, Demand]:
+    def _demands(self, now: float) -> dict[ModelId, ModelDemand]:
         demands = {}
         for model in self._rates.models():
             queue = self._queues.get(model)
             first = queue[0].arrived_at if queue else inf
-            demands[model] = Demand(
+            demands[model] = ModelDemand(
                 rate=self._rates.rate(model, now),
                 last_used_at=self._rates.last_used_at(model),
                 num_queued=len(queue) if queue else 0,

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.scheduler.placement import LocalPrefill, RequestSize, Target, Workers, place
+from services.scheduler.placement import LocalPrefill, ModelWorkers, RequestSize, Target, place
 from services.scheduler.worker_table import WorkerTable
 
 
@@ -27,7 +27,7 @@ class Policy(ABC):
     def choose(
         self,
         needs: RequestSize,
-        workers: Workers,
+        workers: ModelWorkers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
         now: float,
@@ -48,7 +48,7 @@ class Hearth(Policy):
     def choose(
         self,
         needs: RequestSize,
-        workers: Workers,
+        workers: ModelWorkers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
         now: float,
@@ -73,7 +73,7 @@ class RoundRobin(Policy):
     def choose(
         self,
         needs: RequestSize,
-        workers: Workers,
+        workers: ModelWorkers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
         now: float,
@@ -98,7 +98,7 @@ class LeastLoaded(Policy):
     def choose(
         self,
         needs: RequestSize,
-        workers: Workers,
+        workers: ModelWorkers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
         now: float,
@@ -122,7 +122,7 @@ class PrefixOnly(Policy):
     def choose(
         self,
         needs: RequestSize,
-        workers: Workers,
+        workers: ModelWorkers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
         now: float,
@@ -161,7 +161,7 @@ def deepest(
 
 
 def target_of(
-    needs: RequestSize, workers: Workers, decode: int, prefill: int, num_cached_blocks: int
+    needs: RequestSize, workers: ModelWorkers, decode: int, prefill: int, num_cached_blocks: int
 ) -> Target:
     decodes, prefills = workers.decodes, workers.prefills
     num_cached = int(num_cached_blocks * prefills.block_sizes[prefill])

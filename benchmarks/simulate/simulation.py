@@ -1,7 +1,7 @@
 """A fleet on a virtual clock, with the scheduler's and the index's own code.
 
-`Admission`, `WorkerFleet`, `place` and `PrefixIndex` are the real ones, called in the same order as
-by the services; only the bus, the engines and the KV link are replaced, by delays.
+`RequestQueues`, `WorkerFleet`, `place` and `PrefixIndex` are the real ones, called in the same
+order as by the services; only the bus, the engines and the KV link are replaced, by delays.
 Heartbeats arrive every 250 ms and cache events 50 ms after a change, as from a worker.
 """
 
@@ -30,10 +30,10 @@ from benchmarks.simulate.sites import (
 )
 from benchmarks.simulate.trace import BLOCK_TOKENS, TraceRequest
 from services.kv_index.index import PrefixIndex
-from services.scheduler.admission import Admission
 from services.scheduler.backlog import QueuedRequest
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import RequestSize
+from services.scheduler.request_queues import RequestQueues
 from shared.errors import Overloaded
 from shared.lifecycle.health import Fleet
 from shared.messages import (
@@ -115,7 +115,7 @@ class Simulation:
         self._health = Fleet("scheduler-1")
         self._workers = WorkerFleet(self._health)
         self._deadline_s = shape.deadline_s
-        self._admission = Admission(shape.max_queued_requests, MAX_TOKENS_QUEUED)
+        self._queues = RequestQueues(shape.max_queued_requests, MAX_TOKENS_QUEUED)
         self._index = PrefixIndex()
         self._sites: dict[str, Site] = {}
         self._names = count()
@@ -211,7 +211,7 @@ class Simulation:
         submit = submission_of(trace, f"r{next(self._names)}", self._deadline_s)
         began = time.perf_counter_ns()
         try:
-            ticket = self._admission.enqueue(submit, now)
+            ticket = self._queues.enqueue(submit, now)
         except Overloaded:
             self.outcome.num_refused[trace.tenant] += 1
             return
@@ -223,7 +223,7 @@ class Simulation:
             self._dispatch()
 
     def _tick(self, now: float, _: object) -> None:
-        for ticket in self._admission.remove_expired(now):
+        for ticket in self._queues.remove_expired(now):
             self.outcome.num_expired[self._traces.pop(ticket).tenant] += 1
             self._open -= 1
         self._later(TICK_S, self._tick, None)
@@ -232,7 +232,7 @@ class Simulation:
         """Places queued requests. If the first cannot be placed, the next heartbeat retries."""
         while not self._is_blocked:
             began = time.perf_counter_ns()
-            ticket = self._admission.pop(self._now)
+            ticket = self._queues.pop(self._now)
             self._deciding_ns += time.perf_counter_ns() - began
             if ticket is None:
                 return
@@ -247,7 +247,7 @@ class Simulation:
             workers = self._workers.lane(LANE)
             target = self._policy.choose(needs, workers, num_cached_blocks, tried, self._now)
             if target is None:
-                self._admission.requeue(ticket, self._now)
+                self._queues.requeue(ticket, self._now)
                 self._is_blocked = True
                 self._deciding_ns += time.perf_counter_ns() - began
                 return
@@ -263,7 +263,7 @@ class Simulation:
             if decode.accept(self._now, job):
                 began = time.perf_counter_ns()
                 self._workers.confirm(assignment, self._now)
-                self._admission.placed(ticket, self._now)
+                self._queues.placed(ticket, self._now)
                 self._deciding_ns += time.perf_counter_ns() - began
                 del self._traces[ticket]
                 self.outcome.decision_ns.append(self._deciding_ns)

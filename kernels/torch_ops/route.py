@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.routing import NORM_EPS, Choice, Routing, chooses_by_logits
+from kernels.routing import NORM_EPS, ExpertChoice, ExpertRouting, chooses_by_logits
 
 
-def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing) -> Choice:
+def route(
+    logits: Tensor, bias: Tensor | None, num_chosen: int, routing: ExpertRouting
+) -> ExpertChoice:
     """logits [T, E] FP32, bias [E] FP32 -> `num_chosen` experts of each token."""
     is_softmax = routing.score == "softmax"
     scores = logits.softmax(dim=-1) if is_softmax else logits.sigmoid()
@@ -22,7 +24,7 @@ def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing
     if routing.is_renormalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + NORM_EPS)
     is_nan = ~(logits < torch.inf).all(dim=-1, keepdim=True)
-    return Choice(ids, (weights * routing.scale).masked_fill(is_nan, torch.nan))
+    return ExpertChoice(ids, (weights * routing.scale).masked_fill(is_nan, torch.nan))
 
 
 def _best(values: Tensor, count: int) -> Tensor:
@@ -30,7 +32,7 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def _of_best_groups(values: Tensor, routing: Routing) -> Tensor:
+def _of_best_groups(values: Tensor, routing: ExpertRouting) -> Tensor:
     """values [T, E], -inf outside the best groups."""
     groups = values.unflatten(1, (routing.num_groups, -1))
     sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)

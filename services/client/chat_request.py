@@ -32,7 +32,7 @@ class RequestedCall(msgspec.Struct, frozen=True, kw_only=True):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     calls: tuple[RequestedCall, ...] = ()
     ttft_s: float
@@ -83,13 +83,13 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     id: str
     max_context: int = 0  # tokens; 0: the server does not say
 
 
 class _Models(msgspec.Struct):
-    data: list[ServedModel] | None = None
+    data: list[ListedModel] | None = None
 
 
 def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
@@ -102,7 +102,7 @@ def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
     )
 
 
-async def first_model(client: httpx.AsyncClient, name: str = "") -> ServedModel:
+async def first_model(client: httpx.AsyncClient, name: str = "") -> ListedModel:
     """The model `name`, else the first of those that the client may use."""
     try:
         response = await client.get("/v1/models")
@@ -122,7 +122,7 @@ async def stream_chat(
     clock: Clock,
     on_text: Callable[[str], None],
     **options: Any,
-) -> Reply:
+) -> ChatReply:
     """`options` are fields of the request. Raises HearthError if the gateway rejects the request
     or the stream fails.
     """
@@ -151,7 +151,7 @@ async def stream_chat(
                 on_text(text)
         usage = event.usage or usage
         hearth = event.hearth or hearth
-    return Reply(
+    return ChatReply(
         text="".join(texts),
         calls=tuple(call for _, call in sorted(calls.items())),
         ttft_s=(arrivals[0] if arrivals else clock.now()) - started,

@@ -13,8 +13,8 @@ import httpx
 from rich.console import Console
 
 from services.client.chat_request import (
-    Reply,
-    ServedModel,
+    ChatReply,
+    ListedModel,
     first_model,
     gateway_client,
     stream_chat,
@@ -39,7 +39,7 @@ def text_printer(console: Console) -> Callable[[str], None]:
     return on_text
 
 
-def describe(reply: Reply) -> str:
+def describe(reply: ChatReply) -> str:
     """Returns one line: times, cached tokens and the workers that served the request."""
     prefill = reply.hearth.get("prefill_worker") or "none (computed by decode)"
     return (
@@ -81,8 +81,8 @@ async def first_requests(
 
 
 async def _show_answer(
-    client: httpx.AsyncClient, model: ServedModel, question: str, console: Console, clock: Clock
-) -> Reply:
+    client: httpx.AsyncClient, model: ListedModel, question: str, console: Console, clock: Clock
+) -> ChatReply:
     messages = [{"role": "user", "content": question}]
     if model.max_context >= MIN_CONTEXT_TOKENS:
         messages.insert(0, {"role": "system", "content": _instructions()})
@@ -97,14 +97,14 @@ def _instructions() -> str:
     return files("services.client").joinpath("first_prompt.txt").read_text().strip()
 
 
-def _describe_cache(reply: Reply) -> str:
+def _describe_cache(reply: ChatReply) -> str:
     return (
         f"the prefix cache held {reply.num_cached_tokens} of {reply.num_prompt_tokens} prompt "
         "tokens: they were not computed again"
     )
 
 
-async def _describe_push(reply: Reply, observer: Observer | None) -> str:
+async def _describe_push(reply: ChatReply, observer: Observer | None) -> str:
     served = reply.hearth
     num_tokens = served.get("num_pushed_tokens") or 0
     text = (

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 Report = Callable[[str, Sample | None], None]
 
 
-class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+class LoadTestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Each concurrency is one load; `rate` (requests/s) replaces them with one open-loop load."""
 
     concurrency: tuple[int, ...] = (1, 16, 64)
@@ -112,7 +112,7 @@ class Quota:
 async def measure(
     url: str,
     api_key: str,
-    options: LoadOptions,
+    options: LoadTestOptions,
     report: Report = lambda label, sample: None,
     *,
     questions: Sequence[str] | None = None,
@@ -152,7 +152,7 @@ async def measure(
 
 
 async def _closed_row(
-    load: Load, prompts: Iterator[str], concurrency: int, options: LoadOptions, report: Report
+    load: Load, prompts: Iterator[str], concurrency: int, options: LoadTestOptions, report: Report
 ) -> Row:
     label = f"closed {concurrency}"
     report(label, None)
@@ -217,7 +217,7 @@ async def closed_loop(
 async def open_loop(
     load: Load,
     prompts: Iterator[str],
-    options: LoadOptions,
+    options: LoadTestOptions,
     randomness: random.Random,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
@@ -255,7 +255,7 @@ def percentiles(values: Sequence[float], name: str) -> dict[str, float]:
     return {f"{name}_p{p}_ms": round(value * 1e3, 3) for p, value in found.items()}
 
 
-def row_of(label: str, samples: Sequence[Sample], options: LoadOptions) -> Row:
+def row_of(label: str, samples: Sequence[Sample], options: LoadTestOptions) -> Row:
     """Raises HearthError if no request completed."""
     good = [sample for sample in samples if not sample.error]
     if not good:

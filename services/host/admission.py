@@ -24,7 +24,7 @@ SOURCE_CHANGED = "its source has changed since it was added"
 KNOWN_WAKE_S = 0.3  # expected before the first wake
 
 
-class Admission:
+class HostAdmission:
     def __init__(
         self, states: HostStates, admin: CatalogueAdmin, records: Records, clock: Clock
     ) -> None:

@@ -23,11 +23,11 @@ from services.host.hosted_model import (
     HAS_KV,
     Action,
     HostedState,
-    Park,
-    Resize,
-    Start,
-    Stop,
-    Wake,
+    ParkAction,
+    ResizeAction,
+    StartAction,
+    StopAction,
+    WakeAction,
 )
 
 RESIZE_SHARE = 0.125  # of a cache's size: smaller changes are not worth a message
@@ -103,11 +103,11 @@ class DeviceModels:
             if model.state == "hot":
                 least -= model.memory.kv_floor_bytes
                 model.enter("parking", now)
-                yield Park(model.key)
+                yield ParkAction(model.key)
             elif model.state == "standby":
                 least -= model.memory.fixed_bytes
                 model.enter("stopping", now)
-                yield Stop(model.key)
+                yield StopAction(model.key)
 
     # ── wakes ────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,7 +139,7 @@ class DeviceModels:
             return
         for key in room.stops:
             self.models[key].enter("stopping", now)
-            yield Stop(key)
+            yield StopAction(key)
         needed = memory.kv_floor_bytes + (0 if model.has_process else memory.fixed_bytes)
         spare = self.budget_bytes - self.used_bytes - needed
         if spare < 0:
@@ -149,12 +149,12 @@ class DeviceModels:
         if model.state == "standby":
             model.kv_bytes = model.resized_to = kv_bytes
             model.enter("waking", now)
-            yield Wake(model.key, model.kv_bytes)
+            yield WakeAction(model.key, model.kv_bytes)
             return
         model.enter("starting", now)
         if model.is_known:  # else its first start ends in standby, where it is checked
             model.kv_bytes = model.resized_to = kv_bytes
-        yield Start(model.key, self.name, model.kv_bytes or None)
+        yield StartAction(model.key, self.name, model.kv_bytes or None)
 
     def _shrink(self, target: HostedState) -> Iterator[Action]:
         """Brings hot caches to what remains beside the target."""
@@ -162,7 +162,7 @@ class DeviceModels:
         for model in self.models.values():
             if model.state == "hot" and sizes.get(model.key, inf) < model.resized_to:
                 model.resized_to = sizes[model.key]
-                yield Resize(model.key, model.resized_to)
+                yield ResizeAction(model.key, model.resized_to)
 
     # ── sizes of caches ──────────────────────────────────────────────────────────────────────────
 
@@ -191,10 +191,10 @@ class DeviceModels:
                 model.kv_bytes = size
                 yield self._resized(model, size, now)
 
-    def _resized(self, model: HostedState, size: int, now: float) -> Resize:
+    def _resized(self, model: HostedState, size: int, now: float) -> ResizeAction:
         self.resized_at = now
         model.resized_to = size
-        return Resize(model.key, size)
+        return ResizeAction(model.key, size)
 
     def _sizes(self, coming: HostedState | None) -> dict[ModelKey, int]:
         """`coming`: a model that gets a process, and a cache if its wake is wanted."""
@@ -221,7 +221,7 @@ class DeviceModels:
         free = self.budget_bytes - self.used_bytes
         if model is not None and free >= model.memory.fixed_bytes:
             model.enter("starting", now)
-            yield Start(model.key, self.name, None)
+            yield StartAction(model.key, self.name, None)
 
 
 def _is_worth_moving(model: HostedState, size: int) -> bool:

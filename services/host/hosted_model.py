@@ -1,4 +1,4 @@
-"""The state of one model on a host, and what a host can do about it. No I/O.
+"""The state of one model on a host, and the actions of the host that change it. No I/O.
 
               ┌──────────────────ended──────────────────┐
               ▼                                         │
@@ -8,7 +8,8 @@
      │                      standby ◀──── parking ◀───────────┼─┘
      └──pause── failed                       └──WorkerBusy────┘
 
-A worker that ends makes its model cold, or failed after MAX_FAILURES in a row.
+Start is a StartAction, Wake a WakeAction, and so on. A worker that ends makes its model cold, or
+failed after MAX_FAILURES in a row.
 """
 
 from __future__ import annotations
@@ -42,40 +43,40 @@ MIN_LIMIT_S = 30.0  # of a start or a wake
 LIMIT_FACTOR = 10.0  # times the expected duration
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker. `kv_bytes`: of its cache; None: in standby."""
+class StartAction(msgspec.Struct, frozen=True, tag=True):
+    """Starts a worker with a cache of `kv_bytes`, or in standby if it is None."""
 
     key: ModelKey
     device: str
     kv_bytes: int | None
 
 
-class Wake(msgspec.Struct, frozen=True, tag=True):
+class WakeAction(msgspec.Struct, frozen=True, tag=True):
     key: ModelKey
     kv_bytes: int
 
 
-class Park(msgspec.Struct, frozen=True, tag=True):
+class ParkAction(msgspec.Struct, frozen=True, tag=True):
     key: ModelKey
 
 
-class Resize(msgspec.Struct, frozen=True, tag=True):
+class ResizeAction(msgspec.Struct, frozen=True, tag=True):
     key: ModelKey
     kv_bytes: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the worker after what it runs."""
+class StopAction(msgspec.Struct, frozen=True, tag=True):
+    """Ends the worker after its running requests."""
 
     key: ModelKey
 
 
-class Kill(msgspec.Struct, frozen=True, tag=True):
+class KillAction(msgspec.Struct, frozen=True, tag=True):
     key: ModelKey
     reason: str
 
 
-Action = Start | Wake | Park | Resize | Stop | Kill
+Action = StartAction | WakeAction | ParkAction | ResizeAction | StopAction | KillAction
 
 
 @dataclass(slots=True)

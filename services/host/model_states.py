@@ -21,9 +21,9 @@ from services.host.hosted_model import (
     WORKER_ENDS,
     Action,
     HostedState,
-    Kill,
-    Park,
-    Stop,
+    KillAction,
+    ParkAction,
+    StopAction,
 )
 from shared.errors import NoCapacity, UnknownModel, WorkerBusy
 from shared.messages import ModelWaking
@@ -132,7 +132,7 @@ class HostStates:
         if model.state != "hot":
             return []
         model.enter("parking", now)
-        return [Park(key)]
+        return [ParkAction(key)]
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
@@ -203,14 +203,14 @@ class HostStates:
         for model in self.models():
             if now - model.since > model.limit_s() and not model.is_killed:
                 model.is_killed = True
-                yield Kill(model.key, f"{model.state} for {now - model.since:.0f} s")
+                yield KillAction(model.key, f"{model.state} for {now - model.since:.0f} s")
 
     def _stop_unwanted(self, now: float) -> Iterator[Action]:
         for model in self.models():
             is_unwanted = model.is_removed or model.is_final
             if is_unwanted and model.has_process and model.state != "stopping":
                 model.enter("stopping", now)
-                yield Stop(model.key)
+                yield StopAction(model.key)
 
     def _start_standby(self, now: float) -> Iterator[Action]:
         """One at a time, and only while no model waits to be hot: both need the processors."""

@@ -18,17 +18,25 @@ from pathlib import Path
 
 import structlog
 
-from services.host.admission import Admission
+from services.host.admission import HostAdmission
 from services.host.budget import ModelKey
 from services.host.devices import budgets_of
 from services.host.host_load import host_load
 from services.host.hosted_catalogue import HostedCatalogue, HostedRevision
-from services.host.hosted_model import Action, Kill, Park, Resize, Start, Stop, Wake
+from services.host.hosted_model import (
+    Action,
+    KillAction,
+    ParkAction,
+    ResizeAction,
+    StartAction,
+    StopAction,
+    WakeAction,
+)
 from services.host.model_states import HostStates
 from services.host.records import Records, default_state_dir
 from services.host.workers.worker_config import log_name_of, worker_config, worker_id_of
 from services.host.workers.worker_control import WorkerControl, is_refusal
-from services.host.workers.workers import Worker, Workers
+from services.host.workers.workers import Worker, WorkerProcesses
 from shared.background import Background, failing_alone
 from shared.clock import Clock, MonotonicClock
 from shared.config import HostConfig, check, redis_tls_of
@@ -75,7 +83,7 @@ class HostService:
         self._reader = CatalogueReader(store, clock)
         self._reader.on_change(self._on_catalogue)
         self._control = WorkerControl(bus)
-        self._workers = Workers(
+        self._workers = WorkerProcesses(
             records.directory,
             os.environ,
             clock,
@@ -83,7 +91,7 @@ class HostService:
             on_end=self._on_end,
         )
         admin = CatalogueAdmin(store, time.time)
-        self._admission = Admission(self.states, admin, records, clock)
+        self._admission = HostAdmission(self.states, admin, records, clock)
         self._by_worker: dict[str, HostedRevision] = {}
         # so that no worker has the id of one before a restart, or of another host's
         self._run = random_instance()
@@ -270,18 +278,18 @@ class HostService:
     def _carry_out(self, action: Action) -> None:
         hosted = self.catalogue.revisions[action.key]
         match action:
-            case Start(device=device, kv_bytes=kv_bytes):
+            case StartAction(device=device, kv_bytes=kv_bytes):
                 self._start_item(hosted, self._start(hosted, device, kv_bytes))
-            case Wake(kv_bytes=kv_bytes):
+            case WakeAction(kv_bytes=kv_bytes):
                 self._start_item(hosted, self._wake(hosted, kv_bytes))
-            case Park():
+            case ParkAction():
                 hosted.parking = asyncio.get_running_loop().create_future()
                 self._start_item(hosted, self._park(hosted, hosted.parking))
-            case Resize(kv_bytes=kv_bytes):
+            case ResizeAction(kv_bytes=kv_bytes):
                 self._start_item(hosted, self._resize(hosted, kv_bytes))
-            case Stop():
+            case StopAction():
                 self._signal(hosted, signal.SIGTERM)
-            case Kill(reason=reason):
+            case KillAction(reason=reason):
                 log.error("worker_given_up", model=str(hosted.key), reason=reason)
                 self._signal(hosted, signal.SIGKILL)
 

@@ -35,7 +35,7 @@ from services.local.servers import (
     redis_config,
 )
 from services.local.several_models import store_models, wait_until_served
-from services.local.state import ClusterState, StateDir
+from services.local.state import LocalClusterState, StateDir
 from services.local.supervisor import Report, Supervisor
 from shared.background import start_awaited
 from shared.clock import Clock
@@ -296,8 +296,8 @@ class LocalCluster:
             listens_on=(LOOPBACK, port),
         )
 
-    def _description(self) -> ClusterState:
-        description = ClusterState(
+    def _description(self) -> LocalClusterState:
+        description = LocalClusterState(
             url=self.url,
             api_key=self.api_key,
             operator_token=self.operator_token,

@@ -23,7 +23,7 @@ NICENESS = 10  # what serves on this machine comes first
 MAX_MEMORY_BYTES = 4 << 30  # of data: files are not kept in memory
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class HubReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """`failure`: why there is no directory."""
 
     directory: str = ""
@@ -54,7 +54,7 @@ async def downloaded(model: Path) -> Path:
     if process.returncode or not output:
         how = ending(process.returncode or 0)
         raise ConfigError(f"model {str(model)!r}: its download ended with {how}")
-    reply = msgspec.json.decode(output, type=Reply)
+    reply = msgspec.json.decode(output, type=HubReply)
     if reply.failure:
         raise ConfigError(reply.failure)
     return Path(reply.directory)
@@ -66,9 +66,9 @@ def main(model: str) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     os.nice(NICENESS)
     try:
-        reply = Reply(directory=str(local_copy(Path(model))))
+        reply = HubReply(directory=str(local_copy(Path(model))))
     except ConfigError as error:
-        reply = Reply(failure=error.message)
+        reply = HubReply(failure=error.message)
     os.write(output, msgspec.json.encode(reply))
     os._exit(0)  # threads of a client must not delay the end
 

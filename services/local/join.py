@@ -19,7 +19,7 @@ from services.local.credentials import (
 )
 from services.local.servers import LOOPBACK
 from services.local.state import (
-    ClusterState,
+    LocalClusterState,
     changing,
     clusters_dir,
     running_cluster,
@@ -58,7 +58,7 @@ def add_credential(
     )
 
 
-def _grant(credential: Credential, directory: Path, state: ClusterState) -> None:
+def _grant(credential: Credential, directory: Path, state: LocalClusterState) -> None:
     if not state.nats_host:
         raise ConfigError("this cluster uses an external NATS: add the credential there")
     if any(each.process_id == credential.process_id for each in state.credentials):

@@ -36,7 +36,7 @@ _SOCKET_NAME_BYTES = 32  # of sockets that the processes make below it
 _REDIS_DIR = "appendonlydir"  # of Redis 7; Redis 6 has a file
 
 
-class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     api_key: str
     operator_token: str = ""  # of the gateway's /v1/cluster
@@ -86,7 +86,7 @@ class StateDir:
     def write_secret(self, name: str, text: str) -> Path:
         return write_secret(self.path / name, text)
 
-    def publish(self, state: ClusterState) -> None:
+    def publish(self, state: LocalClusterState) -> None:
         save(self.path, state)
 
     def close(self, *, retain_logs: bool) -> None:
@@ -111,12 +111,12 @@ def write_secret(path: Path, text: str) -> Path:
     return path
 
 
-def save(directory: Path, state: ClusterState) -> None:
+def save(directory: Path, state: LocalClusterState) -> None:
     write_secret(directory / _CLUSTER, msgspec.json.encode(state).decode())
 
 
 @contextlib.contextmanager
-def changing(directory: Path) -> Iterator[ClusterState]:
+def changing(directory: Path) -> Iterator[LocalClusterState]:
     """Yields the state under an exclusive lock. Raises ConfigError if the cluster has stopped."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
@@ -129,16 +129,16 @@ def changing(directory: Path) -> Iterator[ClusterState]:
         os.close(descriptor)
 
 
-def _read(directory: Path) -> ClusterState:
+def _read(directory: Path) -> LocalClusterState:
     try:
-        return msgspec.json.decode((directory / _CLUSTER).read_bytes(), type=ClusterState)
+        return msgspec.json.decode((directory / _CLUSTER).read_bytes(), type=LocalClusterState)
     except OSError:
         raise ConfigError("the cluster has just stopped") from None
     except UNREADABLE:
         raise ConfigError("the running cluster uses another version of Hearth") from None
 
 
-def running_cluster(parent: Path) -> tuple[Path, ClusterState]:
+def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
     """The running cluster that started last. Raises ConfigError if there is none."""
     for directory in _by_age(parent):
         if _is_running(directory) and (directory / _CLUSTER).exists():  # else it is still starting

@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 import structlog
 
-from services.scheduler.admission import num_context_tokens
 from services.scheduler.backlog import QueuedRequest
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import RequestSize
+from services.scheduler.request_queues import num_context_tokens
 from shared.errors import NoCapableWorker, NoCapacity
 from shared.messages import Request
 from shared.packing import TOKEN_ID_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.scheduler.backlog import Lane, ModelKey, model_key
-from services.scheduler.placement import RequestSize, Target, Workers
+from services.scheduler.placement import ModelWorkers, RequestSize, Target
 from services.scheduler.throughput import ModelThroughput, Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
 from shared.lifecycle.health import Fleet
@@ -101,12 +101,12 @@ class WorkerFleet:
         known = self._known.get(worker_id)
         return None if known is None else known.worker.num_running + known.worker.num_waiting
 
-    def lane(self, lane: ModelKey) -> Workers:
+    def lane(self, lane: ModelKey) -> ModelWorkers:
         """Live workers that serve the model and accept requests, with their estimated load."""
         workers = self._lanes.get(lane)
         if workers is None:
-            return Workers(WorkerTable(), WorkerTable(), 0.0)
-        return Workers(workers.decodes, workers.prefills, workers.speeds.handoff_overhead_s)
+            return ModelWorkers(WorkerTable(), WorkerTable(), 0.0)
+        return ModelWorkers(workers.decodes, workers.prefills, workers.speeds.handoff_overhead_s)
 
     def has_worker(
         self,

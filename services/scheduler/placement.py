@@ -80,7 +80,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class ModelWorkers:
     """The live workers of one model; `handoff_overhead_s`: a handoff's cost beyond computing."""
 
     decodes: WorkerTable
@@ -90,7 +90,7 @@ class Workers:
 
 def place(
     needs: RequestSize,
-    workers: Workers,
+    workers: ModelWorkers,
     num_cached_blocks: Mapping[str, int],
     *,
     local_prefill: LocalPrefill,
@@ -111,7 +111,7 @@ class Decision:
     def __init__(
         self,
         needs: RequestSize,
-        workers: Workers,
+        workers: ModelWorkers,
         num_cached_blocks: Mapping[str, int],
         local_prefill: LocalPrefill,
         now: float,

@@ -18,7 +18,6 @@ from functools import partial
 import msgspec
 import structlog
 
-from services.scheduler.admission import Admission, num_context_tokens
 from services.scheduler.backlog import Lane, QueuedRequest, model_key
 from services.scheduler.blocked_lanes import BlockedLanes
 from services.scheduler.candidates import Candidates, size_of
@@ -26,6 +25,7 @@ from services.scheduler.compiled_loops import use_compiled_loops
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
+from services.scheduler.request_queues import RequestQueues, num_context_tokens
 from services.scheduler.residency.keeper import ResidencyKeeper
 from services.scheduler.residency.policies import policy_of
 from services.scheduler.roles.role_changes import RoleChanges
@@ -99,7 +99,7 @@ class SchedulerService:
         self._bus = bus
         self._clock = clock
         self._randomness = randomness
-        self._admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+        self._queues = RequestQueues(config.max_queued_requests, config.max_queued_tokens)
         self._workers = WorkerFleet(self.health_monitor.fleet)
         self._role_changes = RoleChanges(config, self._workers, self._requests)
         self._local_prefill = LocalPrefill(
@@ -156,9 +156,9 @@ class SchedulerService:
             await leave()
         await self.health_monitor.transition_to("draining")
         give_up_at = self._clock.now() + DRAIN_S
-        while len(self._admission) and self._clock.now() < give_up_at:
+        while len(self._queues) and self._clock.now() < give_up_at:
             await self._clock.sleep(TICK_S)
-        for ticket in self._admission.held():
+        for ticket in self._queues.held():
             self._fail(ticket, NoCapacity("this scheduler is draining", retry_after_s=0.0))
         await asyncio.gather(*self._placing, *self._sending)
 
@@ -173,8 +173,8 @@ class SchedulerService:
     def _load(self) -> SchedulerLoad:
         return msgspec.structs.replace(
             self._role_changes.load(),
-            num_queued_requests=len(self._admission),
-            oldest_wait_s=self._admission.oldest_wait_s(self._clock.now()),
+            num_queued_requests=len(self._queues),
+            oldest_wait_s=self._queues.oldest_wait_s(self._clock.now()),
         )
 
     # ── incoming messages ────────────────────────────────────────────────────────────────────────
@@ -182,16 +182,16 @@ class SchedulerService:
     def _submit(self, message: SubmitRequest) -> Queued:
         if self._is_draining:
             raise WorkerBusy("this scheduler is draining")
-        num_ahead = len(self._admission)
+        num_ahead = len(self._queues)
         request = message.request
         context_tokens = self._workers.smallest_context(
             Lane.of(request).served, num_context_tokens(request)
         )
-        ticket = self._admission.enqueue(message, self._clock.now(), context_tokens=context_tokens)
+        ticket = self._queues.enqueue(message, self._clock.now(), context_tokens=context_tokens)
         self._residency.arrived(ticket)
         if not ticket.is_queueable and ticket.lane in self._blocked:
-            error = self._admission.busy(ticket.lane)
-            self._admission.remove(request.request_id)
+            error = self._queues.busy(ticket.lane)
+            self._queues.remove(request.request_id)
             raise error
         if not self._wake.is_set():  # sends the index query together with this reply
             self._place_next()
@@ -199,7 +199,7 @@ class SchedulerService:
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
 
     def _cancel(self, message: CancelQueued) -> None:
-        self._admission.cancel(message)
+        self._queues.cancel(message)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = self._clock.now()
@@ -222,7 +222,7 @@ class SchedulerService:
         self._starts.lost(process_id)
         if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
             return
-        dropped = self._admission.remove_of_gateway(process_id)
+        dropped = self._queues.remove_of_gateway(process_id)
         if dropped:
             log.warning("gateway_lost", gateway=process_id, num_requests=len(dropped))
 
@@ -237,7 +237,7 @@ class SchedulerService:
     def _place_next(self) -> None:
         """Starts placing requests, at most MAX_PLACING at once."""
         while len(self._placing) < MAX_PLACING:
-            ticket = self._admission.pop(self._clock.now(), self._blocked.closed())
+            ticket = self._queues.pop(self._clock.now(), self._blocked.closed())
             if ticket is None:
                 break
             self._blocked.take(ticket.lane)
@@ -256,7 +256,7 @@ class SchedulerService:
 
     def _retry_waiting(self, now: float) -> None:
         """A separate function, as `_tick` would hold a loop's last ticket between two ticks."""
-        for ticket in self._admission.remove_expired(now):
+        for ticket in self._queues.remove_expired(now):
             error = DeadlineExceeded("the deadline passed while the request was queued")
             self._send_failed(ticket, error)
         with failing_alone("unserved_not_retried"):
@@ -270,16 +270,16 @@ class SchedulerService:
 
     def _retry_lane(self, lane: Lane, closed: set[str]) -> None:
         is_served = self._workers.has_worker(lane.served, closed, lane.regions, features=lane.needs)
-        if is_served and self._admission.has_any(lane):
+        if is_served and self._queues.has_any(lane):
             self._probe(lane)  # workers also become free between heartbeats
         else:
             self._unblock(lane)
 
     def _decide_residency(self, now: float) -> None:
-        self._residency.decide(self._admission.held(), self._unserved.waiting_for_hosts(), now)
+        self._residency.decide(self._queues.held(), self._unserved.waiting_for_hosts(), now)
 
     def _requeue(self, ticket: QueuedRequest) -> None:
-        self._admission.requeue(ticket, self._clock.now())
+        self._queues.requeue(ticket, self._clock.now())
         self._wake.set()
 
     async def _change_roles(self) -> None:
@@ -287,13 +287,13 @@ class SchedulerService:
             await self._clock.sleep(ROLES_S)
             with failing_alone("roles_not_changed"):
                 now = self._clock.now()
-                for change in self._role_changes.decide(self._admission.held(), now):
+                for change in self._role_changes.decide(self._queues.held(), now):
                     await self._role_changes.send(change)
 
     async def _keep_alive(self) -> None:
         while True:
             await self._clock.sleep(KEEPALIVE_S)
-            for gateway_id, request_ids in self._admission.request_ids_by_gateway().items():
+            for gateway_id, request_ids in self._queues.request_ids_by_gateway().items():
                 keepalive = QueueKeepalive(
                     scheduler_id=self._bus.process_id, request_ids=request_ids
                 )
@@ -373,7 +373,7 @@ class SchedulerService:
         """
         lane, now = ticket.lane, self._clock.now()
         if not ticket.is_queueable:
-            raise self._admission.busy(lane)
+            raise self._queues.busy(lane)
         decodes = self._workers.lane(lane.served).decodes
         opens_in_s = decodes.opens_at(lane.regions, lane.needs) - now
         # with workers that have long been open, the lane lacks room, not time
@@ -382,9 +382,9 @@ class SchedulerService:
             probing = self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S))
             self._background.start_item(probing, is_logged)
         self._blocked.block(lane, needs)
-        self._admission.requeue(ticket, now)
-        for other in self._admission.must_not_wait(lane):
-            self._fail(other, self._admission.busy(lane))
+        self._queues.requeue(ticket, now)
+        for other in self._queues.must_not_wait(lane):
+            self._fail(other, self._queues.busy(lane))
 
     async def _probe_after(self, lane: Lane, delay_s: float) -> None:
         """Retries the lane once the first worker has done enough of its assigned work."""
@@ -419,7 +419,7 @@ class SchedulerService:
             await self._abort(worker_id, placement_id)
             return
         now = self._clock.now()
-        self._admission.placed(ticket, now)
+        self._queues.placed(ticket, now)
         request, chosen_at = ticket.request, ticket.chosen_at
         if chosen_at is None:
             chosen_at = now
@@ -440,7 +440,7 @@ class SchedulerService:
     def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
         """Does nothing if the ticket has already ended."""
         if not ticket.is_removed:
-            self._admission.remove(ticket.request.request_id)
+            self._queues.remove(ticket.request.request_id)
             self._send_failed(ticket, error)
 
     def _send_failed(self, ticket: QueuedRequest, error: Exception) -> None:

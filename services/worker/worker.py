@@ -28,7 +28,7 @@ from shared.engine.parallel.processes.join import HostListener
 from shared.engine.step import KvMemory
 from shared.engine.token_masks.mask_lanes import MaskLanes
 from shared.engine.token_masks.worker_grammars import WorkerGrammars
-from shared.engine.worker import EngineWorker, ServedModel
+from shared.engine.worker import EngineModel, EngineWorker
 from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
 from shared.lifecycle.identity import connect
@@ -201,7 +201,7 @@ def _engine(config: WorkerConfig, executor: Executor) -> Engine:
 
 def _served(
     config: WorkerConfig, executor: Executor, engine: Engine, features: tuple[str, ...]
-) -> ServedModel:
+) -> EngineModel:
     card = ModelCard(
         name=config.served_name,
         revision=executor.revision,
@@ -215,6 +215,6 @@ def _served(
         numerics=executor.numerics,
         features=features,
     )
-    return ServedModel(
+    return EngineModel(
         card=card, eos_token_ids=frozenset(executor.eos_token_ids), has_head=executor.has_head
     )

@@ -53,7 +53,7 @@ BLOCKS_PER_PAGE = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class EngineModel:
     """The model that the engine serves. Without `has_head` it gives embeddings only."""
 
     card: ModelCard
@@ -69,7 +69,7 @@ class EngineWorker:
         clock: Clock,
         randomness: Randomness,
         loop: EngineLoop,
-        served: ServedModel,
+        served: EngineModel,
         roles: WorkerRoles,
         region: str = "",
         kv_targets: KvTargets = (),

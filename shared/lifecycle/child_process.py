@@ -62,7 +62,7 @@ def send_signal(process: Process, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-class Progress:
+class FreezeDetector:
     """Detects a process that does nothing though it should: it is stopped, or waits for ever."""
 
     def __init__(self, pid: int) -> None:

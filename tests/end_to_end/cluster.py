@@ -18,7 +18,7 @@ import httpx
 import openai
 
 from services.local.servers import free_port
-from services.local.state import ClusterState, running_cluster
+from services.local.state import LocalClusterState, running_cluster
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 300  # the first start compiles kernels
 @dataclass
 class Cluster:
     process: subprocess.Popen[str]
-    state: ClusterState
+    state: LocalClusterState
     client: httpx.Client
     startup: str  # output of `hearth up` until the cluster was ready
 
@@ -211,7 +211,7 @@ def _read_startup(process: subprocess.Popen[str]) -> str:
     raise AssertionError(f"the cluster ended: {''.join(lines)}")
 
 
-def _wait_for_state(process: subprocess.Popen[str], clusters: Path) -> ClusterState:
+def _wait_for_state(process: subprocess.Popen[str], clusters: Path) -> LocalClusterState:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(ConfigError):

@@ -145,7 +145,7 @@ class Fleet:
         found: dict[str, Any] = {
             "streams": len(self.gateway._driver),
             "early entries": len(self.gateway._driver._streams._early),
-            "queued": len(self.scheduler._admission),
+            "queued": len(self.scheduler._queues),
             "placing": len(self.scheduler._placing),
             "unserved": len(self.scheduler._unserved),
         }

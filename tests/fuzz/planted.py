@@ -18,7 +18,7 @@ from services.gateway.streams.early_entries import EarlyEntries
 from services.gateway.streams.streams import Streams
 from services.kv_index.service import KvIndexService
 from services.prefill.service import PrefillService
-from services.scheduler.admission import Admission
+from services.scheduler.request_queues import RequestQueues
 from tests.fuzz.test_bus_messages import test_services_survive_wrong_messages
 from tests.simulation.planted import Bug
 
@@ -131,7 +131,7 @@ BUGS = (
     Bug("one placement for two requests", Streams, "on_placed", _placement_of_another),
     Bug("half a block hash", KvIndexService, "_take_events", _bad_hashes_raise),
     Bug("early tokens wait for ever", EarlyEntries, "expire", _never_expired),
-    Bug("an unknown request is cancelled", Admission, "cancel", _cancel_of_unknown),
+    Bug("an unknown request is cancelled", RequestQueues, "cancel", _cancel_of_unknown),
 )
 
 

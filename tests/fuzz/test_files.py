@@ -28,15 +28,15 @@ from services.gateway.text.decoding.detokenizer import decode_with_offsets
 from services.gateway.text.model_files import ModelFiles
 from services.local.credentials import Credential
 from services.local.join import signalled_process
-from services.local.state import ClusterState, StateDir, running_cluster
+from services.local.state import LocalClusterState, StateDir, running_cluster
 from shared.engine.model_config.checkpoint_form import TEXT_PART
 from shared.engine.models import FAMILIES
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.weights.checkpoint_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.shared_file import (
+    FileIdentity,
     PackedFile,
-    Source,
     build_packed,
     open_packed,
     packed_path,
@@ -265,7 +265,7 @@ def packed() -> tuple[bytes, int]:
         return "revision"
 
     path = packed_path(folder, KEY)
-    source = Source.of(folder / "source")
+    source = FileIdentity.of(folder / "source")
     build_packed(path, KEY, (source,), write, num_expected_bytes=1000)
     return path.read_bytes(), path.stat().st_mtime_ns
 
@@ -315,7 +315,7 @@ def test_packed_weights_with_another_header(content: bytes) -> None:
     if opened is not None:
         for name, span in opened.header.spans.items():
             assert opened.bytes_of(name).numel() == span.num_bytes
-    source = Source.of(scratch() / "packed" / "source")
+    source = FileIdentity.of(scratch() / "packed" / "source")
     path.unlink()
     (path.with_name("other.packed")).write_bytes(content)
 
@@ -370,7 +370,7 @@ def test_records_of_tenants_and_api_keys(record: bytes, more: dict[bytes, bytes]
     run(look_up_keys())
 
 
-STATE = ClusterState(
+STATE = LocalClusterState(
     url="http://127.0.0.1:8000",
     api_key="key",
     nats_host="127.0.0.1",

@@ -31,8 +31,8 @@ from services.gateway.streams.streams import Streams
 from services.kv_index.index import PrefixIndex
 from services.kv_index.registry import PrefixRegistry
 from services.prefill.service import PrefillService
-from services.scheduler.admission import Admission
 from services.scheduler.placement import Decision
+from services.scheduler.request_queues import RequestQueues
 from services.scheduler.worker_table import WorkerTable
 from shared import block_hash
 from shared.engine.batching.batcher import Batcher
@@ -274,7 +274,7 @@ BUGS = (
     Bug("an embedding begins anew at each chunk", RankState, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 122),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
-    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 127),
+    Bug("the queue has no bound", RequestQueues, "_check_room", _queue_without_bound, 127),
     Bug("a failed step ends its request", Streams, "_move_after_failed_step", _ended_by_a_step, 20),
     Bug("poison fails its whole step", EngineLoop, "_compute_in_parts", _blamed_together, 533),
     Bug("a replaced epoch is not noticed", Fleet, "_on_replaced_epoch", _nothing, 78),

@@ -12,14 +12,16 @@ from torch import Tensor
 from kernels.cpu.compile import compiled
 from kernels.cpu.simd.intrinsics import FEW_ROWS, LOG2_E, exp2
 from kernels.cpu.simd.tasks import num_tasks
-from kernels.routing import NORM_EPS, Choice, Routing, chooses_by_logits
+from kernels.routing import NORM_EPS, ExpertChoice, ExpertRouting, chooses_by_logits
 
 _f32 = np.float32
 _NONE = _f32(-np.inf)
 _LEAST_EXPONENT, _MOST_EXPONENT = _f32(-126.0), _f32(126.0)
 
 
-def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing) -> Choice:
+def route(
+    logits: Tensor, bias: Tensor | None, num_chosen: int, routing: ExpertRouting
+) -> ExpertChoice:
     """Like kernels.torch_ops.route."""
     num_tokens = len(logits)
     ids = torch.empty((num_tokens, num_chosen), dtype=torch.int64)
@@ -38,7 +40,7 @@ def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing
         weights.numpy(),
         tasks,
     )
-    return Choice(ids, weights)
+    return ExpertChoice(ids, weights)
 
 
 @compiled(parallel=True)

@@ -12,12 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import expect
-from kernels.routing import NORM_EPS, Choice, Routing, chooses_by_logits
+from kernels.routing import NORM_EPS, ExpertChoice, ExpertRouting, chooses_by_logits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing) -> Choice:
+def route(
+    logits: Tensor, bias: Tensor | None, num_chosen: int, routing: ExpertRouting
+) -> ExpertChoice:
     """Like kernels.torch_ops.route. Raises BadTensor."""
     expect("logits", logits, (None, None), dtype=torch.float32)
     num_tokens, num_experts = logits.shape
@@ -27,7 +29,7 @@ def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing
     ids = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
     if not num_tokens:
-        return Choice(ids, weights)
+        return ExpertChoice(ids, weights)
     group_size = num_experts // routing.num_groups
     _route_kernel[(num_tokens,)](
         *(logits, bias, ids, weights, logits.stride(0), float(routing.scale)),
@@ -44,7 +46,7 @@ def route(logits: Tensor, bias: Tensor | None, num_chosen: int, routing: Routing
         num_warps=1,
         enable_fp_fusion=False,
     )
-    return Choice(ids, weights)
+    return ExpertChoice(ids, weights)
 
 
 @triton.jit

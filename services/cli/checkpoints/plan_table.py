@@ -9,7 +9,7 @@ from rich.table import Table
 from services.cli.checkpoints.links_table import LinksPlan, show_links
 from services.cli.output import print_json, table_console
 from shared.engine.planning.memory_plan import (
-    RankMemory,
+    RankMemoryPlan,
     num_kv_tokens,
     num_sequences,
     size_text,
@@ -18,7 +18,7 @@ from shared.engine.planning.stored_weights import StoredWeights
 
 
 def show_plan(
-    ranks: list[RankMemory],
+    ranks: list[RankMemoryPlan],
     links: LinksPlan | None,
     stored: StoredWeights | None,
     *,
@@ -73,7 +73,7 @@ def _files(stored: StoredWeights) -> dict[str, int]:
     }
 
 
-def _row(rank: RankMemory) -> dict[str, Any]:
+def _row(rank: RankMemoryPlan) -> dict[str, Any]:
     part = rank.part
     spans = {
         name: [getattr(part, name).start, getattr(part, name).stop]

@@ -21,7 +21,7 @@ from services.cli.cluster.chat import find_gateway
 from services.cli.cluster.up import StartupDisplay
 from services.cli.output import table_console
 from services.client.http_client import Sample
-from services.client.load_test import LoadOptions, Row, measure
+from services.client.load_test import LoadTestOptions, Row, measure
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -48,7 +48,7 @@ def run_bench(
     url: str | None,
     api_key: str | None,
     up_options: UpOptions | None,
-    options: LoadOptions,
+    options: LoadTestOptions,
 ) -> int:
     """Returns the exit status: 1 if a request failed. Given `up_options`, starts a cluster.
 
@@ -66,7 +66,7 @@ def run_bench(
 async def _bench(
     given: tuple[str, str] | None,
     up_options: UpOptions | None,
-    options: LoadOptions,
+    options: LoadTestOptions,
 ) -> list[Row]:
     console = Console(stderr=True, highlight=False)
     async with target(given, up_options, console=console) as (url, api_key):
@@ -112,7 +112,7 @@ def _cluster(options: UpOptions, report: Report) -> LocalCluster:
 class LoadDisplay:
     """One bar per load: by requests if their number is given, else by time."""
 
-    def __init__(self, console: Console, options: LoadOptions) -> None:
+    def __init__(self, console: Console, options: LoadTestOptions) -> None:
         self._options = options
         self._task: TaskID | None = None
         self._began = 0.0

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from services.cli.options import read_given_file
 from services.client.chat_request import (
-    Reply,
+    ChatReply,
     RequestedCall,
     first_model,
     gateway_client,
@@ -102,7 +102,7 @@ class TerminalChat:
     def clear(self) -> None:
         self._history.clear()
 
-    async def ask(self, question: str) -> Reply:
+    async def ask(self, question: str) -> ChatReply:
         """Runs the calls that the model requests, until it answers in text. Prints both.
 
         The history grows only with the answer. Raises HearthError.
@@ -120,7 +120,7 @@ class TerminalChat:
             messages += [self._run(each) for each in reply.calls]
         raise HearthError(f"no answer after {MAX_ROUNDS} rounds of calls")
 
-    async def _request(self, messages: list[dict[str, Any]]) -> Reply:
+    async def _request(self, messages: list[dict[str, Any]]) -> ChatReply:
         printer = text_printer(self.console)
         client, clock = self._client, self._clock
         return await stream_chat(client, self._model, messages, clock, printer, **self._options)

@@ -192,7 +192,7 @@ def bench(
 ) -> None:
     """Measure speed and latency as clients see them: a table, then one JSON line."""
     from services.cli.cluster.bench import run_bench
-    from services.client.load_test import LoadOptions
+    from services.client.load_test import LoadTestOptions
 
     up_options = None
     if model is not None:
@@ -212,7 +212,7 @@ def bench(
             num_gpus=num_gpus,
             weights=weights,
         )
-    options = LoadOptions(
+    options = LoadTestOptions(
         concurrency=_numbers(concurrency),
         rate=rate,
         num_requests=requests,

@@ -53,7 +53,7 @@ class RevisionRow(msgspec.Struct, frozen=True, kw_only=True):
     states: list[ModelView]
 
 
-class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+class ModelListing(msgspec.Struct, frozen=True, kw_only=True):
     """`is_readable`: False for a record that cannot be decoded: only its name is known."""
 
     name: str
@@ -103,11 +103,11 @@ def _read(redis_url: str | None, nats_url: str | None, name: str | None = None) 
     return Catalogue(models, aliases, live_models(redis_url, nats_url) if models else ())
 
 
-def _row(catalogue: Catalogue, name: str) -> ModelRow:
+def _row(catalogue: Catalogue, name: str) -> ModelListing:
     model = catalogue.models[name]
     if model is None:
-        return ModelRow(name=name, is_readable=False)
-    return ModelRow(
+        return ModelListing(name=name, is_readable=False)
+    return ModelListing(
         name=name,
         revisions=[_revision_row(catalogue, model, each) for each in model.revisions],
         aliases=catalogue.aliases_of(name),
@@ -155,7 +155,7 @@ def table_of_catalogue(catalogue: Catalogue) -> Table:
     return table
 
 
-def _table_of_settings(row: ModelRow) -> Table:
+def _table_of_settings(row: ModelListing) -> Table:
     table = Table("model", escape(row.name), box=None, header_style="bold", pad_edge=False)
     for heading, value in zip(COLUMNS[5:], _settings(row), strict=True):
         table.add_row(heading, escape(value))
@@ -163,7 +163,7 @@ def _table_of_settings(row: ModelRow) -> Table:
     return table
 
 
-def _table_of_revisions(row: ModelRow) -> Table:
+def _table_of_revisions(row: ModelListing) -> Table:
     table = Table(*COLUMNS[1:5], "added", box=None, header_style="bold", pad_edge=False)
     for each in row.revisions:
         table.add_row(*_revision_cells(each), time_text(each.added_at))
@@ -175,7 +175,7 @@ def _revision_cells(row: RevisionRow) -> list[str]:
     return [escape(row.name), short_digest(row.digest) or "-", share, escape(row.source)]
 
 
-def _settings(row: ModelRow) -> list[str]:
+def _settings(row: ModelListing) -> list[str]:
     context = row.max_context_tokens
     return [
         ", ".join(_alias(each) for each in row.aliases) or "-",

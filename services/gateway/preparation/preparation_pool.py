@@ -45,7 +45,12 @@ from services.gateway.text.process_jobs import (
 )
 from shared.background import Background, is_logged
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
-from shared.lifecycle.child_process import Progress, child_environ, lower_priority, send_signal
+from shared.lifecycle.child_process import (
+    FreezeDetector,
+    child_environ,
+    lower_priority,
+    send_signal,
+)
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
@@ -85,7 +90,7 @@ class _PoolProcess:
         self.process = process
         self._setups: RecentlyUsed[str, str] = RecentlyUsed(MAX_SETUPS)
         self._selected: str | None = None
-        self._progress = Progress(process.pid)
+        self._progress = FreezeDetector(process.pid)
         self._watch: asyncio.TimerHandle | None = None
         self.is_frozen = False  # and killed
 
@@ -126,7 +131,7 @@ class _PoolProcess:
 
     def begin_watch(self) -> None:
         """Until `end_watch` it is killed once it is frozen."""
-        self._progress = Progress(self.pid)
+        self._progress = FreezeDetector(self.pid)
         self._watch = asyncio.get_running_loop().call_later(SUSPECT_S, self._check)
 
     def end_watch(self) -> None:

@@ -69,7 +69,7 @@ class Ranking(msgspec.Struct, frozen=True):
     tokens: RankingTokens | None
 
 
-class ModelConfig(msgspec.Struct, frozen=True):
+class TextModelConfig(msgspec.Struct, frozen=True):
     """Of `config.json`. `classifier_from_token`: the texts of no and yes, as vLLM calls them."""
 
     vocab_size: int | None = None
@@ -95,7 +95,7 @@ class ModelText:
     model_dir: str
     tokens: TokenTable
     defaults: GenerationDefaults
-    limits: ModelConfig
+    limits: TextModelConfig
     token_texts: dict[str, str]
     end_token_ids: tuple[int, ...]
     response_template: dict[str, Any] | None
@@ -115,7 +115,7 @@ class ModelFiles(ModelText):
         templates = read_templates(model_dir, config.chat_template)
         special, text, end_token_ids = read_tokenizer(model_dir)
         self.tokenizer = PromptTokenizer(text, templates.text, place=str(model_dir))
-        limits = _read(model_dir / "config.json", ModelConfig)
+        limits = _read(model_dir / "config.json", TextModelConfig)
         super().__init__(
             model_dir=str(model_dir),
             tokens=self.tokenizer.table(),
@@ -151,7 +151,9 @@ def prompt_tokenizer(model_dir: Path) -> PromptTokenizer:
     return PromptTokenizer(text, templates.text, place=str(model_dir))
 
 
-def _ranking(model_dir: Path, limits: ModelConfig, tokenizer: PromptTokenizer) -> Ranking | None:
+def _ranking(
+    model_dir: Path, limits: TextModelConfig, tokenizer: PromptTokenizer
+) -> Ranking | None:
     """Of a model that answers yes or no to a query and a document."""
     answers = limits.classifier_from_token
     if answers is None and not _is_reranker(model_dir / "README.md"):

@@ -68,7 +68,7 @@ class _Template:
         self.starting: deque[tuple[WorkerSpec, asyncio.Future[Worker]]] = deque()
 
 
-class Workers:
+class WorkerProcesses:
     def __init__(
         self,
         directory: Path,

@@ -14,16 +14,16 @@ from math import inf
 
 import structlog
 
-from services.scheduler.admission import num_context_tokens
 from services.scheduler.backlog import QueuedRequest
+from services.scheduler.request_queues import num_context_tokens
 from services.scheduler.residency.arrival_rates import ArrivalRates
 from services.scheduler.residency.devices import NumRunning, devices_of
 from services.scheduler.residency.hosts import Hosts
 from services.scheduler.residency.orders import Key, Orders
 from services.scheduler.residency.view import (
     Action,
-    Demand,
     Device,
+    ModelDemand,
     ModelId,
     Park,
     Policy,
@@ -160,23 +160,23 @@ class ResidencyKeeper:
 
     def _demands(
         self, held: Iterable[QueuedRequest], unserved: Iterable[QueuedRequest], now: float
-    ) -> dict[ModelId, Demand]:
+    ) -> dict[ModelId, ModelDemand]:
         demands = {
-            model: Demand(
+            model: ModelDemand(
                 rate=self._rates.rate(model, now), last_used_at=self._rates.last_used_at(model)
             )
             for model in self._rates.models()
         }
         for ticket in held:
-            demand = demands.get(model_of(ticket), Demand())
+            demand = demands.get(model_of(ticket), ModelDemand())
             demands[model_of(ticket)] = _with_ticket(demand, ticket)
         for ticket in unserved:
-            demand = demands.get(model_of(ticket), Demand())
+            demand = demands.get(model_of(ticket), ModelDemand())
             if demand.hosts is None and not ticket.is_removed:
                 demands[model_of(ticket)] = replace(demand, hosts=self._serving(ticket))
         self._wanted = {model: until for model, until in self._wanted.items() if now < until}
         for model, until in self._wanted.items():
-            demand = demands.get(model, Demand())
+            demand = demands.get(model, ModelDemand())
             if not demand.num_queued:
                 demands[model] = replace(demand, num_queued=1, oldest_at=until - WANTED_S)
         return demands
@@ -268,7 +268,7 @@ def _key(action: Action) -> Key:
     return action.host_id, (action.model, action.revision)
 
 
-def _with_ticket(demand: Demand, ticket: QueuedRequest) -> Demand:
+def _with_ticket(demand: ModelDemand, ticket: QueuedRequest) -> ModelDemand:
     return replace(
         demand,
         num_queued=demand.num_queued + 1,

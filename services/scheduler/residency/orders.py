@@ -43,7 +43,7 @@ class WakeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedWake:
     message: str
     until: float
     has_time: bool
@@ -53,7 +53,7 @@ class Orders:
     def __init__(self) -> None:
         self._wakes: dict[Key, WakeOrder] = {}
         self._avoided: dict[Key, float] = {}  # until when
-        self._refused: dict[Key, Refusal] = {}
+        self._refused: dict[Key, RefusedWake] = {}
         self._parking: dict[Key, float] = {}  # until when they count as under way
 
     def wake_planned(self, key: Key, expected_s: float, park_s: float, now: float) -> None:
@@ -76,7 +76,7 @@ class Orders:
     def refused(self, key: Key, message: str, retry_after_s: float | None, now: float) -> None:
         self._wakes.pop(key, None)
         wait_s = REFUSED_S if retry_after_s is None else retry_after_s
-        self._refused[key] = Refusal(message, now + wait_s, retry_after_s is not None)
+        self._refused[key] = RefusedWake(message, now + wait_s, retry_after_s is not None)
 
     def no_reply(self, key: Key, now: float) -> None:
         self._wakes.pop(key, None)
@@ -132,7 +132,7 @@ class Orders:
         found = (order.ready_at for key, order in self._wakes.items() if key[1] == model)
         return min(found, default=inf)
 
-    def refusal(self, model: ModelId, hosts: frozenset[str]) -> Refusal | None:
+    def refusal(self, model: ModelId, hosts: frozenset[str]) -> RefusedWake | None:
         """The earliest refusal to end, if all of `hosts` refuse the model."""
         found = [self._refused.get((host_id, model)) for host_id in hosts]
         refusals = [each for each in found if each is not None]

@@ -85,7 +85,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class ModelDemand:
     """Requests of one model. `rate`: arrivals per second, decayed. `deadline_at`: the earliest of
     the queued requests. `hosts`: those that may serve them; None: all.
     """
@@ -122,8 +122,8 @@ class Park:
 
 
 Action = Wake | Park
-Demands = Mapping[ModelId, Demand]
-UNUSED = Demand()
+Demands = Mapping[ModelId, ModelDemand]
+UNUSED = ModelDemand()
 
 
 class Policy(Protocol):

@@ -60,7 +60,7 @@ class QueuedWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class WorkerDemand:
     """Busy workers by role; `queued_s`: the time that one worker needs for what waits here."""
 
     prefill: float
@@ -69,7 +69,9 @@ class Demand:
     queued_s: float
 
 
-def demand_of(workers: Sequence[WorkerWork], queued: QueuedWork, *, target_itl_s: float) -> Demand:
+def demand_of(
+    workers: Sequence[WorkerWork], queued: QueuedWork, *, target_itl_s: float
+) -> WorkerDemand:
     decoding = [each for each in workers if "decode" in each.roles]
     loads = [each.decode_load(target_itl_s) for each in decoding]
     is_decode_full = bool(loads) and min(loads) >= FULL
@@ -82,7 +84,7 @@ def demand_of(workers: Sequence[WorkerWork], queued: QueuedWork, *, target_itl_s
         decode += queued.num_blocks / _mean_blocks(decoding)
     else:
         in_flight_s += queued_s
-    return Demand(
+    return WorkerDemand(
         prefill=prefill + in_flight_s / CLEAR_S,
         decode=decode,
         waits_for="decode" if is_decode_full else "prefill",

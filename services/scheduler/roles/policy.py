@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from services.scheduler.roles.demand import Demand, WorkerWork
+from services.scheduler.roles.demand import WorkerDemand, WorkerWork
 from shared.messages import WorkerRole
 
 MIN_USAGE = 0.6  # below it no change is wanted: streams accumulate for seconds after it is passed
@@ -42,7 +42,7 @@ class Split:
     num_decode: int
     num_both: int
 
-    def usage(self, demand: Demand) -> float:
+    def usage(self, demand: WorkerDemand) -> float:
         total = self.num_prefill + self.num_decode + self.num_both
         return max(
             _share(demand.prefill, self.num_prefill + self.num_both),
@@ -68,7 +68,7 @@ class RolePolicy:
         self._wanted_since = inf
 
     def decide(
-        self, workers: Sequence[WorkerWork], demand: Demand, now: float
+        self, workers: Sequence[WorkerWork], demand: WorkerDemand, now: float
     ) -> RoleChange | None:
         """Call regularly. A change that its worker refuses is decided again after `min_s`."""
         self._observe(workers, now)
@@ -92,7 +92,7 @@ class RolePolicy:
             self._changed_at = now
         self._roles = roles
 
-    def _best(self, workers: Sequence[WorkerWork], demand: Demand) -> RoleChange | None:
+    def _best(self, workers: Sequence[WorkerWork], demand: WorkerDemand) -> RoleChange | None:
         split = split_of(workers)
         usage = split.usage(demand)
         if usage < MIN_USAGE:

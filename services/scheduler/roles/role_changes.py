@@ -13,7 +13,7 @@ import structlog
 
 from services.scheduler.backlog import ModelKey, QueuedRequest
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.roles.demand import Demand, QueuedWork, WorkerWork, demand_of
+from services.scheduler.roles.demand import QueuedWork, WorkerDemand, WorkerWork, demand_of
 from services.scheduler.roles.policy import (
     ROLES,
     RoleChange,
@@ -116,7 +116,7 @@ class RoleChanges:
         )
 
     def _advise(
-        self, model: ModelKey, workers: list[WorkerWork], queued: QueuedWork, demand: Demand
+        self, model: ModelKey, workers: list[WorkerWork], queued: QueuedWork, demand: WorkerDemand
     ) -> None:
         """Adds up the revisions of one name."""
         earlier = self._demands.get(model[0], [None, None])
@@ -128,7 +128,7 @@ class RoleChanges:
         ]
 
     def _advice(
-        self, name: str, workers: list[WorkerWork], queued: QueuedWork, demand: Demand
+        self, name: str, workers: list[WorkerWork], queued: QueuedWork, demand: WorkerDemand
     ) -> Iterator[RoleDemand]:
         split = split_of(workers)
         counts = {"prefill": split.num_prefill, "decode": split.num_decode}

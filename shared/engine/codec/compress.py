@@ -29,7 +29,7 @@ from shared.engine.codec.work_folder import UNDER_WORK, WorkFolder, work_folder
 from shared.errors import CheckpointError, ConfigError
 
 
-class Progress(Protocol):
+class ByteProgress(Protocol):
     """Receives the progress of the work."""
 
     def expect(self, num_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Progress(Protocol):
 
 
 def compress_folder(
-    source: Path, target: Path, progress: Progress, *, num_threads: int | None = None
+    source: Path, target: Path, progress: ByteProgress, *, num_threads: int | None = None
 ) -> Manifest:
     """Writes `target`, a bundle of `source`, which is not changed.
 
@@ -57,7 +57,7 @@ def compress_folder(
 
 
 def _bundle(
-    folder: ModelFolder, work: WorkFolder, executor: Executor, progress: Progress
+    folder: ModelFolder, work: WorkFolder, executor: Executor, progress: ByteProgress
 ) -> Manifest:
     progress.expect(2 * folder.num_bytes())
     work.retain_only((*map(bundle_path, folder.shards), *folder.files))
@@ -74,7 +74,7 @@ def _bundle(
 
 
 def _shard(
-    name: str, source: MappedFile, work: WorkFolder, executor: Executor, progress: Progress
+    name: str, source: MappedFile, work: WorkFolder, executor: Executor, progress: ByteProgress
 ) -> StoredShard:
     stored = bundle_path(name)
 
@@ -114,7 +114,9 @@ def _verify(path: Path, record: StoredShard, executor: Executor, on_bytes: OnByt
         on_bytes(tensor.num_bytes)
 
 
-def _carried(folder: ModelFolder, name: str, work: WorkFolder, progress: Progress) -> StoredFile:
+def _carried(
+    folder: ModelFolder, name: str, work: WorkFolder, progress: ByteProgress
+) -> StoredFile:
     source, copy = folder.root / name, work.path(name)
     if copy.is_file() and digest_of(copy) == digest_of(source):
         num_bytes, digest = digest_of(copy)

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from shared.engine.codec.compress import Progress
+from shared.engine.codec.compress import ByteProgress
 from shared.engine.codec.manifest import (
     Manifest,
     StoredFile,
@@ -23,7 +23,7 @@ from shared.errors import CheckpointError, ConfigError
 
 
 def decompress_folder(
-    bundle: Path, target: Path, progress: Progress, *, num_threads: int | None = None
+    bundle: Path, target: Path, progress: ByteProgress, *, num_threads: int | None = None
 ) -> None:
     """Writes `target`, the folder that was bundled; resumes the work of a killed process.
 
@@ -50,7 +50,7 @@ def decompress_folder(
         work.publish()
 
 
-def _restore(shard: BundleShard, work: WorkFolder, progress: Progress) -> None:
+def _restore(shard: BundleShard, work: WorkFolder, progress: ByteProgress) -> None:
     record = shard.record
     if _is_restored(work.path(record.path), record):
         progress.advance(f"{record.path}, kept", _shard_bytes(record))
@@ -72,7 +72,7 @@ def _is_restored(path: Path, record: StoredShard) -> bool:
     )
 
 
-def _copy(bundle: Path, file: StoredFile, work: WorkFolder, progress: Progress) -> None:
+def _copy(bundle: Path, file: StoredFile, work: WorkFolder, progress: ByteProgress) -> None:
     with work.written(file.path) as copy:
         copied = copy_file(bundle / file.path, copy, partial(progress.advance, file.path))
     if copied != (file.num_bytes, file.digest):

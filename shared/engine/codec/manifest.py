@@ -28,7 +28,7 @@ SUFFIX, BUNDLE_SUFFIX = ".safetensors", ".hearth.safetensors"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestTensor(msgspec.Struct, frozen=True, kw_only=True):
     """`digest`: xxh3-128 of the original bytes; `entropy_bytes`: the size with an ideal code."""
 
     name: str
@@ -47,7 +47,7 @@ class StoredShard(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     header: str
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[ManifestTensor, ...]
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.engine.codec.manifest import Manifest, StoredTensor
+from shared.engine.codec.manifest import Manifest, ManifestTensor
 from shared.engine.codec.tensor import AS_IS
 
 
@@ -25,7 +25,7 @@ class KindRow:
     entropy_bytes: int = 0
     num_raw_bytes: int = 0  # of planes that are not coded
 
-    def add(self, tensor: StoredTensor) -> None:
+    def add(self, tensor: ManifestTensor) -> None:
         num_weights = math.prod(tensor.shape)
         is_coded = tensor.codec != AS_IS
         self.num_tensors += 1
@@ -57,11 +57,11 @@ class KindRow:
         return coded / max(1, self.entropy_bytes - self.num_raw_bytes) - 1 if coded else 0.0
 
 
-def tensors_of(manifest: Manifest) -> list[StoredTensor]:
+def tensors_of(manifest: Manifest) -> list[ManifestTensor]:
     return [tensor for shard in manifest.shards for tensor in shard.tensors]
 
 
-def rows_by_kind(tensors: Iterable[StoredTensor]) -> list[KindRow]:
+def rows_by_kind(tensors: Iterable[ManifestTensor]) -> list[KindRow]:
     """One row per kind and dtype, in the order of first occurrence."""
     rows: dict[tuple[str, str], KindRow] = {}
     for tensor in tensors:
@@ -70,7 +70,7 @@ def rows_by_kind(tensors: Iterable[StoredTensor]) -> list[KindRow]:
     return list(rows.values())
 
 
-def total_row(tensors: Iterable[StoredTensor]) -> KindRow:
+def total_row(tensors: Iterable[ManifestTensor]) -> KindRow:
     row = KindRow("all", "")
     for tensor in tensors:
         row.add(tensor)

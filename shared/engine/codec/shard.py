@@ -17,7 +17,7 @@ import xxhash
 
 from shared.engine.codec.byte_planes import Bytes
 from shared.engine.codec.huffman import NotDecodable
-from shared.engine.codec.manifest import StoredShard, StoredTensor, check_shard
+from shared.engine.codec.manifest import ManifestTensor, StoredShard, check_shard
 from shared.engine.codec.safetensors_layout import LENGTH, METADATA, MappedFile, map_safetensors
 from shared.engine.codec.tensor import (
     EncodedTensor,
@@ -85,7 +85,7 @@ class BundleShard:
         self.decode(name, out)
         return out
 
-    def _planes(self, tensor: StoredTensor) -> list[str]:
+    def _planes(self, tensor: ManifestTensor) -> list[str]:
         try:
             planes = plane_names(tensor.codec)
         except NotDecodable as error:
@@ -153,9 +153,9 @@ def _mapped(path: Path) -> MappedFile:
         raise CheckpointError(f"{path}: {error.strerror}") from None
 
 
-def _stored(source: MappedFile, name: str, digest: str, encoded: EncodedTensor) -> StoredTensor:
+def _stored(source: MappedFile, name: str, digest: str, encoded: EncodedTensor) -> ManifestTensor:
     span = source.header.spans[name]
-    return StoredTensor(
+    return ManifestTensor(
         name=name,
         dtype=span.dtype,
         shape=span.shape,
@@ -186,7 +186,7 @@ def _reserved_bytes(source: MappedFile, path: str) -> int:
         planes = ("x" * 16, "y" * 16)
         spans |= {stored_name(name, plane): _u8_span(widest, 2 * widest) for plane in planes}
         tensors.append(
-            StoredTensor(
+            ManifestTensor(
                 name=name,
                 dtype=span.dtype,
                 shape=span.shape,

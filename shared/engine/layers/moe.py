@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import (
-    Choice,
+    ExpertChoice,
     ExpertRows,
     QuantisedWeight,
     SumLanes,
@@ -147,7 +147,7 @@ class Experts(nn.Module):
             num_lanes = NUM_LANES // self.adds.shape.tp
             self.num_sums = num_lanes if mesh.exchange == "bf16" else 1
 
-    def forward(self, x: Tensor, choice: Choice, rows: ExpertRows) -> Tensor:
+    def forward(self, x: Tensor, choice: ExpertChoice, rows: ExpertRows) -> Tensor:
         """x [T, hidden] -> a row for each choice: [S, hidden], as `rows` orders them."""
         if self.gathers is None:
             return self._held_rows(x, choice, rows, 0, rows.offsets)
@@ -160,7 +160,7 @@ class Experts(nn.Module):
         return self.gathers.gather(y, 0, [end - low for low, end in pairwise(borders)])
 
     def _held_rows(
-        self, x: Tensor, choice: Choice, rows: ExpertRows, first: int, offsets: Tensor
+        self, x: Tensor, choice: ExpertChoice, rows: ExpertRows, first: int, offsets: Tensor
     ) -> Tensor:
         """Those of the experts held, from row `first` on; `offsets` are relative to it."""
         own = slice(first, first + int(offsets[-1])) if self.gathers else slice(None)

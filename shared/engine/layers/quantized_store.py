@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.ops import Fp8Part, Int4Part, QuantisedWeight, fp8_weight, int4_weight
 from shared.engine.model_config.formats import (
     Int4,
-    StoredTensor,
+    TensorSpec,
     WeightFormat,
     stored_tensors,
 )
@@ -31,7 +31,7 @@ _ALIGNMENT = 4  # bytes: that of the widest dtype
 class _Span(NamedTuple):
     part: int
     kind: str
-    tensor: StoredTensor
+    tensor: TensorSpec
     start: int  # bytes
 
 
@@ -78,7 +78,7 @@ class QuantisedStore:
     @cached_property
     def _spans(self) -> list[_Span]:
         """Wide dtypes first, so that each tensor is aligned without gaps."""
-        found: list[tuple[int, str, StoredTensor]] = [
+        found: list[tuple[int, str, TensorSpec]] = [
             (part, kind, tensor)
             for part, rows in enumerate(self.rows)
             for kind, tensor in stored_tensors(self.form, rows, self.width).items()
@@ -99,5 +99,5 @@ def quantised_store(
     return QuantisedStore(form, tuple(rows), width, dtype)
 
 
-def _num_bytes(tensor: StoredTensor) -> int:
+def _num_bytes(tensor: TensorSpec) -> int:
     return prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Choice, route
+from kernels.ops import ExpertChoice, route
 from shared.engine.layers.linear import ProductModule
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
@@ -38,7 +38,7 @@ class Router(ProductModule):
             return {"weight": weight}
         return {"weight": weight, "e_score_correction_bias": self.bias}
 
-    def forward(self, x: Tensor) -> Choice:
+    def forward(self, x: Tensor) -> ExpertChoice:
         """x [T, K], of full blocks."""
         logits = self.method(x.float())[:, : self.config.num_experts].contiguous()
         routing = self.config.routing

@@ -39,14 +39,14 @@ class Fp8Block(msgspec.Struct, frozen=True, kw_only=True, tag="fp8-block"):
 WeightFormat = Int4 | Fp8Block
 
 
-class StoredTensor(NamedTuple):
+class TensorSpec(NamedTuple):
     """`dtype` is a safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-def stored_tensors(form: WeightFormat, num_rows: int, width: int) -> dict[str, StoredTensor]:
+def stored_tensors(form: WeightFormat, num_rows: int, width: int) -> dict[str, TensorSpec]:
     """The tensors of a weight [num_rows, width] by the ends of their names.
 
     Raises CheckpointError if groups do not fill a row.
@@ -54,16 +54,16 @@ def stored_tensors(form: WeightFormat, num_rows: int, width: int) -> dict[str, S
     match form:
         case Int4():
             groups = num_groups(form, width)
-            found = {"weight_packed": StoredTensor("I32", (num_rows, -(-width // _CODES)))}
+            found = {"weight_packed": TensorSpec("I32", (num_rows, -(-width // _CODES)))}
             if not form.is_symmetric:
-                zeros = StoredTensor("I32", (-(-num_rows // _CODES), groups))
+                zeros = TensorSpec("I32", (-(-num_rows // _CODES), groups))
                 found["weight_zero_point"] = zeros
-            return found | {"weight_scale": StoredTensor(form.scale_dtype, (num_rows, groups))}
+            return found | {"weight_scale": TensorSpec(form.scale_dtype, (num_rows, groups))}
         case Fp8Block():
             blocks = -(-num_rows // FP8_BLOCK), -(-width // FP8_BLOCK)
             return {
-                "weight_scale_inv": StoredTensor("F32", blocks),
-                "weight": StoredTensor("F8_E4M3", (num_rows, width)),
+                "weight_scale_inv": TensorSpec("F32", blocks),
+                "weight": TensorSpec("F8_E4M3", (num_rows, width)),
             }
 
 

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<Q")
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class StoredTensor(NamedTuple):
+class HeaderTensor(NamedTuple):
     """`start`: the position of its first byte in the file."""
 
     path: Path
@@ -60,7 +60,7 @@ def has_files(model_dir: Path) -> bool:
     return any((model_dir / name).exists() for name in (INDEX_FILE, SINGLE_FILE))
 
 
-def stored_files(model_dir: Path) -> Iterator[list[StoredTensor]]:
+def stored_files(model_dir: Path) -> Iterator[list[HeaderTensor]]:
     """The tensors of one file after the other. Raises CheckpointError for a file that is missing,
     cut off or contradicts the index.
     """
@@ -80,7 +80,7 @@ def stored_files(model_dir: Path) -> Iterator[list[StoredTensor]]:
             raise CheckpointError(f"{path}: tensor {name} of {INDEX_FILE} is missing")
 
 
-def file_tensors(path: Path) -> list[StoredTensor]:
+def file_tensors(path: Path) -> list[HeaderTensor]:
     """Raises CheckpointError."""
     try:
         with path.open("rb") as file:
@@ -96,7 +96,7 @@ def file_tensors(path: Path) -> list[StoredTensor]:
     for name, entry in entries.items():
         _check_span(path, name, entry, data_bytes)
     return [
-        StoredTensor(path, name, each.dtype, each.shape, data_start + each.data_offsets[0])
+        HeaderTensor(path, name, each.dtype, each.shape, data_start + each.data_offsets[0])
         for name, each in entries.items()
     ]
 

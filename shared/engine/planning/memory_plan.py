@@ -45,7 +45,7 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
+class RankMemoryPlan:
     """Bytes of one rank. `num_kv_tokens`: of the longest sequence that fits its KV cache of
     `kv_bytes`; both are None if no memory was given. `kv`: None without layers.
     """
@@ -72,7 +72,7 @@ def plan_memory(
     limit: MemoryLimit = MemoryLimit(),
     step: StepSize = StepSize(),
     experts: ExpertSplit = "auto",
-) -> list[RankMemory]:
+) -> list[RankMemoryPlan]:
     """Ranks by stage. `item_bytes`: of a weight that is not quantised, and without `kv_item_bytes`
     of a KV value.
 
@@ -96,13 +96,13 @@ def plan_memory(
     ]
 
 
-def num_kv_tokens(ranks: list[RankMemory]) -> int | None:
+def num_kv_tokens(ranks: list[RankMemoryPlan]) -> int | None:
     """Tokens that the worker's KV cache holds: as many as its fullest rank's."""
     found = [each.num_kv_tokens for each in ranks if each.kv_bytes_per_token]
     return None if None in found else min(filter(None, found), default=0)
 
 
-def num_sequences(ranks: list[RankMemory], num_tokens: int) -> tuple[int, int] | None:
+def num_sequences(ranks: list[RankMemoryPlan], num_tokens: int) -> tuple[int, int] | None:
     """Sequences of so many tokens that the worker's KV cache holds, and how many it would hold if
     every layer kept all tokens; None: no memory was given.
     """
@@ -125,7 +125,7 @@ def _rank_memory(
     limit: MemoryLimit,
     step: StepSize,
     weight_bytes: int,
-) -> RankMemory:
+) -> RankMemoryPlan:
     """`item_bytes`: of a value of activations, and of KV."""
     (stage, tp_rank, part), (value_bytes, kv_item_bytes) = place, item_bytes
     workspace_bytes = _workspace_bytes(config, part, value_bytes, step)
@@ -144,7 +144,7 @@ def _rank_memory(
                 param="memory",
             )
         kv_bytes = int(left * KV_SHARE) if kv_bytes is None else kv_bytes
-    return RankMemory(
+    return RankMemoryPlan(
         stage=stage,
         tp_rank=tp_rank,
         part=part,

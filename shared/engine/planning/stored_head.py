@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shared.engine.codec.manifest import is_bundle, read_manifest
 from shared.engine.model_config.checkpoint_form import model_names
 from shared.engine.model_config.model_config import ModelConfig
-from shared.engine.planning.headers import StoredTensor, file_tensors, has_files
+from shared.engine.planning.headers import HeaderTensor, file_tensors, has_files
 from shared.engine.weights.checkpoint_index import SINGLE_FILE, file_names, read_index
 from shared.errors import CheckpointError
 
@@ -100,7 +100,7 @@ def _places(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
     return {name: given for given, name in found if name in (EMBEDDING, HEAD)}
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(one: HeaderTensor, other: HeaderTensor) -> bool:
     """Raises OSError."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -14,7 +14,7 @@ from shared.engine.model_config.checkpoint_form import (
 )
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.planning.expected_tensors import Expected, expected_tensors
-from shared.engine.planning.headers import StoredTensor, stored_files
+from shared.engine.planning.headers import HeaderTensor, stored_files
 from shared.errors import CheckpointError
 
 
@@ -27,8 +27,8 @@ class StoredWeights:
     num_bytes: int = 0
 
     def used(
-        self, files: Iterable[list[StoredTensor]], config: ModelConfig
-    ) -> Iterator[tuple[StoredTensor, str]]:
+        self, files: Iterable[list[HeaderTensor]], config: ModelConfig
+    ) -> Iterator[tuple[HeaderTensor, str]]:
         """Counts tensors. Yields those that the model uses, with its names for them."""
         for tensors in files:
             self.num_files += 1
@@ -43,7 +43,7 @@ class StoredWeights:
                     yield by_name[given], name
 
 
-def _part_of(tensor: StoredTensor, place: StackedPart) -> StoredTensor:
+def _part_of(tensor: HeaderTensor, place: StackedPart) -> HeaderTensor:
     """One expert's weight of a tensor of all experts."""
     shape = place.shape(tensor.shape)
     if place.end is not None and len(tensor.shape) == 3 and tensor.shape[2] < place.end:
@@ -77,7 +77,7 @@ def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
     return found
 
 
-def _check(tensor: StoredTensor, expected: Expected) -> None:
+def _check(tensor: HeaderTensor, expected: Expected) -> None:
     where = f"{tensor.path}: tensor {tensor.name}"
     if tensor.dtype not in expected.dtypes:
         raise CheckpointError(f"{where} is {tensor.dtype}, not {', '.join(expected.dtypes)}")

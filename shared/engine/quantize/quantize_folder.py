@@ -15,14 +15,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shared.engine.codec.compress import Progress
+from shared.engine.codec.compress import ByteProgress
 from shared.engine.codec.model_folder import ModelFolder, copy_file, list_model_folder
 from shared.engine.codec.work_folder import WorkFolder, work_folder
 from shared.engine.model_config.formats import (
     FP8_BLOCK,
     Fp8Block,
     Int4,
-    StoredTensor,
+    TensorSpec,
     WeightFormat,
     stored_tensors,
 )
@@ -48,18 +48,18 @@ class _Written:
     layers: frozenset[str]  # that are quantised
     form: WeightFormat
 
-    def described(self, name: str) -> dict[str, StoredTensor]:
+    def described(self, name: str) -> dict[str, TensorSpec]:
         """What the tensor `name` becomes, in the order of `content`. Raises CheckpointError."""
         dtype, shape = self.tensors.info(name)
         layer = name.removesuffix(".weight")
         if not self._is_quantised(name):
-            return {name: StoredTensor(dtype, shape)}
+            return {name: TensorSpec(dtype, shape)}
         try:
             found = stored_tensors(self.form, *shape)
         except CheckpointError as error:
             raise CheckpointError(f"{self.tensors.path(name)}: {layer}: {error.message}") from None
         if isinstance(self.form, Int4):
-            found["weight_shape"] = StoredTensor("I64", (2,))
+            found["weight_shape"] = TensorSpec("I64", (2,))
         return {f"{layer}.{kind}": each for kind, each in found.items()}
 
     def content(self, name: str) -> list[Tensor]:
@@ -79,7 +79,7 @@ def quantise_folder(
     source: Path,
     target: Path,
     kind: Literal["int4", "fp8"],
-    progress: Progress,
+    progress: ByteProgress,
     *,
     group: int = 32,
     is_symmetric: bool = True,
@@ -135,7 +135,7 @@ def _linear_layers(tensors: CheckpointTensors) -> Iterator[str]:
 
 
 def _write_shards(
-    folder: ModelFolder, written: _Written, work: WorkFolder, progress: Progress
+    folder: ModelFolder, written: _Written, work: WorkFolder, progress: ByteProgress
 ) -> None:
     weight_map: dict[str, str] = {}
     for shard in folder.shards:
@@ -161,7 +161,7 @@ def _write_shards(
         _write_json(work, INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
 
 
-def _write_header(file: IO[bytes], tensors: dict[str, StoredTensor]) -> None:
+def _write_header(file: IO[bytes], tensors: dict[str, TensorSpec]) -> None:
     """Format: https://github.com/huggingface/safetensors#format."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -27,7 +27,7 @@ from shared.engine.codec.threads import coding_threads
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.reading.digest_cache import DigestCache
 from shared.engine.weights.reading.staging import LocalStaging, WeightStaging
-from shared.engine.weights.shared_file import Source
+from shared.engine.weights.shared_file import FileIdentity
 from shared.engine.weights.tensor_bytes import TensorBytes, row_cuts
 from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
 from shared.errors import CheckpointError
@@ -68,7 +68,7 @@ class SafetensorsFile:
         self._lock = Lock()  # of `_found`
         try:
             self._ctime_ns = path.stat().st_ctime_ns
-            self._source = Source.of(path)
+            self._source = FileIdentity.of(path)
             self._handle = stack.enter_context(safe_open(path, framework="pt"))
             file = stack.enter_context(path.open("rb", buffering=0))
             self._bytes = TensorBytes(file, self._reading.staging)

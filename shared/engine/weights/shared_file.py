@@ -43,7 +43,7 @@ _SUFFIX, _PARTIAL = ".packed", ".partial"
 NumBytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class FileIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a checkpoint's file when it was read."""
 
     path: str
@@ -52,7 +52,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     inode: int
 
     @classmethod
-    def of(cls, path: Path) -> Source:
+    def of(cls, path: Path) -> FileIdentity:
         """Raises OSError."""
         real = path.resolve()
         stat = real.stat()
@@ -63,7 +63,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_current(self) -> bool:
         try:
-            return Source.of(Path(self.path)) == self
+            return FileIdentity.of(Path(self.path)) == self
         except (OSError, ValueError):
             return False
 
@@ -79,7 +79,7 @@ class RegionSpan(msgspec.Struct, frozen=True, kw_only=True):
 class SharedFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     revision: str
-    sources: tuple[Source, ...]
+    sources: tuple[FileIdentity, ...]
     spans: dict[str, RegionSpan]
     num_payload_bytes: int
     payload_digest: str
@@ -189,7 +189,7 @@ class PayloadWriter:
 def build_packed(
     path: Path,
     key: str,
-    sources: tuple[Source, ...],
+    sources: tuple[FileIdentity, ...],
     write: Callable[[PayloadWriter], str],
     *,
     num_expected_bytes: int,
@@ -235,7 +235,7 @@ def _remove_outdated(cache_dir: Path) -> None:
 
 
 def _write_file(
-    path: Path, key: str, sources: tuple[Source, ...], write: Callable[[PayloadWriter], str]
+    path: Path, key: str, sources: tuple[FileIdentity, ...], write: Callable[[PayloadWriter], str]
 ) -> None:
     partial = path.with_suffix(_PARTIAL)
     sealed_ns = max(each.mtime_ns for each in sources) // 10**9 * 10**9

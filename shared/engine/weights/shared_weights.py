@@ -25,9 +25,9 @@ from kernels.ops import QuantisedWeight, cpu_host
 from shared.engine.weights.load import matched_names
 from shared.engine.weights.shared_file import (
     MAGIC,
+    FileIdentity,
     PackedFile,
     PayloadWriter,
-    Source,
     build_packed,
     open_packed,
     packed_path,
@@ -44,7 +44,7 @@ from shared.engine.weights.weight_bytes import (
     quantised_form,
     quantised_view,
 )
-from shared.engine.weights.weight_regions import Region, filled_bytes, regions_of, view_of
+from shared.engine.weights.weight_regions import WeightRegion, filled_bytes, regions_of, view_of
 from shared.engine.weights.weight_source import WeightSource
 from shared.transport.wire_errors import one_line
 
@@ -114,7 +114,7 @@ def compress_weights(
 
 
 def _compress(
-    region: Region, tensors: WeightSource, device: torch.device, readers: Executor | None
+    region: WeightRegion, tensors: WeightSource, device: torch.device, readers: Executor | None
 ) -> None:
     filled = filled_bytes(region, tensors, device, readers)
     weight = region.compressed(filled)
@@ -125,7 +125,7 @@ def _compress(
 
 
 def _packed_file(
-    regions: list[Region],
+    regions: list[WeightRegion],
     tensors: WeightSource,
     config: bytes,
     revision: Callable[[], str],
@@ -133,7 +133,7 @@ def _packed_file(
     *,
     is_compressed: bool,
 ) -> PackedFile:
-    sources = tuple(Source.of(path) for path in tensors.files())
+    sources = tuple(FileIdentity.of(path) for path in tensors.files())
     key = _key(regions, sources, config, is_compressed=is_compressed)
     path = packed_path(cache_dir, key)
     opened = open_packed(path, key)
@@ -151,7 +151,11 @@ def _packed_file(
 
 
 def _key(
-    regions: list[Region], sources: tuple[Source, ...], config: bytes, *, is_compressed: bool
+    regions: list[WeightRegion],
+    sources: tuple[FileIdentity, ...],
+    config: bytes,
+    *,
+    is_compressed: bool,
 ) -> str:
     """The digest of everything that determines the file's content, including the machine."""
     layout = [
@@ -179,7 +183,7 @@ def _place(tensor: Tensor) -> list[str | int | tuple[int, ...]]:
 
 
 def _write_region(
-    writer: PayloadWriter, region: Region, tensors: WeightSource, *, is_compressed: bool
+    writer: PayloadWriter, region: WeightRegion, tensors: WeightSource, *, is_compressed: bool
 ) -> None:
     filled = filled_bytes(region, tensors, CPU)
     compressed = region.compressed(filled) if is_compressed else None
@@ -206,7 +210,7 @@ def _packed_name(module_name: str) -> str:
     return f"{module_name} packed"
 
 
-def _adopt(region: Region, packed: PackedFile) -> None:
+def _adopt(region: WeightRegion, packed: PackedFile) -> None:
     """Uses the file's weights; linear weights that are not packed there are packed by `pack`."""
     spans = packed.header.spans
     span = spans.get(region.name)

@@ -18,7 +18,7 @@ from shared.engine.weights.weight_source import WeightSource
 
 
 @dataclass
-class Region:
+class WeightRegion:
     """One storage of the model, named after its first tensor.
 
     `linears` are modules that multiply with a tensor of it, `embeddings` those that look up rows.
@@ -69,13 +69,13 @@ class Region:
                 torch.utils.swap_tensors(tensor, new)
 
 
-def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Region]:
+def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[WeightRegion]:
     """The storages that the checkpoint fills, in the order of its names."""
-    found: dict[int, Region] = {}
+    found: dict[int, WeightRegion] = {}
     expected = {_storage(each) for each in destinations.values()}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if _storage(tensor) in expected:
-            region = Region(name, tensor.untyped_storage().nbytes())
+            region = WeightRegion(name, tensor.untyped_storage().nbytes())
             found.setdefault(_storage(tensor), region).tensors[name] = tensor
     for name, tensor in destinations.items():
         found[_storage(tensor)].destinations[name] = tensor
@@ -85,7 +85,7 @@ def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Reg
     return sorted(found.values(), key=lambda region: min(region.destinations))
 
 
-def _add_reader(region: Region, name: str, module: nn.Module, tensor: Tensor) -> None:
+def _add_reader(region: WeightRegion, name: str, module: nn.Module, tensor: Tensor) -> None:
     if isinstance(module, ProductModule) and tensor is module.weight:
         region.linears[name] = module
     elif isinstance(module, TokenEmbedding):
@@ -106,7 +106,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def filled_bytes(
-    region: Region,
+    region: WeightRegion,
     tensors: WeightSource,
     device: torch.device,
     readers: Executor | None = None,

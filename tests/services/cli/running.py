@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.tenancy.usage_counter import day_of
-from services.local.state import ClusterState, clusters_dir, running_cluster
+from services.local.state import LocalClusterState, clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
@@ -79,14 +79,14 @@ def eventually(predicate: Callable[[], Any], event: str, timeout_s: float = WAIT
     return wait_until(predicate, timeout_s=timeout_s, poll_s=0.02, seen=lambda: f"no {event}")
 
 
-def cluster_of(state_home: Path) -> tuple[Path, ClusterState] | None:
+def cluster_of(state_home: Path) -> tuple[Path, LocalClusterState] | None:
     try:
         return running_cluster(clusters_dir({"XDG_STATE_HOME": str(state_home)}))
     except ConfigError:
         return None
 
 
-def ready(state: ClusterState) -> dict[str, Any]:
+def ready(state: LocalClusterState) -> dict[str, Any]:
     """The operator's body of /ready; empty while the gateway is not ready."""
     headers = {"Authorization": f"Bearer {state.operator_token}"}
     request = urllib.request.Request(f"{state.url}/ready", headers=headers)

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
+from services.client.chat_request import ChatReply, first_model, gateway_client, stream_chat
 from shared.errors import DependencyUnavailable, HearthError
 
 QUESTION = [{"role": "user", "content": "What is Hearth?"}]
@@ -46,7 +46,7 @@ def client(respond: Respond) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://gateway")
 
 
-async def reply_to(body: str, *, status: int = 200) -> tuple[Reply, list[str]]:
+async def reply_to(body: str, *, status: int = 200) -> tuple[ChatReply, list[str]]:
     deltas: list[str] = []
     async with client(lambda request: httpx.Response(status, text=body)) as gateway:
         reply = await stream_chat(gateway, "demo", QUESTION, StepClock(), deltas.append)

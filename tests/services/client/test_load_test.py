@@ -6,7 +6,7 @@ import random
 import pytest
 
 from services.client.http_client import BodyReader, Connection, Sample
-from services.client.load_test import LoadOptions, Quota, row_of
+from services.client.load_test import LoadTestOptions, Quota, row_of
 from shared.errors import DependencyUnavailable, HearthError
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -108,7 +108,7 @@ def test_goodput_counts_requests_within_both_limits() -> None:
         sample(2.0, (0.1, 0.2)),  # tokens too slow
         sample(3.0, (1.0, 0.0), error="broken"),
     ]
-    limits = LoadOptions(ttft_limit_s=0.5, itl_limit_s=0.05)
+    limits = LoadTestOptions(ttft_limit_s=0.5, itl_limit_s=0.05)
     row = row_of("closed 1", samples, limits)
     assert (row["num_requests"], row["num_errors"]) == (3, 1)
     assert row["requests_per_s"] == 0.75  # three requests in four seconds

@@ -12,12 +12,12 @@ from services.host.hosted_model import (
     FIRST_START_LIMIT_S,
     MAX_FAILURES,
     Action,
-    Kill,
-    Park,
-    Resize,
-    Start,
-    Stop,
-    Wake,
+    KillAction,
+    ParkAction,
+    ResizeAction,
+    StartAction,
+    StopAction,
+    WakeAction,
 )
 from services.host.model_states import HostStates
 from shared.errors import HearthError, NoCapacity, UnknownModel, WorkerBusy
@@ -45,7 +45,7 @@ def in_standby(*names: str, budget: int = BUDGET) -> HostStates:
     states = host(*names, budget=budget)
     for _ in names:
         (start,) = states.next_actions(0.0)
-        assert isinstance(start, Start) and start.kv_bytes is None
+        assert isinstance(start, StartAction) and start.kv_bytes is None
         states.standby(start.key, 0.0)
         states.put(memory(start.key.name), 0.0, is_known=True)
     assert states.next_actions(0.0) == []
@@ -61,7 +61,7 @@ def state_of(states: HostStates, name: str) -> str:
 def make_hot(states: HostStates, name: str, now: float) -> None:
     states.wake(key(name), now)
     (wake,) = states.next_actions(now)
-    assert isinstance(wake, Wake)
+    assert isinstance(wake, WakeAction)
     states.hot(wake.key, now)
 
 
@@ -75,26 +75,26 @@ def test_wake_is_idempotent_and_serialised() -> None:
     first = states.wake(key("a"), 1.0)
     assert states.wake(key("a"), 1.0) == first and first.ready_in_s == 0.5
     assert states.wake(key("b"), 1.0).ready_in_s == 1.0  # after a
-    assert states.next_actions(1.0) == [Wake(key("a"), 20)]
+    assert states.next_actions(1.0) == [WakeAction(key("a"), 20)]
     assert states.wake(key("a"), 1.2).ready_in_s == pytest.approx(0.3)
     assert states.next_actions(1.2) == []
     states.hot(key("a"), 1.5)
-    assert states.next_actions(1.5) == [Wake(key("b"), 20)]
+    assert states.next_actions(1.5) == [WakeAction(key("b"), 20)]
     assert states.wake(key("a"), 1.5).ready_in_s == 0.0
 
 
 def test_cache_grows_when_alone_and_shrinks_before_another_wakes() -> None:
     states = in_standby("a", "b")
     make_hot(states, "a", 1.0)
-    assert states.next_actions(3.0) == [Resize(key("a"), 80)]
+    assert states.next_actions(3.0) == [ResizeAction(key("a"), 80)]
     states.wake(key("b"), 4.0)
-    assert states.next_actions(4.0) == [Resize(key("a"), 40)]
+    assert states.next_actions(4.0) == [ResizeAction(key("a"), 40)]
     states.resized(key("a"), 70)  # running requests hold the rest
     assert states.next_actions(4.5) == []
     states.resized(key("a"), 40)
-    assert states.next_actions(5.0) == [Wake(key("b"), 20)]
+    assert states.next_actions(5.0) == [WakeAction(key("b"), 20)]
     states.hot(key("b"), 5.0)
-    assert states.next_actions(9.0) == [Resize(key("b"), 40)]
+    assert states.next_actions(9.0) == [ResizeAction(key("b"), 40)]
 
 
 def test_wake_that_needs_a_hot_models_place_is_refused_with_a_time() -> None:
@@ -103,12 +103,12 @@ def test_wake_that_needs_a_hot_models_place_is_refused_with_a_time() -> None:
     with pytest.raises(NoCapacity, match="lacks 15 B for model b") as raised:
         states.wake(key("b"), 1.0)
     assert raised.value.retry_after_s == 1.0
-    assert states.park(key("a"), 2.0) == [Park(key("a"))]
+    assert states.park(key("a"), 2.0) == [ParkAction(key("a"))]
     assert states.park(key("a"), 2.0) == []  # parks already
     states.wake(key("b"), 2.0)
     assert states.next_actions(2.0) == []  # a still has its cache
     states.standby(key("a"), 3.0)
-    assert states.next_actions(3.0) == [Wake(key("b"), 20)]
+    assert states.next_actions(3.0) == [WakeAction(key("b"), 20)]
 
 
 def test_wake_is_dropped_if_the_other_one_does_not_park_after_all() -> None:
@@ -117,7 +117,7 @@ def test_wake_is_dropped_if_the_other_one_does_not_park_after_all() -> None:
     states.park(key("a"), 2.0)
     states.wake(key("b"), 2.0)
     states.hot(key("a"), 3.0)
-    assert states.next_actions(3.0) == [Resize(key("a"), 25)]
+    assert states.next_actions(3.0) == [ResizeAction(key("a"), 25)]
     assert state_of(states, "b") == "standby" and state_of(states, "a") == "hot"
     with pytest.raises(NoCapacity):
         states.wake(key("b"), 3.0)
@@ -130,10 +130,10 @@ def test_cold_wake_stops_a_standby_model_first() -> None:
     with pytest.raises(NoCapacity):  # d would not fit beside c
         states.put(memory("d"), 1.0)
         states.wake(key("d"), 1.0)
-    assert states.next_actions(1.0) == [Stop(key("a"))]
+    assert states.next_actions(1.0) == [StopAction(key("a"))]
     states.ended(key("a"), "exit status 0", 1.5)
     assert state_of(states, "a") == "cold"
-    assert states.next_actions(1.5) == [Start(key("c"), "cpu", 20)]
+    assert states.next_actions(1.5) == [StartAction(key("c"), "cpu", 20)]
 
 
 def test_busy_models_do_not_park() -> None:
@@ -149,11 +149,11 @@ def test_wake_that_never_ends_is_given_up_and_tried_again() -> None:
     states.wake(key("a"), 1.0)
     states.next_actions(1.0)
     assert states.next_actions(30.9) == []
-    assert states.next_actions(31.1) == [Kill(key("a"), "waking for 30 s")]
+    assert states.next_actions(31.1) == [KillAction(key("a"), "waking for 30 s")]
     assert states.next_actions(31.2) == []
     states.ended(key("a"), "SIGKILL", 31.3)
     assert states.next_actions(31.3) == []  # a pause
-    assert states.next_actions(31.6) == [Start(key("a"), "cpu", 20)]
+    assert states.next_actions(31.6) == [StartAction(key("a"), "cpu", 20)]
 
 
 def test_workers_of_a_host_that_was_frozen_are_not_given_up() -> None:
@@ -162,30 +162,30 @@ def test_workers_of_a_host_that_was_frozen_are_not_given_up() -> None:
     states.next_actions(1.0)
     states.stalled(40.0)
     assert states.next_actions(41.0) == []
-    assert states.next_actions(71.1) == [Kill(key("a"), "waking for 30 s")]
+    assert states.next_actions(71.1) == [KillAction(key("a"), "waking for 30 s")]
 
 
 def test_wake_of_a_model_that_was_never_started_ends_in_standby_first() -> None:
     states = host("a")
     states.wake(key("a"), 0.0)
-    assert states.next_actions(0.0) == [Start(key("a"), "cpu", None)]
+    assert states.next_actions(0.0) == [StartAction(key("a"), "cpu", None)]
     assert states.next_actions(1.0) == []
     states.standby(key("a"), 2.0)
-    assert states.next_actions(2.0) == [Wake(key("a"), 20)]
+    assert states.next_actions(2.0) == [WakeAction(key("a"), 20)]
 
 
 def test_first_start_may_take_long() -> None:
     states = host("a")
     states.next_actions(0.0)
     assert states.next_actions(FIRST_START_LIMIT_S) == []
-    assert isinstance(states.next_actions(FIRST_START_LIMIT_S + 1)[0], Kill)
+    assert isinstance(states.next_actions(FIRST_START_LIMIT_S + 1)[0], KillAction)
 
 
 def test_worker_that_keeps_dying_is_failed_and_says_why() -> None:
     states, now = host("a"), 0.0
     for attempt in range(MAX_FAILURES):
         (start,) = states.next_actions(now)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartAction)
         states.ended(key("a"), "exit status 2: no such tensor", now)
         assert state_of(states, "a") == ("failed" if attempt == MAX_FAILURES - 1 else "cold")
         found = states.find(key("a"))
@@ -196,7 +196,7 @@ def test_worker_that_keeps_dying_is_failed_and_says_why() -> None:
     ) as raised:
         states.wake(key("a"), 60.1)
     assert raised.value.retry_after_s is not None
-    assert states.next_actions(now + 30.0) == [Start(key("a"), "cpu", None)]  # still tried
+    assert states.next_actions(now + 30.0) == [StartAction(key("a"), "cpu", None)]  # still tried
     states.standby(key("a"), now + 31.0)
     assert state_of(states, "a") == "standby"
 
@@ -206,7 +206,7 @@ def test_hot_worker_that_dies_becomes_hot_again() -> None:
     make_hot(states, "a", 1.0)
     states.ended(key("a"), "SIGKILL", 2.0)
     assert state_of(states, "a") == "cold"
-    assert states.next_actions(2.3) == [Start(key("a"), "cpu", 20)]
+    assert states.next_actions(2.3) == [StartAction(key("a"), "cpu", 20)]
 
 
 def test_lost_device_pauses_all_its_models() -> None:
@@ -216,7 +216,7 @@ def test_lost_device_pauses_all_its_models() -> None:
     with pytest.raises(NoCapacity, match="device cpu was lost") as raised:
         states.wake(key("a"), 5.0)
     assert raised.value.retry_after_s == pytest.approx(1.0 + 10.0)
-    assert isinstance(states.next_actions(6.1)[0], Start)
+    assert isinstance(states.next_actions(6.1)[0], StartAction)
 
 
 def test_model_that_never_fits_is_failed_for_good() -> None:
@@ -228,14 +228,14 @@ def test_model_that_never_fits_is_failed_for_good() -> None:
     assert raised.value.retry_after_s is None
     states.put(memory("a"), 1.0)
     states.restore(key("a"), 1.0)
-    assert states.next_actions(1.0) == [Start(key("a"), "cpu", None)]
+    assert states.next_actions(1.0) == [StartAction(key("a"), "cpu", None)]
 
 
 def test_removed_model_stops_and_is_unknown() -> None:
     states = in_standby("a")
     make_hot(states, "a", 1.0)
     states.remove(key("a"))
-    assert states.next_actions(1.0) == [Stop(key("a"))]
+    assert states.next_actions(1.0) == [StopAction(key("a"))]
     with pytest.raises(UnknownModel):
         states.wake(key("a"), 1.0)
     states.ended(key("a"), "exit status 0", 2.0)
@@ -246,7 +246,7 @@ def test_measured_sizes_beyond_the_budget_are_corrected() -> None:
     states = in_standby("a", "b")
     make_hot(states, "a", 1.0)
     states.put(memory("b", fixed=75), 2.0)
-    assert states.next_actions(2.0)[0] == Stop(key("b"))
+    assert states.next_actions(2.0)[0] == StopAction(key("b"))
 
 
 def test_caches_shrink_by_what_measured_sizes_are_beyond_the_budget() -> None:
@@ -254,10 +254,10 @@ def test_caches_shrink_by_what_measured_sizes_are_beyond_the_budget() -> None:
     states = in_standby("a", "b")
     make_hot(states, "a", 1.0)
     (grown,) = states.next_actions(3.0)
-    assert grown == Resize(key("a"), 80)
+    assert grown == ResizeAction(key("a"), 80)
     states.resized(key("a"), 80)
     states.put(memory("b", fixed=14), 4.0)
-    assert states.next_actions(5.0) == [Resize(key("a"), 76)]
+    assert states.next_actions(5.0) == [ResizeAction(key("a"), 76)]
     states.resized(key("a"), 76)
     assert states.devices["cpu"].used_bytes == BUDGET
 
@@ -280,11 +280,11 @@ def test_cache_that_is_not_elastic_gets_its_size_with_the_wake() -> None:
         (start,) = states.next_actions(0.0)
         states.standby(start.key, 0.0)
     states.wake(key("a"), 1.0)
-    assert states.next_actions(1.0) == [Wake(key("a"), 20 + 60 // 2)]
+    assert states.next_actions(1.0) == [WakeAction(key("a"), 20 + 60 // 2)]
     states.hot(key("a"), 1.0)
     assert states.next_actions(9.0) == []
     states.wake(key("b"), 9.0)
-    assert states.next_actions(9.0) == [Wake(key("b"), 20 + 10 // 2)]
+    assert states.next_actions(9.0) == [WakeAction(key("b"), 20 + 10 // 2)]
     states.hot(key("b"), 9.0)
     states.put(memory("c"), 9.0)
     with pytest.raises(NoCapacity):
@@ -308,9 +308,9 @@ class RandomWorld:
     def begin(self, actions: list[Action]) -> None:
         for each in actions:
             is_endless = self.has_faults and self.draw.random() < 0.1
-            if isinstance(each, Kill):
+            if isinstance(each, KillAction):
                 self._drop(each.key)
-            if not (is_endless and isinstance(each, Start | Wake | Park)):
+            if not (is_endless and isinstance(each, StartAction | WakeAction | ParkAction)):
                 self.pending.append(each)
 
     def finish_one(self) -> None:
@@ -326,22 +326,22 @@ class RandomWorld:
             self.die(action.key)
             return
         match action:
-            case Start(kv_bytes=None):
+            case StartAction(kv_bytes=None):
                 self.states.standby(action.key, self.now)
-            case Start(kv_bytes=kv_bytes) | Wake(kv_bytes=kv_bytes):
+            case StartAction(kv_bytes=kv_bytes) | WakeAction(kv_bytes=kv_bytes):
                 self.kv[action.key] = kv_bytes or 0
                 self.states.hot(action.key, self.now)
-            case Park():
+            case ParkAction():
                 if self.has_faults and self.draw.random() < 0.2:
                     self.states.hot(action.key, self.now)
                 else:
                     self.kv.pop(action.key, None)
                     self.states.standby(action.key, self.now)
-            case Resize(kv_bytes=kv_bytes):
+            case ResizeAction(kv_bytes=kv_bytes):
                 if action.key in self.kv:
                     self.kv[action.key] = kv_bytes
                     self.states.resized(action.key, kv_bytes)
-            case Stop() | Kill():
+            case StopAction() | KillAction():
                 self.die(action.key)
 
     def die(self, model: ModelKey) -> None:

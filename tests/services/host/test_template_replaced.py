@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.host.workers import workers as module
-from services.host.workers.workers import Workers, WorkerSpec, _Template
+from services.host.workers.workers import WorkerProcesses, WorkerSpec, _Template
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 
@@ -29,7 +29,7 @@ async def test_late_launch_does_not_drop_the_template_that_replaced_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FORK_S", 0.1)
-    workers = Workers(
+    workers = WorkerProcesses(
         tmp_path, {}, MonotonicClock(), num_threads=1, on_end=lambda worker, status, words: None
     )
     workers._template = hung = hung_template()

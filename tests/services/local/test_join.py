@@ -18,7 +18,7 @@ from services.local.join import add_credential, signalled_process
 from services.local.processes.child_processes import ProcessSpec
 from services.local.servers import find_server, free_port
 from services.local.state import (
-    ClusterState,
+    LocalClusterState,
     StateDir,
     changing,
     clusters_dir,
@@ -58,7 +58,7 @@ async def environ(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     )
     await supervisor.launch(spec)
     state.publish(
-        ClusterState(
+        LocalClusterState(
             url="http://a", api_key="k", nats_host="127.0.0.1", nats_port=port, credentials=(OWNER,)
         )
     )

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from services.local.credentials import Credential
-from services.local.state import ClusterState, StateDir, clusters_dir, running_cluster
+from services.local.state import LocalClusterState, StateDir, clusters_dir, running_cluster
 from shared.errors import ConfigError
 
 
-def state(url: str) -> ClusterState:
-    return ClusterState(url=url, api_key="key", credentials=(Credential("decode", "decode-1"),))
+def state(url: str) -> LocalClusterState:
+    return LocalClusterState(
+        url=url, api_key="key", credentials=(Credential("decode", "decode-1"),)
+    )
 
 
 def mode(path: Path) -> int:
@@ -44,7 +46,7 @@ def test_newest_running_cluster_is_found(tmp_path: Path) -> None:
 
 def test_url_has_the_credential_of_a_role() -> None:
     credentials = (Credential("observer", "o-1"), Credential("operator", "o-2", "word"))
-    cluster = ClusterState(
+    cluster = LocalClusterState(
         url="", api_key="", nats_host="h", nats_port=4222, credentials=credentials
     )
     assert cluster.nats_url_of("operator") == "nats://o-2:word@h:4222"
@@ -83,9 +85,9 @@ def test_killed_cluster_is_not_found_and_is_removed_later(
 ) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from services.local.state import StateDir, ClusterState\n"
+        "from services.local.state import StateDir, LocalClusterState\n"
         "directory = StateDir.create(pathlib.Path(sys.argv[1]))\n"
-        "directory.publish(ClusterState(url='http://dead', api_key='key'))\n"
+        "directory.publish(LocalClusterState(url='http://dead', api_key='key'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.placement import LocalPrefill, RequestSize, Target, Workers, place
+from services.scheduler.placement import LocalPrefill, ModelWorkers, RequestSize, Target, place
 from services.scheduler.throughput import Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
 from tests.services.scheduler.plain_placement import PlainScan, is_close
@@ -37,7 +37,7 @@ def placed(
 ) -> Target | None:
     return place(
         needs,
-        Workers(WorkerTable(decodes), WorkerTable(prefills), HANDOFF_OVERHEAD_S),
+        ModelWorkers(WorkerTable(decodes), WorkerTable(prefills), HANDOFF_OVERHEAD_S),
         cached or {},
         local_prefill=local_prefill,
         now=NOW,
@@ -187,7 +187,7 @@ def test_choices_larger_than_the_cache_take_an_unused_one() -> None:
 def test_equal_workers_share_the_load() -> None:
     firsts: Counter[str] = Counter()
     randomness = SeededRandomness(1)
-    workers = Workers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HANDOFF_OVERHEAD_S)
+    workers = ModelWorkers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HANDOFF_OVERHEAD_S)
     for _ in range(600):
         target = place(
             LONG, workers, {}, local_prefill=BY_COST, now=NOW, random_below=randomness.below

@@ -83,7 +83,7 @@ def test_heartbeats_report_the_queue() -> None:
         assert load is not None
         assert load.num_queued_requests == 2
         assert 2.0 <= load.oldest_wait_s < 2.1
-        rig.service._admission.remove("r0")
+        rig.service._queues.remove("r0")
         load = rig.service.health_monitor.describe().scheduler
         assert load is not None and load.oldest_wait_s < 0.1
 
@@ -142,7 +142,7 @@ def test_late_reply_to_a_start_places_a_request_that_waits() -> None:
         assert {each.placement_id for each in slow.aborted} == {
             each.placement_id for each in slow.started[1:]
         }
-        assert not len(rig.service._admission)
+        assert not len(rig.service._queues)
 
     scenario(test)
 
@@ -734,7 +734,7 @@ def test_request_that_must_not_wait_is_rejected_at_once(has_room: bool) -> None:
         await rig.submit(submit_of("r1"))  # one that may wait does
         await asyncio.sleep(0.3)
         assert failures(rig) == [("r0", "overloaded")]
-        assert rig.service._admission.remove("r1") is not None
+        assert rig.service._queues.remove("r1") is not None
 
     scenario(test)
 
@@ -760,7 +760,7 @@ def test_request_that_must_not_wait_is_rejected_where_others_wait() -> None:
         await eventually(lambda: len(rig.service._blocked.all()) == 1)
         with pytest.raises(Overloaded):
             await rig.submit(submit_of("short", num_prompt_tokens=5, is_queueable=False))
-        assert [each.request.request_id for each in rig.service._admission.held()] == ["long"]
+        assert [each.request.request_id for each in rig.service._queues.held()] == ["long"]
 
     scenario(test)
 

@@ -51,7 +51,7 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
 
 
 def of_scheduler(service: SchedulerService) -> list[str]:
-    admission = service._admission
+    admission = service._queues
     return not_empty(
         queued=admission._held,
         lanes=[each for each in admission._lanes.values() if each.usage.num_requests],

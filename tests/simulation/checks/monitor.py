@@ -179,7 +179,7 @@ def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
     if isinstance(host, SimulatedScheduler):
         service = host.service
         return [
-            ("queued requests", len(service._admission), host.max_queued_requests),
+            ("queued requests", len(service._queues), host.max_queued_requests),
             ("placements under way", len(service._placing), MAX_PLACING),
         ]
     if isinstance(host, SimulatedGateway):

@@ -6,7 +6,16 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from services.host.budget import ModelKey, ModelMemory
-from services.host.hosted_model import Action, HostedState, Kill, Park, Resize, Start, Stop, Wake
+from services.host.hosted_model import (
+    Action,
+    HostedState,
+    KillAction,
+    ParkAction,
+    ResizeAction,
+    StartAction,
+    StopAction,
+    WakeAction,
+)
 from services.host.model_states import HostStates
 from shared import subjects
 from shared.errors import HearthError, WorkerBusy
@@ -188,27 +197,27 @@ class SimulatedHost:
         model = action.key.name
         try:
             match action:
-                case Start(kv_bytes=kv_bytes):
+                case StartAction(kv_bytes=kv_bytes):
                     await self._start(model, kv_bytes)
-                case Wake(kv_bytes=kv_bytes):
+                case WakeAction(kv_bytes=kv_bytes):
                     await self._wake(model, kv_bytes)
-                case Park():
+                case ParkAction():
                     await self._command(model, ParkWorker(drain_s=DRAIN_S), Done)
                     self.states.standby(action.key, self._clock.now())
-                case Resize(kv_bytes=kv_bytes):
+                case ResizeAction(kv_bytes=kv_bytes):
                     reply = await self._command(model, ResizeKv(kv_bytes=kv_bytes), KvResized)
                     self.states.resized(action.key, reply.kv_bytes)
-                case Stop():
+                case StopAction():
                     await self.workers[model].terminate()
                     self._ended(model, "stopped")
-                case Kill(reason=reason):
+                case KillAction(reason=reason):
                     await self._kill(model, reason)
         except WorkerBusy:
             self.states.hot(action.key, self._clock.now())
         except HearthError as error:
             if not self._is_up(model):
                 self._ended(model, error.message)
-            elif isinstance(action, Resize):
+            elif isinstance(action, ResizeAction):
                 return  # told again with the next change
             else:
                 await self._kill(model, error.message)

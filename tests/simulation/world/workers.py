@@ -20,7 +20,7 @@ from shared.engine.kv.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.loop import EngineLoop
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.token_masks.worker_grammars import WorkerGrammars
-from shared.engine.worker import EngineWorker, ServedModel
+from shared.engine.worker import EngineModel, EngineWorker
 from shared.kv_layout import Reach
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import WorkerRoles
@@ -184,7 +184,7 @@ class SimulatedWorker:
             clock=clock,
             randomness=randomness,
             loop=EngineLoop(self.engine, self.executor, clock),
-            served=ServedModel(card=card, eos_token_ids=frozenset({EOS})),
+            served=EngineModel(card=card, eos_token_ids=frozenset({EOS})),
             roles=WorkerRoles(roles, announced),
             kv_targets=receive_port.targets,
             on_device_lost=self._exit,

@@ -12,7 +12,7 @@ from shared.engine.executors.group.messages import RankSetup
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.host_ranks import HostRanks
 from shared.engine.parallel.processes.join import HostConnections, open_connections
-from shared.engine.parallel.processes.rank_messages import Start
+from shared.engine.parallel.processes.rank_messages import StartRank
 
 WORK = ("kv", "masks")  # connections that ranks use themselves
 
@@ -34,7 +34,7 @@ def run_host_ranks(
     own_address = host.steps.getsockname()[0]
     threads = max(1, (num_threads or len(os.sched_getaffinity(0))) // len(ranks))
 
-    def prepare(start: Start) -> Start:
+    def prepare(start: StartRank) -> StartRank:
         setup = msgspec.msgpack.decode(start.config, type=RankSetup)
         own = msgspec.structs.replace(
             setup,

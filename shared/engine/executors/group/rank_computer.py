@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
 from shared.engine.executors.group.fingerprint import fingerprint, model_on_meta
-from shared.engine.executors.group.kv.rank_memory import RankMemory
+from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.executors.group.messages import RankSetup
 from shared.engine.executors.loading.cpu_kernels import compile_kernels, compile_plan
 from shared.engine.executors.loading.device_numerics import device_numerics
@@ -124,7 +124,7 @@ class LoadedRank:
 
     computer: RankComputer
     identity: RankIdentity
-    memory: RankMemory
+    memory: RankKvMemory
     sent: KvShard
 
 
@@ -165,7 +165,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     if not IS_INTERPRETED:
         _warm_up(computer)
     shards = kv_shards(parts)
-    memory = RankMemory(computer, layout, shards[mesh.rank], numerics)
+    memory = RankKvMemory(computer, layout, shards[mesh.rank], numerics)
     return LoadedRank(computer, identity, memory, sent_shards(shards)[mesh.rank])
 
 

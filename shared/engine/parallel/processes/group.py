@@ -17,7 +17,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket, SocketWriter
 from shared.engine.parallel.processes.handshake import shake_hands
 from shared.engine.parallel.processes.join import HostConnections
-from shared.engine.parallel.processes.rank_messages import Start
+from shared.engine.parallel.processes.rank_messages import StartRank
 from shared.engine.parallel.processes.records import Record
 from shared.engine.parallel.processes.remote_rank import RemoteAnswers, RemoteHandle
 from shared.engine.parallel.processes.ring import RingReader, RingWriter
@@ -61,8 +61,8 @@ class GroupSpec:
         local = (gethostname(),) * len(self.local_ranks)
         return local + tuple(each.name for each in self.remote for _ in each.ranks)
 
-    def start(self, rank: int) -> Start:
-        return Start(
+    def start(self, rank: int) -> StartRank:
+        return StartRank(
             rank=rank,
             tp=self.shape.tp,
             pp=self.shape.pp,

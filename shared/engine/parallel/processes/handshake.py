@@ -9,9 +9,9 @@ from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.processes.rank_messages import (
     Failed,
     Go,
+    GroupRejected,
     RankIdentity,
     Ready,
-    Rejected,
     difference,
 )
 from shared.engine.parallel.processes.watchdog import (
@@ -34,7 +34,7 @@ def shake_hands(handles: Sequence[Handle], ready_s: float) -> tuple[RankLink, ..
             raise GroupLost(line)
     except GroupLost as error:
         for each in handles:
-            each.send(Rejected(str(error)))
+            each.send(GroupRejected(str(error)))
         raise
     for each in handles:
         each.send(Go())

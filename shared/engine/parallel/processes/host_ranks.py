@@ -25,11 +25,11 @@ from shared.engine.parallel.processes.frames import (
 )
 from shared.engine.parallel.processes.join import HostConnections
 from shared.engine.parallel.processes.rank_messages import (
-    Alive,
     Failed,
+    GroupRejected,
+    RankAlive,
     Ready,
-    Rejected,
-    Start,
+    StartRank,
     decode_to_rank,
     encode,
 )
@@ -51,7 +51,7 @@ class HostRanks:
         self,
         host: HostConnections,
         shape: MeshShape,
-        prepare: Callable[[Start], Start],
+        prepare: Callable[[StartRank], StartRank],
         *,
         inherited: tuple[int, ...] = (),
         num_threads: int = 1,
@@ -112,16 +112,16 @@ class HostRanks:
         if now - self._alive_at >= POLL_S:
             self._alive_at = now
             for control in self._controls.values():
-                control.send(encode(Alive()))
+                control.send(encode(RankAlive()))
 
     def _obey(self, rank: int, data: bytes) -> None:
         message = decode_to_rank(data)
         match message:
-            case Start():
+            case StartRank():
                 start = self._prepare(message)
                 handle = spawn_rank(start, self._files, self._inherited, self._environment)
                 self._handles[rank] = handle
-            case Rejected(line=line):
+            case GroupRejected(line=line):
                 raise GroupLost(line)
             case _:
                 self._handles[rank].send(message)

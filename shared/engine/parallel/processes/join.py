@@ -34,7 +34,7 @@ SEND_S = 30.0
 Role = tuple[str, int]  # kind, rank
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class JoinHello(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     rank: int
     proof: bytes
@@ -136,7 +136,7 @@ class HostListener:
         frames = FrameSocket(connection, HELLO_S)
         try:
             frames.send(nonce)
-            hello = msgspec.msgpack.decode(frames.receive(HELLO_S), type=Hello)
+            hello = msgspec.msgpack.decode(frames.receive(HELLO_S), type=JoinHello)
         except (ConnectionLost, msgspec.DecodeError):
             connection.close()
             return
@@ -166,7 +166,7 @@ def open_connections(
             host.sockets[role] = connection = socket.create_connection(address, SEND_S)
             frames = FrameSocket(connection, SEND_S)
             nonce = frames.receive(SEND_S)
-            frames.send(msgspec.msgpack.encode(Hello(*role, _proof(key, nonce, role))))
+            frames.send(msgspec.msgpack.encode(JoinHello(*role, _proof(key, nonce, role))))
     except (OSError, ConnectionLost) as error:
         host.close()
         raise GroupLost(f"cannot join ranks at {address[0]}:{address[1]}: {error}") from None

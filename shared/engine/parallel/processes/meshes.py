@@ -11,7 +11,7 @@ from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.link_measure import measure_links
 from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh import LocalMesh, Mesh
-from shared.engine.parallel.processes.rank_messages import Start
+from shared.engine.parallel.processes.rank_messages import StartRank
 from shared.engine.parallel.rank_mesh import RankMesh, Transport
 from shared.engine.parallel.transport.collectives import GlooTransport, distributed_mesh, open_store
 from shared.engine.parallel.transport.host_transport import HostTransport
@@ -21,7 +21,7 @@ from shared.engine.parallel.transport.shared_memory_mesh import (
 )
 
 
-def connect(start: Start, transport: str, exchange: Exchange = "fp32") -> Mesh:
+def connect(start: StartRank, transport: str, exchange: Exchange = "fp32") -> Mesh:
     """Raises ValueError for an unknown transport, RankLost if the ranks do not meet."""
     shape = start.shape
     if shape.num_ranks == 1:
@@ -49,7 +49,7 @@ def connect(start: Start, transport: str, exchange: Exchange = "fp32") -> Mesh:
     raise ValueError(f"no transport {transport!r}: shared_memory, gloo, nccl or hosts")
 
 
-def _between_hosts(start: Start) -> Transport:
+def _between_hosts(start: StartRank) -> Transport:
     """`rendezvous`: store://HOST:PORT/KEY."""
     parts = urlsplit(start.rendezvous)
     if parts.scheme != "store" or parts.hostname is None or parts.port is None:

@@ -1,11 +1,11 @@
-"""What a leader and its ranks say to each other beside the steps: one datagram a message.
+"""Messages between a leader and its ranks, besides the steps: one datagram a message.
 
-leader          rank
-  ── Start ──────▶   spawned
-  ◀───── Ready ──    loaded, or Failed
-  ── Go ─────────▶   all ranks are alike: it waits for steps; else Rejected
-  ◀──── Failed ──    at any time, before it exits
-  ◀───── Alive ──    four times a second, from another host
+leader            rank
+  ── StartRank ──▶   spawned
+  ◀────── Ready ──   loaded, or Failed
+  ── Go ─────────▶   all ranks are equal: it waits for steps; else GroupRejected
+  ◀───── Failed ──   at any time, before it exits
+  ◀── RankAlive ──   four times a second, from another host
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankIdentity(msgspec.Struct, frozen=True):
     versions: str
 
 
-class Start(msgspec.Struct, frozen=True, tag="start"):
+class StartRank(msgspec.Struct, frozen=True, tag="start"):
     rank: int
     tp: int
     pp: int
@@ -58,7 +58,7 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     pass
 
 
-class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+class GroupRejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The group does not start. The rank ends."""
 
     line: str
@@ -73,12 +73,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     line: str
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
+class RankAlive(msgspec.Struct, frozen=True, tag="alive"):
     """The rank's host runs, and will say how the rank ends."""
 
 
-ToRank = Start | Go | Rejected
-ToLeader = Ready | Failed | Alive
+ToRank = StartRank | Go | GroupRejected
+ToLeader = Ready | Failed | RankAlive
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
 

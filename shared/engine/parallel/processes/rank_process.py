@@ -30,7 +30,7 @@ from shared.engine.parallel.processes.rank_messages import (
     Go,
     RankIdentity,
     Ready,
-    Start,
+    StartRank,
     ToLeader,
     decode_to_rank,
     encode,
@@ -61,7 +61,7 @@ class RankWork(Protocol):
 class RankContext:
     """What a rank's work is created from: `entry(context) -> RankWork`."""
 
-    start: Start
+    start: StartRank
     links: list[RankLink] = field(default_factory=list)  # measured by `mesh`
 
     @property
@@ -108,10 +108,10 @@ class _Control:
         self._socket = sock
         self._is_go = threading.Event()
 
-    def receive_start(self) -> Start:
+    def receive_start(self) -> StartRank:
         message = decode_to_rank(self._receive())
-        if not isinstance(message, Start):
-            raise ValueError(f"{type(message).__name__} came before Start")
+        if not isinstance(message, StartRank):
+            raise ValueError(f"{type(message).__name__} came before StartRank")
         threading.Thread(target=self._watch, daemon=True).start()
         return message
 
@@ -136,7 +136,7 @@ class _Control:
         self._socket.send(encode(message))
 
 
-def run_steps(start: Start, work: RankWork) -> None:
+def run_steps(start: StartRank, work: RankWork) -> None:
     """Ends with an exception only."""
     answering_rank = start.shape.answering_rank
     steps = RingReader(start.steps, start.step_reader)

@@ -13,8 +13,8 @@ import msgspec
 
 from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket, SocketReader
 from shared.engine.parallel.processes.rank_messages import (
-    Alive,
     Failed,
+    RankAlive,
     ToLeader,
     ToRank,
     decode_to_leader,
@@ -54,7 +54,7 @@ class RemoteHandle:
             while (data := self._frames.take()) is not None:
                 self._heard_at = time.monotonic()
                 message = decode_to_leader(data)
-                if not isinstance(message, Alive):
+                if not isinstance(message, RankAlive):
                     return message
             return None
         except ConnectionLost as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.processes.rank_messages import Start, encode
+from shared.engine.parallel.processes.rank_messages import StartRank, encode
 from shared.engine.parallel.processes.ring import RingFiles, create_ring
 from shared.engine.parallel.processes.watchdog import RankHandle
 from shared.engine.parallel.transport.mesh_memory import create_mesh_memory
@@ -41,7 +41,7 @@ class HostFiles:
             tempfile.TemporaryDirectory(prefix="hearth-group-"),
         )
 
-    def start(self, start: Start) -> Start:
+    def start(self, start: StartRank) -> StartRank:
         """`start` with this host's files. Ranks of one host meet in a file of it."""
         return replace(
             start,
@@ -65,7 +65,7 @@ class HostFiles:
 
 
 def spawn_rank(
-    start: Start, files: HostFiles, inherited: Sequence[int], environment: Mapping[str, str]
+    start: StartRank, files: HostFiles, inherited: Sequence[int], environment: Mapping[str, str]
 ) -> RankHandle:
     """`inherited`: descriptors of the work's own, open in the rank."""
     first = encode(files.start(start))

@@ -24,7 +24,7 @@ import structlog
 import xxhash
 
 from kernels.cache import cache_root
-from shared.engine.weights.shared_file import Source
+from shared.engine.weights.shared_file import FileIdentity
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 log = structlog.get_logger(__name__)
@@ -37,9 +37,9 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    source: Source
+    source: FileIdentity
     digests: dict[str, Digest]
-    ctime_ns: int = 0  # not of `Source`: a new link to a file does not change what it holds
+    ctime_ns: int = 0  # not of `FileIdentity`: a new link to a file does not change what it holds
 
 
 class DigestCache:
@@ -49,7 +49,7 @@ class DigestCache:
         self._folder = folder
         self._now = wall_clock_s
 
-    def of(self, source: Source, ctime_ns: int) -> dict[str, str]:
+    def of(self, source: FileIdentity, ctime_ns: int) -> dict[str, str]:
         """Digests by tensor; empty if there are none to trust. `ctime_ns`: of the file."""
         try:
             entry = _decoded(self._read(source))
@@ -61,7 +61,7 @@ class DigestCache:
         is_same = (entry.source, entry.ctime_ns) == (source, ctime_ns)
         return entry.digests if is_same else {}
 
-    def remember(self, source: Source, ctime_ns: int, digests: dict[str, str]) -> None:
+    def remember(self, source: FileIdentity, ctime_ns: int, digests: dict[str, str]) -> None:
         """`ctime_ns`: of the file before it was read."""
         changed_s = max(source.mtime_ns, ctime_ns) / 1e9
         if self._now() - changed_s < LEAST_AGE_S or not source.is_current:
@@ -71,10 +71,10 @@ class DigestCache:
         except OSError as error:
             log.warning("digests_not_remembered", path=source.path, reason=one_line(error))
 
-    def _path(self, source: Source) -> Path:
+    def _path(self, source: FileIdentity) -> Path:
         return self._folder / xxhash.xxh3_128_hexdigest(source.path.encode(errors="replace"))
 
-    def _read(self, source: Source) -> bytes:
+    def _read(self, source: FileIdentity) -> bytes:
         descriptor = os.open(self._path(source), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             found = os.fstat(descriptor)
@@ -83,7 +83,7 @@ class DigestCache:
                 raise OSError("others may have written it")
             return file.read(MAX_BYTES)
 
-    def _write(self, source: Source, content: bytes) -> None:
+    def _write(self, source: FileIdentity, content: bytes) -> None:
         """Atomically: other workers read the file."""
         path = self._path(source)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.moe.route import route
-from kernels.routing import Choice
+from kernels.routing import ExpertChoice
 from kernels.torch_ops.route import route as torch_route
 from shared.engine.model_config.moe_config import Routing
 
@@ -42,7 +42,9 @@ def inputs(num_tokens: int, num_experts: int, routing: Routing) -> tuple[Tensor,
     return logits, bias
 
 
-def plainly(logits: list[float], bias: list[float] | None, k: int, routing: Routing) -> Choice:
+def plainly(
+    logits: list[float], bias: list[float] | None, k: int, routing: Routing
+) -> ExpertChoice:
     largest = max(logits)
     if routing.score == "softmax":
         powers = [math.exp(each - largest) for each in logits]
@@ -59,7 +61,7 @@ def plainly(logits: list[float], bias: list[float] | None, k: int, routing: Rout
     weights = [scores[index] for index in ids]
     if routing.is_renormalised:
         weights = [each / sum(weights) for each in weights]
-    return Choice(torch.tensor(ids), torch.tensor([each * routing.scale for each in weights]))
+    return ExpertChoice(torch.tensor(ids), torch.tensor([each * routing.scale for each in weights]))
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

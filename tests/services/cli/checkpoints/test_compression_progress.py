@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.checkpoints.compression_progress import show_savings
-from shared.engine.codec.manifest import Manifest, StoredShard, StoredTensor
+from shared.engine.codec.manifest import Manifest, ManifestTensor, StoredShard
 
 KINDS = (
     "mlp.experts.*.gate_up_proj",
@@ -16,8 +16,8 @@ KINDS = (
 )
 
 
-def _tensor(kind: str) -> StoredTensor:
-    return StoredTensor(
+def _tensor(kind: str) -> ManifestTensor:
+    return ManifestTensor(
         name=f"model.layers.7.{kind.replace('*', '3')}.weight",
         dtype="F8_E4M3",
         shape=(4096, 14336),

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from services.client.first_answers import first_requests
 from services.local.servers import free_port
-from services.local.state import ClusterState, StateDir
+from services.local.state import LocalClusterState, StateDir
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
 from shared.subjects import credential_of
@@ -50,7 +50,7 @@ class Up:
         self.process = start_hearth(state_home, *arguments, **environ)
         self.directory, self.state = self._wait()
 
-    def _wait(self) -> tuple[Path, ClusterState]:
+    def _wait(self) -> tuple[Path, LocalClusterState]:
         found = eventually(
             lambda: cluster_of(self.state_home) or self.process.poll() is not None, "up"
         )
@@ -267,7 +267,7 @@ def kill_and_wait(running: Up, command: str) -> None:
     eventually(lambda: answers(running.state), "answer")
 
 
-def answers(state: ClusterState) -> bool:
+def answers(state: LocalClusterState) -> bool:
     try:
         return complete(state.url, state.api_key)["usage"]["completion_tokens"] == 8
     except (OSError, NoModel):

@@ -12,9 +12,9 @@ from services.scheduler.residency.lru_policy import LruPolicy
 from services.scheduler.residency.room import chosen_victims, freed_bytes, missing_bytes
 from services.scheduler.residency.view import (
     Action,
-    Demand,
     Demands,
     Device,
+    ModelDemand,
     ModelId,
     Park,
     Policy,
@@ -49,17 +49,21 @@ def device(*models: Resident, host_id: str = "h", num_hot: int = 1, **fields: ob
 
 def waiting(
     num: int = 1, *, age_s: float = 0.0, deadline_s: float = 60.0, **more: object
-) -> Demand:
+) -> ModelDemand:
     oldest_at = NOW - age_s
-    demand = Demand(num_queued=num, oldest_at=oldest_at, deadline_at=NOW + deadline_s, rate=0.01)
+    demand = ModelDemand(
+        num_queued=num, oldest_at=oldest_at, deadline_at=NOW + deadline_s, rate=0.01
+    )
     return replace(demand, last_used_at=NOW, **more)  # type: ignore[arg-type]
 
 
-def used(rate: float, *, idle_s: float = 0.0) -> Demand:
-    return Demand(rate=rate, last_used_at=NOW - idle_s)
+def used(rate: float, *, idle_s: float = 0.0) -> ModelDemand:
+    return ModelDemand(rate=rate, last_used_at=NOW - idle_s)
 
 
-def decide(devices: list[Device], demands: dict[str, Demand], now: float = NOW) -> list[Action]:
+def decide(
+    devices: list[Device], demands: dict[str, ModelDemand], now: float = NOW
+) -> list[Action]:
     named = {name(model): demand for model, demand in demands.items()}
     return DemandPolicy(ttft_target_s=TARGET_S).decide(devices, named, now)
 

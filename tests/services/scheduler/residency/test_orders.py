@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler.residency.arrival_rates import MAX_MODELS, WINDOW_S, ArrivalRates
 from services.scheduler.residency.orders import AVOIDED_S, PATIENCE, REFUSED_S, SLACK_S, Orders
-from services.scheduler.residency.view import Demand
+from services.scheduler.residency.view import ModelDemand
 
 MODEL = ("m", "r1")
 KEY, OTHER = ("host-0", MODEL), ("host-1", MODEL)
@@ -86,6 +86,6 @@ def test_least_recent_model_is_forgotten_beyond_the_limit() -> None:
 
 
 def test_expected_rate_falls_once_a_model_is_idle_for_unusually_long() -> None:
-    demand = Demand(rate=2.0, last_used_at=100.0)
+    demand = ModelDemand(rate=2.0, last_used_at=100.0)
     assert demand.expected_rate(101.0) == 2.0
     assert demand.expected_rate(130.0) == pytest.approx(0.1)

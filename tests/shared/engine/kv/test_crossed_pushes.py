@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from shared.engine.executors.group.kv.leader_sequence import LeaderSequence
-from shared.engine.executors.group.kv.rank_memory import RankMemory
+from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.kv.joined_push import JoinedPush
 from shared.engine.kv.kv_copies import KvCopies
 from shared.engine.kv.kv_writer import KvWriter
@@ -46,7 +46,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def memory_of(layout: KvLayout, shard: KvShard, whole: torch.Tensor) -> RankMemory:
+def memory_of(layout: KvLayout, shard: KvShard, whole: torch.Tensor) -> RankKvMemory:
     """A rank's part of the cache `whole`, with slots of its own."""
     nothing = range(0)
     local = rank_layout(layout, RankPart(shard.layers, nothing, shard.heads, nothing, nothing))
@@ -57,7 +57,7 @@ def memory_of(layout: KvLayout, shard: KvShard, whole: torch.Tensor) -> RankMemo
         part = whole[held.first_layer : held.layers.stop, :, :, shard.first_head : shard.heads.stop]
         table = SOURCE_TABLES[group]  # no block of another group
         cache[: held.num_layers, :, table] = part[:, :, table]
-    return RankMemory(KvCopies(cache, local), layout, shard, NUMERICS)
+    return RankKvMemory(KvCopies(cache, local), layout, shard, NUMERICS)
 
 
 @dataclass
@@ -144,7 +144,7 @@ async def cross(
 
 
 async def assert_equal_parts(
-    memory: RankMemory, part: KvShard, group: int, span: tuple[int, int], whole: torch.Tensor
+    memory: RankKvMemory, part: KvShard, group: int, span: tuple[int, int], whole: torch.Tensor
 ) -> None:
     """The target's tokens from the first to the end are those of the source."""
     first, end = span

@@ -41,7 +41,7 @@ from shared.engine.executors.group.kv.kv_messages import (
     StartPush,
     ToRank,
 )
-from shared.engine.executors.group.kv.rank_memory import RankMemory
+from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.executors.group.kv.rank_pushes import RankPushes
 from shared.engine.executors.group.kv.rank_receipts import RankReceipts
 from shared.errors import HearthError
@@ -59,7 +59,7 @@ class RankKv:
     """The leader opens each direction before it uses it."""
 
     def __init__(
-        self, channel: KvChannel[ToRank], memory: RankMemory, sent: KvShard, own_host: str
+        self, channel: KvChannel[ToRank], memory: RankKvMemory, sent: KvShard, own_host: str
     ) -> None:
         self._channel = channel
         self._memory = memory
@@ -186,7 +186,7 @@ class RankKv:
         )
 
 
-def start_rank_kv(descriptor: int, memory: RankMemory, sent: KvShard, *, own_host: str) -> None:
+def start_rank_kv(descriptor: int, memory: RankKvMemory, sent: KvShard, *, own_host: str) -> None:
     """On a thread of its own, whose failure ends the rank, and the group with it. `own_host`: where
     a rank on another host than the leader's receives KV.
     """

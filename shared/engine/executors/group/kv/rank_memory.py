@@ -14,7 +14,7 @@ from shared.kv_wire.shards import in_groups
 from shared.numerics import Numerics
 
 
-class RankMemory:
+class RankKvMemory:
     """A `KvMemory`, which holds `shard`. `kv_layout`: of the whole model."""
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import cast
 from shared.clock import Clock
 from shared.engine.executors.group.kv.kv_messages import Computed, OpenSender, StartPush
 from shared.engine.executors.group.kv.leader_sequence import LeaderSequence
-from shared.engine.executors.group.kv.rank_memory import RankMemory
+from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.kv.frame_codec import load_codec
 from shared.engine.kv.local_ports import LocalPushPort
 from shared.engine.kv.ports import Push
@@ -19,7 +19,7 @@ class RankPushes:
     """`sent`: the part of the rank's KV that it pushes; other ranks push the rest."""
 
     def __init__(
-        self, memory: RankMemory, sent: KvShard, clock: Clock, command: OpenSender
+        self, memory: RankKvMemory, sent: KvShard, clock: Clock, command: OpenSender
     ) -> None:
         codec = load_codec(command.kv_compression, memory.kv_layout.dtype)
         dialer = Dialer(codec=codec, security=cast(DataPlaneSecurity, command.security))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shared.engine.executors.group.kv.kv_messages import Expect, Held, OpenReceiver
 from shared.engine.executors.group.kv.leader_sequence import LeaderSequence
-from shared.engine.executors.group.kv.rank_memory import RankMemory
+from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.kv.frame_codec import load_codec
 from shared.engine.kv.local_ports import LocalReceivePort
 from shared.engine.kv.ports import Receipt
@@ -33,7 +33,7 @@ class RankReceipts:
     @classmethod
     async def open(
         cls,
-        memory: RankMemory,
+        memory: RankKvMemory,
         command: OpenReceiver,
         on_ended: Callable[[bytes, str | None], None],
     ) -> RankReceipts:

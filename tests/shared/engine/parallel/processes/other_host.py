@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.host_ranks import HostRanks
 from shared.engine.parallel.processes.join import open_connections
-from shared.engine.parallel.processes.rank_messages import Start
+from shared.engine.parallel.processes.rank_messages import StartRank
 from shared.engine.parallel.processes.watchdog import GroupLost
 
 
@@ -19,7 +19,7 @@ def main(host: str, port: str, key: str, name: str, *numbers: str) -> None:
     first, num_ranks, tp, pp = map(int, numbers)
     shape, ranks = MeshShape(tp, pp), range(first, first + num_ranks)
 
-    def prepare(start: Start) -> Start:
+    def prepare(start: StartRank) -> StartRank:
         return replace(start, address="127.0.0.1")
 
     try:

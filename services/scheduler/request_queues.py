@@ -42,7 +42,7 @@ def num_context_tokens(request: Request) -> int:
     return num_prompt_tokens + request.sampling.max_tokens - 1
 
 
-class Admission:
+class RequestQueues:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens

@@ -3,18 +3,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.scheduler.admission import Admission
 from services.scheduler.backlog import Lane
+from services.scheduler.request_queues import RequestQueues
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Choice, SubmitRequest
 from tests.services.scheduler.literals import submit_of
 
 
-def admission(max_requests: int = 100, max_tokens: int = 100_000) -> Admission:
-    return Admission(max_requests, max_tokens)
+def admission(max_requests: int = 100, max_tokens: int = 100_000) -> RequestQueues:
+    return RequestQueues(max_requests, max_tokens)
 
 
-def order(queue: Admission) -> list[str]:
+def order(queue: RequestQueues) -> list[str]:
     names = []
     while (ticket := queue.pop(0.0)) is not None:
         names.append(ticket.request.request_id)
@@ -203,7 +203,7 @@ def test_gateway_cannot_replace_request_of_another() -> None:
     assert queue.request_ids_by_gateway() == {"gateway-0": ("r0",)}
 
 
-def backlog(queue: Admission, *, tenant_id: str = "busy", num: int = 40) -> None:
+def backlog(queue: RequestQueues, *, tenant_id: str = "busy", num: int = 40) -> None:
     """Enqueues `num` requests of 100 tokens, then places ten of them, one per second."""
     for number in range(num):
         submit = submit_of(
