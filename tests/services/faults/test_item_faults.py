@@ -91,7 +91,7 @@ async def abort_is_lost(cluster: LiveCluster) -> None:
 
 
 async def failure_is_lost(cluster: LiveCluster) -> None:
-    ticket = cluster.scheduler._admission.enqueue(submit_of("lost"), 0.0)
+    ticket = cluster.scheduler._queues.enqueue(submit_of("lost"), 0.0)
     cluster.scheduler._fail(ticket, RuntimeError("the request fails"))
     await asyncio.sleep(0)
 
@@ -99,26 +99,24 @@ async def failure_is_lost(cluster: LiveCluster) -> None:
 async def lane_is_probed_later(cluster: LiveCluster) -> None:
     scheduler = cluster.scheduler
     now = scheduler._clock.now
-    ticket = scheduler._admission.enqueue(submit_of("blocked", model="none"), now())
-    assert scheduler._admission.pop(now()) is ticket
+    ticket = scheduler._queues.enqueue(submit_of("blocked", model="none"), now())
+    assert scheduler._queues.pop(now()) is ticket
     opening = SimpleNamespace(decodes=SimpleNamespace(opens_at=lambda *_: now()))
     with patch.object(scheduler._workers, "lane", return_value=opening):
         scheduler._block(ticket, size_of(ticket))
     assert ticket.lane in scheduler._opening
     await until(lambda: ticket.lane not in scheduler._opening)
     await asyncio.sleep(0)
-    assert scheduler._admission.remove("blocked")
+    assert scheduler._queues.remove("blocked")
 
 
 async def lane_is_retried(cluster: LiveCluster) -> None:
     scheduler = cluster.scheduler
-    ticket = scheduler._admission.enqueue(
-        submit_of("blocked", model="none"), scheduler._clock.now()
-    )
-    assert scheduler._admission.pop(scheduler._clock.now()) is ticket
+    ticket = scheduler._queues.enqueue(submit_of("blocked", model="none"), scheduler._clock.now())
+    assert scheduler._queues.pop(scheduler._clock.now()) is ticket
     scheduler._blocked.block(ticket.lane, size_of(ticket))
     await asyncio.sleep(1.5 * TICK_S)
-    assert scheduler._blocked.unblock(ticket.lane) and scheduler._admission.remove("blocked")
+    assert scheduler._blocked.unblock(ticket.lane) and scheduler._queues.remove("blocked")
 
 
 async def overdue_placement_is_left(cluster: LiveCluster) -> None:
@@ -140,7 +138,7 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "output": (lambda it: RequestOutput, "on_tokens", chat_gives(500)),
     "end of output": (lambda it: RequestOutput, "_count", chat_gives(200)),
     "stored response": (lambda it: it.gateway.response_store, "_now", response_is_not_stored),
-    "admission": (lambda it: it.scheduler._admission, "enqueue", chat_gives(500)),
+    "admission": (lambda it: it.scheduler._queues, "enqueue", chat_gives(500)),
     "placement": (lambda it: it.scheduler, "_match", chat_gives(500)),
     "placed": (lambda it: it.scheduler, "_started", chat_gives(500)),
     "abort": (lambda it: it.scheduler, "_send", abort_is_lost),
