@@ -57,7 +57,7 @@ from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import SystemRandomness
 from shared.store import Command
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
+from tests.support.servers import NatsServer, RedisServer
 
 RUN_BLOCKS = 32
 RUNS_PER_MESSAGE = 20

@@ -25,7 +25,7 @@ from services.gateway.tenancy.request_cost import RequestCost
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord
-from tests.servers import RedisServer, free_port
+from tests.support.servers import RedisServer, free_port
 
 AMPLE = 10**12
 DEMAND = RequestCost(500, 200)

@@ -11,8 +11,8 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from tests.servers import NatsServer, RedisServer
 from tests.support.grids import thin
+from tests.support.servers import NatsServer, RedisServer
 
 # Non-interactive shells start background jobs with SIGINT ignored, which children inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -22,9 +22,9 @@ from services.local.state import LocalClusterState
 from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
-from tests.servers import Server, find_binary, free_port
 from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
-from tests.services.cli.running import NoModel, complete, eventually, ready
+from tests.support.servers import Server, find_binary, free_port
+from tests.support.services.running import NoModel, complete, eventually, ready
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

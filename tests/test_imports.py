@@ -241,7 +241,7 @@ def test_no_folder_exceeds_max_files() -> None:
         ("shared/transport/bus.py", "services.gateway"),
         ("shared/engine/step.py", "services.decode"),
         ("kernels/gpu/rows/rms_norm.py", "shared.packing"),
-        ("shared/packing.py", "tests.servers"),
+        ("shared/packing.py", "tests.support.servers"),
     ],
 )
 def test_forbidden_import_is_rejected(file: str, name: str) -> None:

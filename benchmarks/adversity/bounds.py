@@ -40,8 +40,8 @@ from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
-from tests.servers import RedisServer
-from tests.services.cli.running import add_tenants
+from tests.support.servers import RedisServer
+from tests.support.services.running import add_tenants
 
 STEP_S = 0.01
 NUM_DESCRIPTORS = 1024

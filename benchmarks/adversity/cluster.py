@@ -22,7 +22,7 @@ from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole, credential_of
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, NatsServer, RedisServer, free_port
+from tests.support.servers import PASSWORD, NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0

@@ -15,7 +15,7 @@ from benchmarks.adversity.worker import StepFaults
 from benchmarks.report import Bar, at_least, at_most
 from services.worker.worker import DEVICE_LOST_STATUS
 from shared.engine.executors.timing_executor import STATE_BYTES
-from tests.chaos.world.clients import Exchange
+from tests.support.cluster.clients import Exchange
 
 NUM_REQUESTS, EVERY_S = 60, 0.05
 FAILS_AFTER_S = 1.0

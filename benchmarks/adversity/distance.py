@@ -22,8 +22,8 @@ from benchmarks.adversity.cluster import Cluster, Process, cluster
 from benchmarks.adversity.load import completion, is_full, print_failures, send_every
 from benchmarks.report import Bar, at_least, at_most
 from shared.subjects import CredentialRole
-from tests.chaos.world.clients import Exchange
-from tests.relay import DelayingRelay
+from tests.support.cluster.clients import Exchange
+from tests.support.relay import DelayingRelay
 
 Layout = Literal["mixed", "apart"]
 NUM_REQUESTS, EVERY_S = 20, 0.05

@@ -30,7 +30,7 @@ from benchmarks.adversity.load import (
 )
 from benchmarks.report import Bar, at_least, at_most
 from shared.lifecycle.process import HEARTH_ERROR_STATUS
-from tests.chaos.world.clients import Exchange
+from tests.support.cluster.clients import Exchange
 
 NUM_REQUESTS, EVERY_S = 60, 0.05
 THAW_AFTER_S = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
-from tests.chaos.world.clients import Exchange, run_exchange
+from tests.support.cluster.clients import Exchange, run_exchange
 
 PATH = "/v1/completions"
 FIRST_TOKEN_ID, NUM_TOKENS = 300, 1700  # plain text in the demo model's vocabulary

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from benchmarks.report import Bar, at_least, at_most
 from services.local.state import LocalClusterState
-from tests.servers import RedisServer
-from tests.services.cli.running import (
+from tests.support.servers import RedisServer
+from tests.support.services.running import (
     NoModel,
     add_tenants,
     cluster_of,

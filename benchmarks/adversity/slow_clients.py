@@ -34,7 +34,7 @@ from benchmarks.serving.hearth import ROOT, SPLIT, hearth
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 NUM_TENANTS = 20
 NUM_CONNECTIONS = 200

@@ -31,7 +31,7 @@ from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.pinned_prefix import MAX_PER_TENANT
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 STEP_S = 0.01  # as on a GPU, so that 128 choices are 12,800 tokens/s
 TURN_S = 2.0

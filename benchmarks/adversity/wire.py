@@ -1,10 +1,10 @@
 """Who is on the path, and who holds the credential of another worker.
 
-P2: a whole cluster (`tests/services/live_cluster.py`) behind relays that record HTTP, NATS, Redis
-and KV: bytes of prompts, KV, keys and passwords in the records, with TLS and AEAD, and without
-them. Then the speed of a push with AEAD: a sealed push does the work of a plain one and of the
-encryption, so the time of both is expected. All three take turns; the bar is of the median of the
-ratios of each turn, because other load on the machine affects the three of a turn alike.
+P2: a whole cluster (`tests/support/services/live_cluster.py`) behind relays that record HTTP, NATS,
+Redis and KV: bytes of prompts, KV, keys and passwords in the records, with TLS and AEAD, and
+without them. Then the speed of a push with AEAD: a sealed push does the work of a plain one and of
+the encryption, so the time of both is expected. All three take turns; the bar is of the median of
+the ratios of each turn, because other load on the machine affects the three of a turn alike.
 
 P3: commands with tokens under the hashes of others, commands whose KV would go elsewhere, and
 heartbeats that claim another region: kinds of which one was accepted.
@@ -34,10 +34,9 @@ from shared.randomness import SystemRandomness
 from shared.subjects import run_prefill, start_decode
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, USERS, NatsServer
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import live_cluster, secrets_of
-from tests.services.live_workers import (
+from tests.support.servers import PASSWORD, USERS, NatsServer
+from tests.support.services.live_cluster import live_cluster, secrets_of
+from tests.support.services.live_workers import (
     BLOCK_SIZE,
     REVISION,
     LiveWorkers,
@@ -45,6 +44,7 @@ from tests.services.live_workers import (
     request_of,
     run_prefill_of,
 )
+from tests.support.services.model_dir import write_model_dir
 
 PUSH_BYTES = (4 * MIB, 64 * MIB)
 NUM_REPETITIONS = 11

@@ -38,8 +38,8 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY
 from shared.kv_wire.push_link import StagedLink
 from shared.messages import DataPlaneAddress
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import new_sequence
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import new_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "shared" / "demo_model"

@@ -36,7 +36,7 @@ from services.local.servers import free_port
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import save_api_key
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, NatsServer, RedisServer
+from tests.support.servers import PASSWORD, NatsServer, RedisServer
 
 PYTHON = ROOT / ".venv-clients" / "browser" / "bin" / "python"
 API_KEY, TOKEN = "key-of-the-page", "token-of-the-page"

@@ -16,7 +16,7 @@ from shared.messages import Heartbeat, ModelCard, SchedulerLoad, WorkerLoad
 from shared.numerics import Numerics
 from shared.subjects import heartbeat
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 
 SCHEDULER = "scheduler-1"
 REGIONS = ("eu-west", "eu-north", "us-east", "ap-south")

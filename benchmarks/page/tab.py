@@ -17,8 +17,8 @@ import time
 
 from playwright.sync_api import Page, sync_playwright
 
-from tests.clients.account import Account
-from tests.clients.browser.page import HearthPage, find_chromium, launch
+from tests.support.account import Account
+from tests.support.hearth_page import HearthPage, find_chromium, launch
 
 ROUNDS = 11
 SECONDS = 20.0

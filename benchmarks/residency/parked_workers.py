@@ -27,8 +27,8 @@ from benchmarks.checkpoints import LLAMA_125M, write_random_llama, write_tokeniz
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from services.host.workers.workers import WorkerProcesses
 from shared.config import WorkerConfig
-from tests.servers import NatsServer
-from tests.services.parked_worker import (
+from tests.support.servers import NatsServer
+from tests.support.services.parked_worker import (
     WorkerClient,
     cpu_s,
     mapped_pss_bytes,

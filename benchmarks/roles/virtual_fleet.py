@@ -24,12 +24,12 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
 from shared.messages import Choice, Finish, Request, Role, SamplingParams, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import HARMLESS, DataPlane
-from tests.simulation.world.process import ProcessClock, SimulatedProcess
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import run
+from tests.support.world.kv_link import HARMLESS, DataPlane
+from tests.support.world.process import ProcessClock, SimulatedProcess
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
 
 FORM_S = 1.5  # until all processes know each other and may judge
 END_S = 60.0  # after the last arrival

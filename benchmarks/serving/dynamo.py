@@ -24,7 +24,7 @@ import psutil
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import START_TIMEOUT_S, Processes
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from tests.servers import free_port
+from tests.support.servers import free_port
 
 MODEL = "mocked"
 SPEED_UP = "1000"  # of the mocked engine; 0 means 1

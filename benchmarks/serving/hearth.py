@@ -19,7 +19,7 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
-from tests.servers import NatsServer, RedisServer, free_port
+from tests.support.servers import NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0

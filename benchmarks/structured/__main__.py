@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.report import Bar, Row, write_result
 from benchmarks.structured import answers, hostile, schema_suite, streams, tool_questions, ttft
-from tests.corpora.json_schemas import NUM_SCHEMAS
+from tests.support.corpora.json_schemas import NUM_SCHEMAS
 
 Measured = tuple[list[Row], list[Bar]]
 

@@ -18,8 +18,8 @@ from benchmarks.report import Bar, Row, at_least, at_most
 from benchmarks.structured.cluster import Answer, Body, Served, at_most_at_once, served
 from benchmarks.structured.models import write_negated_demo_model, write_small_random_model
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from tests.corpora.documents import is_valid
-from tests.corpora.json_schemas import SchemaCase, schema_case
+from tests.support.corpora.documents import is_valid
+from tests.support.corpora.json_schemas import SchemaCase, schema_case
 
 NUM_AT_ONCE = 16
 MAX_TOKENS = {True: 2048, False: 256}  # by whether the document is bounded

@@ -18,8 +18,8 @@ from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from shared.clock import MonotonicClock
 from shared.messages import Heartbeat, WorkerLoad
-from tests.chaos.world.clients import Exchange, run_exchange
-from tests.end_to_end.cluster import receive_heartbeats
+from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.cluster.hearth_up import receive_heartbeats
 
 MODEL = "model-under-test"
 CHAT = "/v1/chat/completions"

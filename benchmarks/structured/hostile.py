@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from benchmarks.report import Bar, Row, at_most
 from benchmarks.structured.cluster import Answer, Result, Served, gaps_s, served
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from tests.chaos.world.clients import Exchange
-from tests.corpora.hostile_grammars import Hostile, hostile_grammars
+from tests.support.cluster.clients import Exchange
+from tests.support.corpora.hostile_grammars import Hostile, hostile_grammars
 
 NUM_FREE, NUM_FREE_TOKENS = 16, 128
 NUM_ALONE_S = 15.0

@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.report import Bar, Row, at_least
 from benchmarks.structured.cluster import Served, at_most_at_once, served
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from tests.corpora.documents import is_valid
+from tests.support.corpora.documents import is_valid
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # not a package: they run by path
 NUM_AT_ONCE = 8

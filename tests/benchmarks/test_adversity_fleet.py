@@ -16,7 +16,7 @@ from benchmarks.adversity.load import completion, is_full, num_moves
 from benchmarks.adversity.worker import POISON_OUTPUT_POSITION, StepFaults
 from benchmarks.report import Bar
 from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
-from tests.chaos.world.clients import Exchange
+from tests.support.cluster.clients import Exchange
 
 MAX_TOKENS = 12
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from services.client.hearth_nats import HearthClient
 from tests.chaos.checks.leftovers import left_behind
 from tests.chaos.checks.monitor import Monitor, is_empty
-from tests.chaos.world.clients import ChoiceOutput, Exchange, run_exchange
-from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.constrained import constrained_requests, is_as_demanded
-from tests.chaos.world.nats_clients import run_nats_exchange
 from tests.chaos.world.workload import Body, requests, with_stops
+from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.cluster.clients import ChoiceOutput, Exchange, run_exchange
+from tests.support.cluster.nats_clients import run_nats_exchange
 
 MAX_TRIES = 8
 MAX_RETAINED_S = 8.0  # an ending is resent every 2 s

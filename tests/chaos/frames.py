@@ -10,9 +10,9 @@ import msgspec
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.logs import events
 from tests.chaos.checks.monitor import Monitor
-from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.relay import HOST, Relay, Transport
 from tests.chaos.world.spoiling import SPOILINGS, Spoiling
+from tests.support.cluster.chaos_cluster import ChaosCluster
 from tests.support.waiting import NotReached
 
 SHARE = 0.4  # of the frames: enough others arrive to show that they are unaffected

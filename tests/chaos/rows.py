@@ -22,8 +22,8 @@ from tests.chaos.chaos import Call, Chaos
 from tests.chaos.checks.logs import given_up, suspicions
 from tests.chaos.checks.metrics import MetricWatch, runbook_metrics
 from tests.chaos.checks.phases import Phase, reach
-from tests.chaos.world.clients import Exchange
-from tests.chaos.world.cluster import SERVERS, ChaosCluster
+from tests.support.cluster.chaos_cluster import SERVERS, ChaosCluster
+from tests.support.cluster.clients import Exchange
 from tests.support.waiting import NotReached
 
 Fault = Literal["kill", "freeze", "device"]  # device: each step of a worker raises

@@ -11,8 +11,8 @@ from services.client.hearth_nats import HearthClient
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.monitor import Monitor
 from tests.chaos.frames import WORKERS_APART, relays
-from tests.chaos.world.cluster import SERVICES, ChaosCluster
 from tests.chaos.world.relay import Relay, Transport
+from tests.support.cluster.chaos_cluster import SERVICES, ChaosCluster
 
 TIMING_STEP_S = 0.015
 NUM_BLOCKS = 2048

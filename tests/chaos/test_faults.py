@@ -22,8 +22,8 @@ from tests.chaos.chaos import Chaos
 from tests.chaos.checks.phases import Phase
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import Fault, run_row
-from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.load import leave_early
+from tests.support.cluster.clients import Exchange, run_exchange
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.chaos.world.clients import Exchange, run_exchange
-from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import requests
+from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.cluster.clients import Exchange, run_exchange
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

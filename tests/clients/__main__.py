@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.clients.account import (
+from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
+from tests.support.account import (
     ACCOUNT,
     AGENT_MODEL,
     AGENTS,
@@ -30,9 +31,8 @@ from tests.clients.account import (
     Account,
     write_accounts,
 )
-from tests.end_to_end.cluster import Cluster, run_cluster
-from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
-from tests.services.cli.running import run_hearth
+from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.services.running import run_hearth
 from tests.wide.checkpoint import write_wide_checkpoint
 
 FOLDER = Path(__file__).parent
@@ -70,7 +70,7 @@ def python_of(requirements: Path) -> Path:
 
 @contextlib.contextmanager
 def run_accounts(folder: Path) -> Iterator[list[Account]]:
-    """Runs the clusters, tenants and aliases of `account.py`; yields the accounts."""
+    """Runs the clusters, tenants and aliases of `tests/support/account.py`; yields the accounts."""
     model = write_chat_checkpoint(folder / MODEL, max_position_embeddings=CONTEXT)
     wide = write_wide_checkpoint(folder / AGENT_MODEL)
     with (

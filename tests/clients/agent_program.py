@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.account import AGENT_MODEL
-from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.support.account import AGENT_MODEL
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 from tests.wide.checkpoint import write_wide_checkpoint
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"

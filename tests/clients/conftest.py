@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.clients.account import (
+from tests.support.account import (
     ACCOUNT,
     LIMITED,
     MODEL,

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from tests.clients.__main__ import FOLDER, ROOT, browser_account, python_of
-from tests.clients.account import VARIABLE, write_accounts
-from tests.end_to_end.cluster import run_cluster
+from tests.support.account import VARIABLE, write_accounts
+from tests.support.cluster.hearth_up import run_cluster
 
 REQUIREMENTS = FOLDER / "browser" / "browser.txt"
 

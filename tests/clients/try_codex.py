@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.clients.account import AGENT_MODEL
 from tests.clients.agent_program import LEAST_CACHED, Place, run_place, write_transcript
+from tests.support.account import AGENT_MODEL
 
 KEY_VARIABLE = "HEARTH_API_KEY"
 OPTIONS = ("--skip-git-repo-check", "--sandbox", "read-only", "--json")

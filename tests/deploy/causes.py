@@ -13,10 +13,10 @@ import redis.asyncio
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
-from tests.chaos.world.clients import Exchange, run_exchange
-from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import Body, requests
-from tests.servers import free_port
+from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.servers import free_port
 
 FILLED_BYTES, NUM_FOREIGN = 64 << 20, 256
 NUM_OUTAGES = 4

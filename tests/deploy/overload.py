@@ -7,9 +7,9 @@ import random
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.chaos.running import BLOCK_BYTES
-from tests.chaos.world.clients import Exchange, run_exchange
-from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import Body
+from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.cluster.clients import Exchange, run_exchange
 
 NUM_CLIENTS = 320
 RETRY_S = 5.0

@@ -14,7 +14,7 @@ import httpx
 import yaml
 
 from tests.deploy.rules import ALERTS
-from tests.servers import Server, free_port
+from tests.support.servers import Server, free_port
 
 BINARY = shutil.which(os.environ.get("HEARTH_PROMETHEUS", "prometheus"))
 INTERVAL, FOR = "1s", "2s"

@@ -26,10 +26,10 @@ import httpx
 import yaml
 
 from tests.chaos.checks.metrics import Series, scrape
-from tests.chaos.world.cluster import ChaosCluster
 from tests.deploy.prometheus import BINARY, Prometheus
 from tests.deploy.rules import metrics_of
 from tests.deploy.scenarios import SCENARIOS, Scenario, streams
+from tests.support.cluster.chaos_cluster import ChaosCluster
 
 RECORDED = Path(__file__).with_name("recorded")
 NUM_BEFORE = 3  # scrapes before the fault

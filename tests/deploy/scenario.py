@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.running import TIMING_STEP_S, WORKERS
-from tests.chaos.world.cluster import ChaosCluster
+from tests.support.cluster.chaos_cluster import ChaosCluster
 
 STREAM_TOKENS = 4000  # more than a stream gets within a scenario
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 
-from tests.chaos.world.clients import Exchange, run_exchange
-from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import requests
 from tests.deploy import causes
 from tests.deploy.overload import SCHEDULERS, STEP_S, WORKERS, overload
 from tests.deploy.scenario import Scenario
-from tests.servers import free_port
+from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.servers import free_port
 
 NUM_STREAMS = 24
 TRACING = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{causes.COLLECTOR_PORT}"}

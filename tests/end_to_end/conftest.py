@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 
 @pytest.fixture(scope="session")

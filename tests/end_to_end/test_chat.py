@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 QUESTION = "What is the KV cache?"
 

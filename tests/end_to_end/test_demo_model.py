@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 CORPUS = Path(__file__).resolve().parents[2] / "scripts" / "demo_corpus"
 MAX_CONCURRENT = 48

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 TEXTS = ["What is the KV cache?", "How do I start Hearth?", "x"]
 LONG_ANSWER = {"max_tokens": 4000, "ignore_eos": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 PUSH = r"prefill-1 computed the prompt and pushed KV of (\d+) tokens to decode-1: "
 SPEED = r"([\d.]+) MB in ([\d.]+) ms, ([\d,]+) MB/s"

@@ -31,8 +31,8 @@ from shared.messages import (
 from shared.packing import pack_token_ids
 from shared.subjects import lifecycle, run_prefill
 from shared.transport.bus import NatsBus
-from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.end_to_end.test_chat import text_of
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 KV_CACHE_BYTES = 20 * 24_576  # 320 tokens in FP8, of each worker
 TEXT = "is told in many words, so that its KV fills more than one block of tokens of the cache."

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tests.corpora.hostile_grammars import Hostile, hostile_grammars
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
+from tests.support.corpora.hostile_grammars import Hostile, hostile_grammars
 
 QUESTION = "What is the KV cache?"
 ANSWER_TIMEOUT_S = 30.0  # of a loaded machine; scripts measure the 1.5 s

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.client.hearth_nats import HearthClient
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 SOME, MANY = 48, 200
 AT_ONCE = 16

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.engine.models.checkpoint_config import read_config
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 QUESTION = "What is the KV cache?"
 

@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 
 from services.client.hearth_nats import HearthClient
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 TENANT = "default"
 QUESTION = "What is the KV cache?"

@@ -23,8 +23,8 @@ from shared.messages import Heartbeat
 from shared.packing import pack_token_ids
 from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
-from tests.chaos.world.cluster import ChaosCluster
-from tests.services.cli.running import run_hearth
+from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.services.running import run_hearth
 from tests.support.waiting import until, wait_until
 
 SERVICES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1")

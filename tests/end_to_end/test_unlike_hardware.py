@@ -21,9 +21,9 @@ from kernels.ops import cpu_host
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.messages import Heartbeat
 from shared.numerics import Mode
-from tests.chaos.world.cluster import MONITOR, ChaosCluster
-from tests.end_to_end.cluster import receive_heartbeats
-from tests.services.cli.running import WAIT_S, eventually, start_hearth
+from tests.support.cluster.chaos_cluster import MONITOR, ChaosCluster
+from tests.support.cluster.hearth_up import receive_heartbeats
+from tests.support.services.running import WAIT_S, eventually, start_hearth
 
 pytestmark = pytest.mark.long
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.cluster import run_cluster
 from tests.end_to_end.test_chat import text_of
+from tests.support.cluster.hearth_up import run_cluster
 
 QUESTION = "What is the KV cache?"
 # sampling options that a resumed answer must replay besides its text

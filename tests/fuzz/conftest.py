@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.text.model_files import ModelFiles
-from tests.services.gateway.model_dir import write_model_dir
+from tests.support.services.model_dir import write_model_dir
 
 
 @pytest.fixture(scope="session")

@@ -27,12 +27,12 @@ from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.store import MemoryStore
-from tests.simulation.world.workers import MODEL, SimulatedWorker
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import VirtualClock
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.store import MemoryStore
+from tests.support.world.workers import MODEL, SimulatedWorker
 
 NATS, REDIS = "nats://here", "redis://here"
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6

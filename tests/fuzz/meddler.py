@@ -36,7 +36,7 @@ from shared.messages import (
 from shared.packing import BLOCK_HASH_BYTES
 from shared.subjects import cancel, control, owner_of, placement, sender_of
 from tests.fuzz.mutations import anything, spoiled, torn
-from tests.simulation.world.bus import Parcel, SimulatedNetwork
+from tests.support.world.bus import Parcel, SimulatedNetwork
 
 encode = msgspec.msgpack.Encoder().encode
 HOWS = ("spoil", "spoil", "after", "after", "twice", "twice", "tear", "lose", "late", "elsewhere")

@@ -15,7 +15,6 @@ import httpx
 import nats
 import pytest
 
-from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.services.gateway.any_json import (
     AnyRequest,
     http_requests,
@@ -23,6 +22,7 @@ from tests.services.gateway.any_json import (
     nats_status,
     statuses_of,
 )
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 COUNT, SEED = 1000, 7
 CONCURRENCY = 8

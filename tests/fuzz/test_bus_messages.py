@@ -21,8 +21,8 @@ from shared.errors import NoCapacity, Overloaded
 from tests.fuzz.fleet import fleet
 from tests.fuzz.meddler import Meddler, Plan, plans
 from tests.fuzz.profile import fuzz
-from tests.services.gateway.model_dir import write_model_dir
-from tests.simulation.world.clock import run
+from tests.support.services.model_dir import write_model_dir
+from tests.support.world.clock import run
 
 RUNNING: dict[str, Any] = {"max_tokens": 60, "num_choices": 2}
 SPARED = "spared"

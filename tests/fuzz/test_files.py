@@ -51,9 +51,9 @@ from shared.errors import (
 from shared.tenancy.tenant import TENANTS, api_key_record, digest_of
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
-from tests.services.gateway.model_dir import write_model_dir
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.store import MemoryStore
+from tests.support.services.model_dir import write_model_dir
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.store import MemoryStore
 
 MAX_MESSAGE_CHARS = 200_000  # an error may repeat a name
 SHAPE: dict[str, Any] = {

@@ -33,11 +33,11 @@ from shared.randomness import SystemRandomness
 from shared.tenancy.tenant_admin import store_api_key
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz, timed
-from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.store import MemoryStore
+from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.store import MemoryStore
 
 API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京"

@@ -19,9 +19,9 @@ from shared.numerics import Numerics
 from tests.fuzz.mutations import spoiled
 from tests.fuzz.profile import fuzz
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import HARMLESS, FrameFate
-from tests.simulation.world.workers import request_of
+from tests.support.world.clock import run
+from tests.support.world.kv_link import HARMLESS, FrameFate
+from tests.support.world.workers import request_of
 
 CANDIDATES = ("prefill-1", "prefill-2")
 FAULTS = ("none", "flip", "cut", "header", "twice", "late", "foreign", "hold")

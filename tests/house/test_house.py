@@ -8,7 +8,7 @@ import ast
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -54,16 +54,19 @@ def modules_with_many_imports() -> Iterator[str]:
                 yield path
 
 
-def benchmarks_that_import_tests() -> Iterator[str]:
-    for path, tree in modules("benchmarks").items():
-        if any(each.partition(".")[0] == "tests" for each in own_imports(tree)):
+def imports_of_tests(folder: str) -> Iterator[str]:
+    """Modules that import more of the tests than their library, `tests.support`."""
+    for path, tree in modules(folder).items():
+        names = [each.split(".") for each in own_imports(tree)]
+        if any(head == "tests" and rest[:1] != ["support"] for head, *rest in names):
             yield path
 
 
 RULES = {
     "a class name is used once": class_names_used_again,
     f"a module imports at most {MAX_OWN_IMPORTS} others": modules_with_many_imports,
-    "benchmarks import no tests": benchmarks_that_import_tests,
+    "benchmarks import tests.support alone": partial(imports_of_tests, "benchmarks"),
+    "tests.support imports no other tests": partial(imports_of_tests, "tests/support"),
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -38,9 +38,9 @@ from shared.engine.weights.shared_weights import compress_weights
 from shared.kv_layout import FP8
 from tests.kernels.support.fake_driver import FakeDriver
 from tests.kernels.support.triton_ops import triton_ops
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.quantised import quantise
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.quantised import quantise
 
 OPTIONS = LoadOptions(max_batch_tokens=512, max_sequences=256)
 CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 512)

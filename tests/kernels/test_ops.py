@@ -29,7 +29,7 @@ from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks
 from shared.kv_layout import Chunk, Reach, Window, first_seen
 from tests.kernels.support.lower import lower_of
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

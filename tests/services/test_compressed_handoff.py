@@ -17,11 +17,11 @@ from shared.engine.kv.kv_writer import KvWriter
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS
 from shared.kv_wire.link import PushLink
 from shared.messages import DataPlaneAddress, SamplingParams
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import new_sequence
 from tests.shared.kv_wire.support import DEADLINE_S, eventually
 from tests.shared.kv_wire.throttled import ThrottledPair, throttled_pair
-from tests.threads import computing_threads
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import new_sequence
+from tests.support.threads import computing_threads
 
 DEMO_MODEL = Path("shared/demo_model")
 CHUNK = 22  # tokens; a frame of this size is worth compressing

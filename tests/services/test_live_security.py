@@ -13,9 +13,9 @@ from shared.messages import PrefillAccepted
 from shared.packing import pack_hashes
 from shared.subjects import run_prefill
 from shared.transport.bus import NatsBus
-from tests.recording_relay import recording_relay
-from tests.servers import NatsServer
-from tests.services.live_workers import (
+from tests.support.recording_relay import recording_relay
+from tests.support.servers import NatsServer
+from tests.support.services.live_workers import (
     BLOCK_SIZE,
     REVISION,
     live_workers,

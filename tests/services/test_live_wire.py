@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import Link, live_cluster, secrets_of
+from tests.support.services.live_cluster import Link, live_cluster, secrets_of
+from tests.support.services.model_dir import write_model_dir
 
 # What each link shows without encryption.
 READABLE: dict[Link, set[str]] = {

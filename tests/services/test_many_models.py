@@ -22,8 +22,8 @@ from shared.engine.executors.timing_executor import TimingExecutor
 from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import store_api_key
-from tests.servers import NatsServer, RedisServer
-from tests.services.gateway.model_dir import write_model_dir
+from tests.support.servers import NatsServer, RedisServer
+from tests.support.services.model_dir import write_model_dir
 
 START_S = 20.0
 GERMAN = ["hallo Welt, der schnelle braune Fuchs"] * 4

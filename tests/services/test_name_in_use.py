@@ -11,7 +11,7 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.process import HEARTH_ERROR_STATUS
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 
 TIMEOUT_S = 20.0
 NAME = "kv_index-1.taken"

@@ -11,8 +11,8 @@ import pytest
 from shared.clock import MonotonicClock
 from shared.messages import StoreLoad
 from shared.store import BREAKER_S, REJECTION_SHOWN_S, RedisStore, StoreRejected, StoreUnavailable
-from tests.servers import RedisServer, free_port
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer, free_port
+from tests.support.world.store import MemoryStore
 
 
 class ManualClock:

@@ -6,7 +6,7 @@ from shared import subjects
 from shared.messages import Role
 from shared.subjects import CredentialRole, permissions
 from shared.transport.server_config import NatsUser, nats_server_config
-from tests.simulation.world.bus import matches
+from tests.support.world.bus import matches
 
 USERS = [
     NatsUser("gateway", "gateway-1", "word"),

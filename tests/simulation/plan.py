@@ -9,6 +9,7 @@ from typing import Literal
 from shared.engine.executors.timing_executor import StepCost
 from shared.kv_layout import Reach
 from shared.messages import Pooling, SamplingParams, WorkerRole
+from tests.support.world.workers import BLOCK_SIZE, MODEL
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
@@ -18,8 +19,6 @@ FaultKind = Literal[
     "wake_hangs", "dies_after_wake", "model_removed",
 ]  # fmt: skip
 
-MODEL = "timing"
-BLOCK_SIZE = 16
 DEMO = ("demo/1",)  # what some workers have and some requests need
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
 POISON = 7  # a token for which every step raises; random prompts and outputs do not contain it

@@ -17,8 +17,8 @@ from shared import background
 from tests.simulation.checks.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_of
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import POISON, Plan
-from tests.simulation.world.clock import VirtualLoop
 from tests.simulation.world.fleet import Fleet
+from tests.support.world.clock import VirtualLoop
 
 LIMIT_S = 400.0
 RAISED = ("step_failed", "device_check_failed", "device_lost")

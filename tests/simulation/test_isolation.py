@@ -17,9 +17,9 @@ from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.prefix_match import CachedPrefix
 from shared.engine.kv.kv_writer import KvWriter
 from shared.messages import MatchPrefix
-from tests.simulation.world.clock import run
 from tests.simulation.world.isolation import Isolation, drop_events, isolation
-from tests.simulation.world.workers import BLOCK_SIZE
+from tests.support.world.clock import run
+from tests.support.world.workers import BLOCK_SIZE
 
 # Names that could collide, in a hash or in a Redis key.
 TENANTS = ("a", "a:prefix", "*")

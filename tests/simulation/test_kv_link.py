@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import FrameRefused, LinkLost
 from tests.shared.kv_wire.support import DEADLINE_S, RecordingSink, fill_with, header
-from tests.simulation.world.kv_link import SimulatedDialer, SimulatedReceiver
+from tests.support.world.kv_link import SimulatedDialer, SimulatedReceiver
 
 
 async def test_next_frame_of_a_placement_can_be_corrupted() -> None:

@@ -10,10 +10,10 @@ import pytest
 from shared.errors import NoResponders, Overloaded, PayloadTooLarge, RequestTimeout
 from shared.messages import AbortRequest, Done, ListBlocks
 from shared.store import BREAKER_S, MAX_STORE_TIMEOUT_S, STORE_TIMEOUT_S, StoreUnavailable
-from tests.simulation.world.bus import SimulatedNetwork, matches
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.process import SimulatedProcess
-from tests.simulation.world.store import MemoryStore, ProcessStore
+from tests.support.world.bus import SimulatedNetwork, matches
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.process import SimulatedProcess
+from tests.support.world.store import MemoryStore, ProcessStore
 
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
 

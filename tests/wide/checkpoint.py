@@ -30,7 +30,7 @@ OFFER, OPEN, CLOSE, END = "<|offer|>", "<tool_call>", "</tool_call>", "<|end|>"
 SPECIAL = ("<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", OPEN, CLOSE, END)
 ADDED = (*SPECIAL, OFFER, "<|answer|>")
 PREFERENCES = (END, CLOSE, '"', "}", "]", ",", ":", "{", "1", "2", "a")
-HIDDEN = 48  # the dimensions of tests/shared/engine/support: they share compiled kernels
+HIDDEN = 48  # the dimensions of tests/support/engine: they share compiled kernels
 GAP = 4.0  # between the logits of two preferences: at a temperature of 1, others are rare
 CERTAIN = (len(PREFERENCES) + 6) * GAP  # the logit of a token that the table names
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 from tests.wide.checkpoint import ANSWER, write_wide_checkpoint
 
 pytestmark = pytest.mark.long

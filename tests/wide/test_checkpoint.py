@@ -14,7 +14,7 @@ from services.gateway.structured.tools.call_grammars import call_grammar
 from services.gateway.structured.tools.family import Family
 from services.gateway.structured.tools.tool import Tool, ToolOptions
 from shared.engine.executors.load import load_executor
-from tests.shared.engine.support.steps import Blocks, generate
+from tests.support.engine.steps import Blocks, generate
 from tests.wide.checkpoint import ANSWER, END, MAX_POSITIONS, OPEN, TEMPLATE, write_wide_checkpoint
 
 ASKED = [{"role": "user", "content": "What time is it in Berlin?"}]

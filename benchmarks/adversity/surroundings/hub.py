@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.report import Bar, at_most
-from tests.services.host.live_host import link_model, live_host, operator
-from tests.services.host.probes import Probes
-from tests.services.local.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
+from tests.support.services.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
+from tests.support.services.live_host import link_model, live_host, operator
+from tests.support.services.probes import Probes
 
 BAR_MS = 100
 

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.adversity.cluster import events_of
 from benchmarks.report import Bar, at_least, at_most
-from tests.chaos.world.cluster import SERVICES
-from tests.services.faults.unwritable_logs import MutedCluster, full_disk, stopped_reader
+from tests.support.cluster.chaos_cluster import SERVICES
+from tests.support.services.unwritable_logs import MutedCluster, full_disk, stopped_reader
 
 KILLED = ("decode-1", "scheduler-1", "kv_index-1")
 NUM_REQUESTS = 4 * len(KILLED)

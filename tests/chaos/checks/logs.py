@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tests.chaos.world.cluster import ChaosCluster
+from tests.support.cluster.chaos_cluster import ChaosCluster
 
 SUSPICIONS = ("silent", "stuck", "gone")
 NEVER_BEGUN = ("is not alive", "nobody serves")  # why a try ends that needs no giving up

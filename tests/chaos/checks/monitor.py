@@ -28,7 +28,7 @@ from shared.messages import (
 )
 from shared.subjects import HEARTBEATS, KV_EVENTS, command
 from shared.transport.bus import NatsBus
-from tests.chaos.world.cluster import MONITOR, ChaosCluster
+from tests.support.cluster.chaos_cluster import MONITOR, ChaosCluster
 from tests.support.waiting import until_changed
 
 _PLACEMENT = Placed | PlacementFailed | QueueKeepalive

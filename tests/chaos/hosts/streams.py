@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from services.client.chat_request import gateway_client
 from tests.chaos.hosts.site import MODELS, HostSite
-from tests.chaos.world.clients import ChoiceOutput, Exchange, run_exchange
 from tests.chaos.world.workload import Body, requests
+from tests.support.cluster.clients import ChoiceOutput, Exchange, run_exchange
 from tests.support.waiting import until
 
 HOT = ("a", "b")

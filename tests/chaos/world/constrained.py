@@ -10,9 +10,9 @@ import re
 from typing import Any
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
-from tests.chaos.world.clients import ChoiceOutput
 from tests.chaos.world.workload import NUM_STREAMS, Body
-from tests.corpora.documents import is_valid
+from tests.support.cluster.clients import ChoiceOutput
+from tests.support.corpora.documents import is_valid
 
 MAX_TOKENS = 600  # of which no output needs all
 NUM_ITEMS = range(24, 40)

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
-from tests.chaos.world.clients import ChoiceOutput
+from tests.support.cluster.clients import ChoiceOutput
 
 NUM_STREAMS = 32
 NUM_PROMPT_TOKENS = range(120, 480)

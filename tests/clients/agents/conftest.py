@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.clients.account import ACCOUNT, AGENTS, Account
+from tests.support.account import ACCOUNT, AGENTS, Account
 
 
 @pytest.fixture

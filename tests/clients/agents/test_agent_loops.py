@@ -15,7 +15,7 @@ from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.account import AGENT_MODEL, Account
+from tests.support.account import AGENT_MODEL, Account
 
 QUESTION = "What time is it in Berlin?"
 TIME = "12:34"

@@ -6,7 +6,7 @@ import json
 
 from cloudflare import Cloudflare
 
-from tests.clients.account import AGENT_MODEL, Account
+from tests.support.account import AGENT_MODEL, Account
 
 MESSAGES = [{"role": "user", "content": "What time is it in Berlin?"}]
 SCHEMA = {

@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from tests.clients.account import AGENT_MODEL, Account
 from tests.clients.agents.codex import HEADERS, body_of, first_items, message, next_items
+from tests.support.account import AGENT_MODEL, Account
 
 LEAST_CACHED = 0.95
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.clients.account import AGENT_MODEL, Account
+from tests.support.account import AGENT_MODEL, Account
 
 MESSAGES = [{"role": "user", "content": "What time is it in Berlin?"}]
 ANSWER = "The tool has answered."

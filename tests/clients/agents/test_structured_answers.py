@@ -9,7 +9,7 @@ import openai
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.account import AGENT_MODEL, Account
+from tests.support.account import AGENT_MODEL, Account
 
 MESSAGES = [{"role": "user", "content": "Describe a server with a GPU."}]
 MAX_TOKENS = 400

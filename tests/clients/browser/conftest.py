@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.clients.account import BROWSER, Account
-from tests.clients.browser.page import VARIABLE, HearthPage, find_chromium, launch
+from tests.support.account import BROWSER, Account
+from tests.support.hearth_page import VARIABLE, HearthPage, find_chromium, launch
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.clients.account import BROWSER, Account, read_accounts
-from tests.clients.browser.page import HearthPage, find_chromium, launch
+from tests.support.account import BROWSER, Account, read_accounts
+from tests.support.hearth_page import HearthPage, find_chromium, launch
 
 FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "page" / "screenshots"
 MAX_BYTES = 200_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from tests.clients.browser.page import HearthPage
+from tests.support.hearth_page import HearthPage
 
 VIEWS = ("#play", "#cluster", "#request")
 

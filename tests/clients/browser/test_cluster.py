@@ -7,8 +7,8 @@ import os
 import signal
 from typing import Any
 
-from tests.clients.account import EXPIRED
-from tests.clients.browser.page import HearthPage
+from tests.support.account import EXPIRED
+from tests.support.hearth_page import HearthPage
 
 
 def tile(tab: HearthPage, worker: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from playwright.sync_api import Request
 
-from tests.clients.browser.page import HearthPage
+from tests.support.hearth_page import HearthPage
 
 
 def compare(tab: HearthPage) -> None:

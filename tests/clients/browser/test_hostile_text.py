@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.clients.browser.page import HearthPage
+from tests.support.hearth_page import HearthPage
 
 CORPUS = (
     "<img src=x onerror=alert(1)>",

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tests.clients.account import EXPIRED, Account
-from tests.clients.browser.page import HearthPage
+from tests.support.account import EXPIRED, Account
+from tests.support.hearth_page import HearthPage
 
 TOOL_CHOICE = '{"tool_choice": "required", "temperature": 0}'
 

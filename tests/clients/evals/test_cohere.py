@@ -8,8 +8,8 @@ import cohere
 import pytest
 from cohere.core.api_error import ApiError
 
-from tests.clients.account import MODEL, Account
 from tests.clients.conftest import Reference
+from tests.support.account import MODEL, Account
 
 QUERY = "Where does the phrase Hello, World come from?"
 DOCUMENTS = ["Brian Kernighan wrote it.", "PEP 8 is about style.", "The world is round."]

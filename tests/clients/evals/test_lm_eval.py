@@ -14,7 +14,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
-from tests.clients.account import MODEL, Account
+from tests.support.account import MODEL, Account
 
 TASK = "hearth_small"
 QUESTIONS: list[dict[str, Any]] = [

@@ -9,8 +9,8 @@ import litellm
 import openai
 import pytest
 
-from tests.clients.account import ALIAS, Account
 from tests.clients.conftest import Reference
+from tests.support.account import ALIAS, Account
 
 SENDS_TO_RUN = tuple(map(int, version("litellm").split(".")[:2])) < (1, 91)
 MESSAGES = [

@@ -8,7 +8,7 @@ import litellm
 import pytest
 from pydantic import BaseModel
 
-from tests.clients.account import AGENT_MODEL, AGENTS, Account
+from tests.support.account import AGENT_MODEL, AGENTS, Account
 
 MESSAGES = [{"role": "user", "content": "What time is it in Berlin?"}]
 

@@ -7,8 +7,8 @@ from typing import Any
 import litellm
 import pytest
 
-from tests.clients.account import MODEL, Account
 from tests.clients.conftest import Reference
+from tests.support.account import MODEL, Account
 
 QUESTION = "Where does the phrase Hello, World come from?"
 

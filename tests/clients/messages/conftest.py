@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 
-from tests.clients.account import AGENTS, Account
+from tests.support.account import AGENTS, Account
 
 
 @pytest.fixture

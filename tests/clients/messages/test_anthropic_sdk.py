@@ -10,8 +10,8 @@ import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.clients.account import AGENT_MODEL, MODEL, Account
 from tests.clients.conftest import Reference
+from tests.support.account import AGENT_MODEL, MODEL, Account
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 MESSAGES = [{"role": "user", "content": "Where does the phrase Hello, World come from?"}]

@@ -7,8 +7,8 @@ from typing import Any
 import anthropic
 from anthropic.types import Message
 
-from tests.clients.account import AGENT_MODEL
 from tests.clients.messages.claude_code import HEADERS, body_of, first_messages, next_messages
+from tests.support.account import AGENT_MODEL
 
 
 def send(client: anthropic.Anthropic, body: dict[str, Any]) -> Message:

@@ -7,7 +7,7 @@ from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
-from tests.clients.account import AGENT_MODEL, MODEL, Account
+from tests.support.account import AGENT_MODEL, MODEL, Account
 
 MESSAGES = [SystemMessage("You answer briefly."), HumanMessage("What is PEP 8?")]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.clients.account import Account
+from tests.support.account import Account
 
 MAX_EXAMPLES = 50  # of each operation
 LEAST_CASES = 2000

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import cloudflare
 import pytest
 
-from tests.clients.account import ALIAS, MODEL, OWN_ALIAS, Account
 from tests.clients.conftest import Reference
 from tests.clients.sdks.events import frames_of, text_of
+from tests.support.account import ALIAS, MODEL, OWN_ALIAS, Account
 
 MESSAGES = [{"role": "user", "content": "Where does the phrase Hello, World come from?"}]
 PROMPT = "Tell me about PEP 8."

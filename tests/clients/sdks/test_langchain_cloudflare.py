@@ -8,8 +8,8 @@ import httpx
 import pytest
 from langchain_cloudflare import ChatCloudflareWorkersAI, CloudflareWorkersAIEmbeddings
 
-from tests.clients.account import ALIAS, Account
 from tests.clients.conftest import Reference
+from tests.support.account import ALIAS, Account
 
 QUESTION = "Where does the phrase Hello, World come from?"
 HISTORY = [("system", "You answer briefly."), ("human", QUESTION), ("ai", "C."), ("human", "Why?")]

@@ -10,8 +10,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.clients.account import ALIAS, MODEL, Account
 from tests.clients.conftest import Reference
+from tests.support.account import ALIAS, MODEL, Account
 
 QUESTION = "Where does the phrase Hello, World come from?"
 OPTIONS = {"temperature": 0.8, "extra_body": {"seed": 7}}

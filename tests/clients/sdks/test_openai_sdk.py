@@ -13,9 +13,9 @@ from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
-from tests.clients.account import ALIAS, MODEL, Account
 from tests.clients.conftest import Reference
 from tests.clients.sdks.events import data_of
+from tests.support.account import ALIAS, MODEL, Account
 
 MESSAGES = [{"role": "user", "content": "Where does the phrase Hello, World come from?"}]
 PROMPT = "Tell me about PEP 8."

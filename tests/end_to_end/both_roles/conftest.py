@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from tests.end_to_end.cluster import Cluster, run_cluster
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 OPTIONS = ("--prefill", "0", "--decode", "0", "--both", "2")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.messages import Heartbeat
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 
 QUESTIONS = ("What is the KV cache?", "What is a scheduler?", "Tell me about rivers.")
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from services.cli.tenants.public_prefixes import publish_prefix, remove_prefix
-from tests.end_to_end.cluster import Cluster
+from tests.support.cluster.hearth_up import Cluster
 from tests.support.waiting import wait_until
 
 SYSTEM = "You are a careful assistant, who answers in one short sentence. " * 12

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.end_to_end.test_chat import text_of
 from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
-from tests.shared.engine.support.families import DEEPSEEK, KimiText
-from tests.shared.engine.support.quantised import quantise
+from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.engine.families import DEEPSEEK, KimiText
+from tests.support.engine.quantised import quantise
 
 QUESTION = "Which experts does a token reach?"
 SCHEMA = {

@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.services.cli.cluster.chat_checkpoint import write_byte_tokenizer
 from tests.services.cli.in_process import call_hearth
-from tests.shared.engine.support.families import LLAMA4, LLAMA4_EXPERTS, MultimodalLlama4
+from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.engine.families import LLAMA4, LLAMA4_EXPERTS, MultimodalLlama4
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
 MESSAGES = [

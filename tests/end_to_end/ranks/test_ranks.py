@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.cluster import Cluster, run_cluster
 from tests.end_to_end.test_chat import text_of
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 RESTART_S = 60
 QUESTION = "What is the KV cache?"

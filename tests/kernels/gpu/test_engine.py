@@ -18,8 +18,8 @@ from kernels.torch_ops.sample import sample
 from shared.engine.executors.load import load_executor
 from shared.engine.sampling.sampler import sampling_columns
 from shared.engine.step import sampling_rows
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.steps import Blocks, advance, generate, prefill, step_of
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.steps import Blocks, advance, generate, prefill, step_of
 
 NUM_PROMPT, NUM_NEW = 13, 3
 SMALL = {"hidden_size": 32, "head_dim": 16}

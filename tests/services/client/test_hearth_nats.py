@@ -19,7 +19,7 @@ from services.client import example_summaries, hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
 from shared.subjects import API_REQUESTS, api_cancel, endpoint_and_client
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, NatsServer
+from tests.support.servers import PASSWORD, NatsServer
 
 BODY = {"messages": [], "seed": 7}
 CHECK = "_INBOX.gateway-1.-.check"

@@ -12,8 +12,8 @@ from shared.engine.executors.timing_executor import StepCost
 from shared.errors import InvalidRequest
 from shared.messages import TokenLogprobs
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import request_of
 
 EITHER = pytest.mark.parametrize("candidates", [(), ("prefill-1",)], ids=["local", "handoff"])
 MODES = pytest.mark.parametrize("mode", ["raw", "processed"])

@@ -11,8 +11,8 @@ from shared.engine.executors.timing_executor import StepCost
 from shared.errors import InvalidRequest, UnknownPlacement
 from shared.messages import Choice
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import request_of
 
 EITHER = pytest.mark.parametrize("candidates", [(), ("prefill-1",)], ids=["local", "handoff"])
 THREE = {0: [], 1: [], 2: []}

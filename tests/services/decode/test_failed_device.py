@@ -6,8 +6,8 @@ from typing import Any
 
 from shared.errors import DeviceFailed, StepFailed
 from tests.services.decode.test_handoff import PROMPT, Cluster, cluster, outputs_of
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import SimulatedWorker, request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import SimulatedWorker, request_of
 
 POISON = 999
 

@@ -14,10 +14,10 @@ from shared.errors import WorkerUnfit
 from shared.messages import PrefillAccepted
 from shared.subjects import run_prefill
 from tests.services.decode.test_handoff import PROMPT, Cluster, run_prefill_of
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.workers import Peer, SimulatedWorker, request_of
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import run
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.workers import Peer, SimulatedWorker, request_of
 
 DEMO = ("demo/1",)
 NEEDING = msgspec.structs.replace(request_of(PROMPT), needs=DEMO)

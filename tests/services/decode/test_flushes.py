@@ -12,8 +12,8 @@ from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.errors import InvalidRequest
 from shared.messages import Request
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import request_of
 
 ALL = {
     "temperature": 1.0,

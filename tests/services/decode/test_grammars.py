@@ -17,10 +17,10 @@ from shared.grammar.spec import GRAMMAR_FEATURE, GrammarSpec
 from shared.messages import Finish, Request
 from tests.services.decode.test_handoff import PROMPT, Cluster
 from tests.shared.grammar.support import HOSTILE_REGEX, InlineLanes, encode, vocabulary
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.workers import EOS, Peer, SimulatedWorker, request_of
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import run
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.workers import EOS, Peer, SimulatedWorker, request_of
 
 VOCAB_SIZE = 32_000
 WORDS = GrammarSpec(kind="regex", source="(alpha|beta|gamma|[a-c]{3}) ([0-9]{2} ){2,6}end")

@@ -13,8 +13,8 @@ from shared.engine.kv.kv_writer import KvWriter
 from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
 from shared.kv_wire.link import Fill, FrameHeader
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, new_sequence, prompt, seeded, solo
-from tests.simulation.world.clock import VirtualClock
+from tests.support.engine.rig import BLOCK_SIZE, Rig, new_sequence, prompt, seeded, solo
+from tests.support.world.clock import VirtualClock
 
 FULL_AND_WINDOW: tuple[Reach, ...] = (None, Window(9))
 FOUR: tuple[Reach, ...] = (Window(5), None, Window(16), Window(30))

@@ -21,10 +21,10 @@ from shared.errors import (
 )
 from shared.messages import PrefillAccepted, PrefillFailed, RunPrefill
 from shared.subjects import run_prefill
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.workers import Peer, SimulatedWorker, request_of
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import run
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.workers import Peer, SimulatedWorker, request_of
 
 PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a multiple of the block size
 

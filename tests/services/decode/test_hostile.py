@@ -14,8 +14,8 @@ from shared.kv_wire.dialer import Dialer
 from shared.messages import Choice, DataPlaneAddress, PrefillAccepted
 from shared.subjects import run_prefill
 from tests.services.decode.test_handoff import PROMPT, cluster, run_prefill_of
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import request_of
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import BLOCK_SIZE, request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import BLOCK_SIZE, request_of
 
 
 def test_kv_quota_applies_on_prefill_and_decode_workers():

@@ -13,7 +13,7 @@ from shared.engine.step import KvRun
 from shared.errors import FrameRefused
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.link import FrameHeader
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 
 class SlowExecutor(TimingExecutor):

@@ -20,7 +20,7 @@ from tests.services.decode.test_grammars import (
     play,
 )
 from tests.shared.grammar.support import vocabulary
-from tests.simulation.world.workers import EOS, request_of
+from tests.support.world.workers import EOS, request_of
 
 CLOSE = (901, 902, 903)
 BUDGET = ThinkingBudget(max_tokens=4, closes=(CLOSE,), is_open=True)

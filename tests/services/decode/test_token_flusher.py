@@ -13,8 +13,8 @@ from shared.engine.executors.timing_executor import StepCost
 from shared.messages import TokenBatch
 from shared.subjects import tokens
 from tests.services.decode.test_handoff import PROMPT, Cluster, cluster
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import request_of
+from tests.support.world.clock import run
+from tests.support.world.workers import request_of
 
 NUM_TOKENS = 40
 WIDE = {"max_sequences": 200, "max_batch_tokens": 800, "num_blocks": 16_384}

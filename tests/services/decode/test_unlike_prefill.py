@@ -12,10 +12,10 @@ from shared.clock import Clock
 from shared.messages import Served, WorkerLoad
 from shared.numerics import Mode
 from tests.services.decode.test_handoff import PROMPT
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.workers import (
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import run
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.workers import (
     CopyingExecutor,
     Peer,
     Received,

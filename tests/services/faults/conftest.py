@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shared.background import TASK_FAILED
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import LiveCluster, live_cluster
+from tests.support.services.live_cluster import LiveCluster, live_cluster
+from tests.support.services.model_dir import write_model_dir
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from shared.engine.kv.kv_sender import KvSender
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.kv_server import KvServer
 from shared.lifecycle import heartbeat
-from tests.services.live_cluster import MODEL, LiveCluster
 from tests.services.scheduler.literals import submit_of
+from tests.support.services.live_cluster import MODEL, LiveCluster
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,8 +21,8 @@ from tests.services.kv_index.rig import Rig
 from tests.services.kv_index.test_pin_keeper import new_prefix
 from tests.services.kv_index.test_pin_keeper import scenario as pin_scenario
 from tests.services.kv_index.test_registry import registry_on, store_run
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.store import MemoryStore
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.store import MemoryStore
 
 RECORD = TenantRecord(tenant_id="acme", concurrency=9, requests_per_min=99)
 REPLIES = (None, 7, "text", b"many 7 -1", b"\xff", [], [1], [[9, b"reason"]], [[0, 1]], {1: 2})

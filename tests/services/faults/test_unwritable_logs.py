@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.world.cluster import SERVICES
-from tests.services.faults.unwritable_logs import (
+from tests.support.cluster.chaos_cluster import SERVICES
+from tests.support.services.unwritable_logs import (
     DEADLINE_S,
     MutedCluster,
     full_disk,

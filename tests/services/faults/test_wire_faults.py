@@ -20,8 +20,8 @@ from nats.aio.client import Client
 from shared.subjects import api_cancel, api_request, permissions, sender_of
 from shared.transport.nats_client import DirectClient
 from tests.fuzz.mutations import BYTES, LISTS, NUMBERS, TEXTS, paths
-from tests.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster
-from tests.simulation.world.bus import matches
+from tests.support.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster
+from tests.support.world.bus import matches
 
 PER_VALUE = 3
 VALUES = (NUMBERS, TEXTS, BYTES, LISTS, (None, True))

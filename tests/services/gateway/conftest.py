@@ -19,9 +19,9 @@ from shared.config import GatewayConfig
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
-from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
+from tests.support.servers import NatsServer, RedisServer
+from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
 
 API_KEY = "key-of-tenant-1"

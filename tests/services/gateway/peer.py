@@ -41,7 +41,7 @@ from shared.numerics import Numerics
 from shared.packing import unpack_token_ids
 from shared.randomness import SystemRandomness
 from shared.transport.bus import Bus
-from tests.services.gateway.model_dir import EOS_TOKEN_ID
+from tests.support.services.model_dir import EOS_TOKEN_ID
 
 CARD = ModelCard(
     name="tiny",

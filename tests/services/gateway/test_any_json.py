@@ -11,7 +11,6 @@ from typing import Any
 
 import structlog.testing
 
-from tests.servers import NatsServer
 from tests.services.gateway.any_json import (
     AnyRequest,
     http_requests,
@@ -21,6 +20,7 @@ from tests.services.gateway.any_json import (
 )
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.nats_api.conftest import connected, has_joined
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 COUNT, SEED = 16, 1

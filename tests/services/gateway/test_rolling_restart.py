@@ -16,9 +16,9 @@ import pytest
 
 from services.gateway.service import GatewayService, build_gateway
 from shared.config import GatewayConfig
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 NUM_RESTARTS = 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import NoCapacity, UnknownModel
-from tests.services.faults.unwritable_logs import full_disk, stopped_reader
-from tests.services.host.live_host import (
+from tests.support.services.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
+from tests.support.services.live_host import (
     LiveHost,
     Operator,
     children,
@@ -21,8 +21,8 @@ from tests.services.host.live_host import (
     operator,
     templates,
 )
-from tests.services.host.probes import Probes
-from tests.services.local.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
+from tests.support.services.probes import Probes
+from tests.support.services.unwritable_logs import full_disk, stopped_reader
 
 SECRETS = {
     "HF_TOKEN": "secret-of-the-hub",

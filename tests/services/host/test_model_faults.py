@@ -24,7 +24,7 @@ from shared.messages import Heartbeat
 from shared.model_registry.record import CatalogueModel, CatalogueRevision
 from shared.randomness import SystemRandomness
 from tests.services.faults.test_item_faults import ERRORS
-from tests.simulation.world.store import MemoryStore
+from tests.support.world.store import MemoryStore
 
 SOURCE = ModelSource(
     model_dir=str(DEMO_MODEL_DIR),

@@ -17,8 +17,8 @@ from shared.messages import Done, ParkWorker, WakeWorker
 from shared.model_registry.record import CatalogueModel, CatalogueRevision
 from shared.subjects import lifecycle
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
-from tests.services.host.live_host import USERS
+from tests.support.servers import NatsServer
+from tests.support.services.live_host import USERS
 
 TRY_S = 0.05
 WORKER = "worker-1.m-1"

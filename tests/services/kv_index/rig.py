@@ -25,10 +25,10 @@ from shared.messages import (
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, pack_hashes
 from shared.transport.bus import Bus, Unsubscribe
-from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.store import MemoryStore
+from tests.support.world.bus import SimulatedBus, SimulatedNetwork
+from tests.support.world.clock import VirtualClock
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.store import MemoryStore
 
 FORMAT = "fp32/b16"
 PAGE_BLOCKS = 4

@@ -29,9 +29,9 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig, eventually
-from tests.simulation.world.clock import run
-from tests.simulation.world.kv_link import DataPlane
-from tests.simulation.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
+from tests.support.world.clock import run
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
 
 NUM_BLOCKS = 4
 CARD = ModelCard(

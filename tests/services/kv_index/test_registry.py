@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from services.kv_index.registry import MAX_PER_FLUSH, PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
 from shared.store import Command, RedisStore, Store, StoreRejected
-from tests.servers import RedisServer
-from tests.simulation.world.clock import run
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
+from tests.support.world.clock import run
+from tests.support.world.store import MemoryStore
 
 
 class WallClock:

@@ -23,9 +23,9 @@ from shared.messages import (
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, MATCH
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
 from tests.services.kv_index.rig import CacheWorker, Rig, all_matches, block, eventually
-from tests.simulation.world.clock import run
+from tests.support.servers import NatsServer, RedisServer
+from tests.support.world.clock import run
 
 
 def scenario(test: Callable[[Rig], Awaitable[None]]) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from services.local.hub_download import is_hub_id, local_copy
-from tests.services.cli.running import environ_for
-from tests.services.local.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
 from tests.services.local.hub_home import COMMIT, MODEL, write_hub_home
+from tests.support.services.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
+from tests.support.services.running import environ_for
 
 ROOT = Path(__file__).parents[3]
 

@@ -34,8 +34,8 @@ from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
-from tests.servers import RedisServer
 from tests.services.cli.in_process import call_hearth
+from tests.support.servers import RedisServer
 
 OWNER = Credential("decode", "decode-1")
 

@@ -20,7 +20,7 @@ from shared.store import RedisStore, StoreRejected
 from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 ROOT = Path(__file__).parents[3]
 PASSWORD = "a secret of the role"

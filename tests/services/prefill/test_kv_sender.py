@@ -11,7 +11,7 @@ from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tests.services.decode.test_handoff import cluster
-from tests.simulation.world.clock import run
+from tests.support.world.clock import run
 
 
 def test_heartbeat_load_reports_saved_kv_bytes() -> None:

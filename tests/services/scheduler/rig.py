@@ -30,9 +30,9 @@ from shared.messages import (
 )
 from shared.numerics import Numerics
 from tests.services.scheduler.literals import BLOCK_SIZE
-from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.bus import SimulatedBus, SimulatedNetwork
+from tests.support.world.clock import VirtualClock
+from tests.support.world.randomness import SeededRandomness
 
 NUMERICS = Numerics("exact", "timing", "uint8", "1")
 PlacementUpdate = Placed | PlacementFailed | QueueKeepalive

@@ -10,7 +10,7 @@ from services.scheduler.placement import LocalPrefill, RequestSize, Target, plac
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
 from shared.numerics import Numerics
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.randomness import SeededRandomness
 
 LANE = ("m", "r1", 16)
 CARD = ModelCard(

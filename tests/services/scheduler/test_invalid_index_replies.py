@@ -13,7 +13,7 @@ from shared.messages import Done, MatchPrefix, Message, Placed, PrefixMatch, Pre
 from shared.transport.bus import failure_of
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Rig
-from tests.simulation.world.clock import run
+from tests.support.world.clock import run
 
 LARGEST = 2**53
 

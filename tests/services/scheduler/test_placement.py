@@ -11,7 +11,7 @@ from services.scheduler.placement import LocalPrefill, ModelWorkers, RequestSize
 from services.scheduler.throughput import Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
 from tests.services.scheduler.plain_placement import PlainScan, is_close
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.randomness import SeededRandomness
 
 D1 = WorkerRow("d1", "bf16/b16", 16, num_free_blocks=1000, num_total_blocks=1000)
 D2, D3 = replace(D1, worker_id="d2"), replace(D1, worker_id="d3")

@@ -14,9 +14,9 @@ from shared.config import SchedulerConfig
 from shared.messages import Queued, Role
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, USERS, NatsServer
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Worker, eventually
+from tests.support.servers import PASSWORD, USERS, NatsServer
 
 REGIONS = {"decode-1": "eu", "prefill-1": "eu", "decode-2": "us", "prefill-2": "us"}
 NUM_REQUESTS = 4

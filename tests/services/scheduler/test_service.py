@@ -23,8 +23,8 @@ from shared.messages import (
 )
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Rig, eventually
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.randomness import SeededRandomness
 
 NO_ROOM = 0
 

@@ -14,9 +14,9 @@ from shared.config import SchedulerConfig
 from shared.errors import ConfigError, NoResponders
 from shared.messages import Placed, PlacementFailed, Queued, QueueKeepalive
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import PlacementUpdate, Worker, eventually
+from tests.support.servers import NatsServer
 
 
 async def test_request_is_placed_over_nats(nats_server: NatsServer) -> None:

@@ -12,8 +12,14 @@ from structlog.testing import capture_logs
 
 from services.gateway.observability.telemetry.timeline_ring import TimelineRing
 from shared.telemetry.timeline import Phase, Timeline
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import MODEL, OPERATOR_TOKEN, PROMPT, LiveCluster, live_cluster
+from tests.support.services.live_cluster import (
+    MODEL,
+    OPERATOR_TOKEN,
+    PROMPT,
+    LiveCluster,
+    live_cluster,
+)
+from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

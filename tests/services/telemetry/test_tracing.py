@@ -16,9 +16,9 @@ from services.gateway.observability.telemetry.spans import SpanBatch
 from services.gateway.observability.telemetry.trace_context import caller_context
 from services.gateway.observability.telemetry.traced_request import TracedRequest, num_spans
 from shared.telemetry.timeline import Phase, Timeline, Try
-from tests.services.gateway.model_dir import write_model_dir
-from tests.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.support.services.live_cluster import MODEL, PROMPT, LiveCluster, live_cluster
+from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

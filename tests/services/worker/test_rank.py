@@ -23,7 +23,7 @@ from shared.errors import DeviceFailed, InvalidRequest
 from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 
 WAIT_S = 30.0
 

@@ -13,8 +13,8 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
-from tests.services.parked_worker import WorkerClient, cpu_s, memory_bytes, worker_process
+from tests.support.servers import NatsServer
+from tests.support.services.parked_worker import WorkerClient, cpu_s, memory_bytes, worker_process
 
 MIB = 1 << 20
 START, CEILING = 32 * MIB, 64 * MIB

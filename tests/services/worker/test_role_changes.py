@@ -32,8 +32,14 @@ from shared.messages import (
 from shared.randomness import SystemRandomness
 from shared.subjects import alive, start_decode, tokens
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
-from tests.services.live_workers import BLOCK_SIZE, DEADLINE_S, MODEL, LiveExecutor, request_of
+from tests.support.servers import NatsServer
+from tests.support.services.live_workers import (
+    BLOCK_SIZE,
+    DEADLINE_S,
+    MODEL,
+    LiveExecutor,
+    request_of,
+)
 
 NUM_STREAMS, NUM_TOKENS, STEP_S = 6, 25, 0.01
 USERS = (

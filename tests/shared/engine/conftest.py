@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 
 @pytest.fixture(scope="session", autouse=True)

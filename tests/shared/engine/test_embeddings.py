@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.messages import Pooling
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import Rig, greedy, new_sequence, prompt, solo
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import Rig, greedy, new_sequence, prompt, solo
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
 EACH_POOLING = pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -11,7 +11,7 @@ from shared.engine.batching.sequence import TRANSITIONS, Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.errors import ContextFull, InvalidRequest, StepFailed
 from shared.messages import BlocksStored, SamplingParams
-from tests.shared.engine.support.rig import (
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,

@@ -25,8 +25,8 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.kv_layout import Reach, Window, first_sent
 from shared.messages import SamplingParams
 from tests.shared.engine.batching.test_block_pool import listing, replay
-from tests.shared.engine.support.masked import SumGrammar
-from tests.shared.engine.support.rig import (
+from tests.support.engine.masked import SumGrammar
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,

@@ -19,7 +19,7 @@ from shared.engine.failed_steps import MAX_IN_A_ROW
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.step import StepInputs, StepOutput
 from shared.errors import DeviceFailed, HearthError, StepFailed
-from tests.shared.engine.support.rig import (
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     greedy,
@@ -28,7 +28,7 @@ from tests.shared.engine.support.rig import (
     seeded,
     solo,
 )
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 STEP_S = 0.01
 POISON = 999

@@ -11,9 +11,9 @@ import torch
 
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
-from tests.shared.engine.support.checkpoints import write_llama, write_model
-from tests.shared.engine.support.steps import Blocks, Line, advance, prefill
-from tests.threads import computing_threads
+from tests.support.engine.checkpoints import write_llama, write_model
+from tests.support.engine.steps import Blocks, Line, advance, prefill
+from tests.support.threads import computing_threads
 
 SHAPES: dict[str, dict[str, Any]] = {
     "group 2, head_dim 20": {"head_dim": 20, "hidden_size": 80},

@@ -17,7 +17,7 @@ from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.loop import COUNT_EXPERTS_S, IDLE_TICK_S, EngineLoop
 from shared.engine.step import StepInputs
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import (
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     greedy,
@@ -25,7 +25,7 @@ from tests.shared.engine.support.rig import (
     prompt,
     solo,
 )
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 STEP_S = 0.01
 

@@ -18,9 +18,9 @@ from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.step import KvRun
 from shared.errors import HearthError
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.rig import new_sequence, seeded
-from tests.shared.engine.support.steps import Blocks, generate
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.rig import new_sequence, seeded
+from tests.support.engine.steps import Blocks, generate
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, FP32
 PROMPT = torch.randint(3, 199, (45,), generator=torch.Generator().manual_seed(7)).tolist()

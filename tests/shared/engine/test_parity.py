@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
-from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
-from tests.shared.engine.support.reference import margin_checked_prompt
-from tests.shared.engine.support.steps import Blocks, generate, prefill
+from tests.support.engine.checkpoints import LLAMA3_ROPE, write_llama
+from tests.support.engine.reference import margin_checked_prompt
+from tests.support.engine.steps import Blocks, generate, prefill
 
 SHAPES: dict[str, dict[str, Any]] = {
     "head_dim 20, group 2": {"head_dim": 20},

@@ -8,7 +8,7 @@ from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.errors import ContextFull, InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PrefixPinned
 from shared.packing import pack_hashes, pack_token_ids
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
+from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
 
 LEASE_S = 10.0
 

@@ -16,10 +16,10 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.sampling.hidden_state_outputs import prompt_logprobs
 from shared.engine.step import PromptSuccessors
 from shared.messages import SamplingParams
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import Rig, new_sequence, prompt
-from tests.shared.engine.support.steps import Blocks, step_of
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import Rig, new_sequence, prompt
+from tests.support.engine.steps import Blocks, step_of
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
 WITH_LOGPROBS = SamplingParams(seed=0, max_tokens=4, temperature=0.0, num_prompt_logprobs=3)

@@ -14,7 +14,7 @@ from shared.block_hash import (
 from shared.engine.batching.sequence import Sequence
 from shared.errors import InvalidRequest
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
+from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
 
 NUM_PUBLIC = 2
 PUBLIC = prompt(NUM_PUBLIC * BLOCK_SIZE)

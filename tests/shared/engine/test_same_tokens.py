@@ -6,7 +6,7 @@ import pytest
 
 from shared.engine.batching.sequence import SequenceState
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import (
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,

@@ -16,7 +16,7 @@ from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey
 from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import INSTANCE
-from tests.simulation.world.kv_link import SimulatedDialer, SimulatedReceiver
+from tests.support.world.kv_link import SimulatedDialer, SimulatedReceiver
 
 
 def pytest_asyncio_loop_factories(

@@ -12,10 +12,10 @@ from shared.lifecycle.release import installed_release
 from shared.messages import Heartbeat, Role, WorkerLoad
 from shared.subjects import heartbeat
 from shared.transport.round_trips import IN_USE_S, PROBE_INTERVAL_S, UNKNOWN_S
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.process import SimulatedProcess
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.process import SimulatedProcess
+from tests.support.world.randomness import SeededRandomness
 
 
 class Process:

@@ -21,9 +21,9 @@ from shared.lifecycle.host_models import (
     ReceivedModels,
 )
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.randomness import SeededRandomness
 
 DEVICE = DeviceMemory(device="cpu", budget_bytes=1 << 34, used_bytes=1 << 30)
 

@@ -9,8 +9,8 @@ import pytest
 from shared.clock import MonotonicClock
 from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore, Store
-from tests.servers import RedisServer
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
+from tests.support.world.store import MemoryStore
 
 NOW = 1_700_000_000.5
 

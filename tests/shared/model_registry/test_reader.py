@@ -14,7 +14,7 @@ from shared.model_registry.reader import POLL_S, CatalogueReader
 from shared.model_registry.record import CATALOGUE, CATALOGUE_VERSION
 from shared.store import RedisStore, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.tenant import GENERATION
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 
 class Polls:

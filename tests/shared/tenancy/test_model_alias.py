@@ -12,7 +12,7 @@ from shared.store import RedisStore
 from shared.tenancy.model_alias import ALIASES, aliases_of, check_model_id, is_model_id
 from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
 from shared.tenancy.tenant_admin import store_api_key
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 NOW = 1_700_000_000.5
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"

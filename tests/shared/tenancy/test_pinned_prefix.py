@@ -17,9 +17,9 @@ from shared.tenancy.pinned_prefix import (
     TooManyPrefixes,
 )
 from shared.tenancy.tenant import TENANTS
-from tests.servers import RedisServer
-from tests.simulation.world.clock import run
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
+from tests.support.world.clock import run
+from tests.support.world.store import MemoryStore
 
 NOW = 1_000.0
 

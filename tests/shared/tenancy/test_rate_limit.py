@@ -25,7 +25,7 @@ from shared.tenancy.rate_limit import (
     Settled,
     to_limit_state,
 )
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 LEASE_S = 15.0
 UNLIMITED: dict[str, int] = {}

@@ -16,8 +16,8 @@ from shared import subjects
 from shared.config import GatewayConfig
 from shared.lifecycle.identity import connect_to_clients
 from shared.subjects import api_request, sent_by
-from tests.servers import NatsServer
 from tests.shared.transport.test_bus import raw_client
+from tests.support.servers import NatsServer
 
 OWN_INBOX = "_INBOX.client-1.abc"
 

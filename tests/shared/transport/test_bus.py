@@ -25,7 +25,7 @@ from shared.errors import (
 )
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
 from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
-from tests.servers import NatsServer, free_port
+from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[NatsBus]]

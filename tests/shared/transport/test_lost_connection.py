@@ -6,7 +6,7 @@ from shared.background import TASK_FAILED
 from shared.clock import MonotonicClock
 from shared.transport.bus import NatsBus
 from shared.transport.lost_connection import AWAY_S, POLL_S, STOPPED_S, LostConnection
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 
 
 def test_connection_that_stops_reading_is_lost_after_seconds() -> None:

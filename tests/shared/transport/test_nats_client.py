@@ -16,7 +16,7 @@ from nats.errors import BadSubjectError, NoRespondersError, TimeoutError
 from shared import subjects
 from shared.transport import nats_client
 from shared.transport.nats_client import DirectClient
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 
 SUBJECT = subjects.sent_by(subjects.list_blocks("prefill", "prefill-1"), "kv_index-1")
 

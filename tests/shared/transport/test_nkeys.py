@@ -15,7 +15,7 @@ from shared.nats_urls import nats_servers, user_of, without_password
 from shared.subjects import API_REQUESTS, SUBMIT
 from shared.transport.bus import NatsBus
 from shared.transport.nkeys import UserKey
-from tests.servers import Server, find_binary, free_port
+from tests.support.servers import Server, find_binary, free_port
 
 NAMES = ["gateway=gateway-1", "scheduler=scheduler-1@eu", "client=client-1"]
 

@@ -39,8 +39,8 @@ from shared.messages import (
 from shared.numerics import Numerics
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
 from tests.services.scheduler.literals import submit_of
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[NatsBus]]

@@ -17,9 +17,9 @@ from shared.store import RedisStore, StoreUnavailable
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser, nats_server_config
-from tests.certificates import Authority, server_context
-from tests.recording_relay import relay_to
-from tests.servers import NatsServer, RedisServer, Server, find_binary, free_port
+from tests.support.certificates import Authority, server_context
+from tests.support.recording_relay import relay_to
+from tests.support.servers import NatsServer, RedisServer, Server, find_binary, free_port
 
 SECRET = "the-password-of-decode-1"
 CONNECT_S, REFUSED_S = 10.0, 0.4

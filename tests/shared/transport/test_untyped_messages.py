@@ -16,7 +16,7 @@ from shared.subjects import API_GROUP, API_REQUESTS, api_request
 from shared.transport.bus import NatsBus
 from shared.transport.nats_client import DirectClient
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, NatsServer
+from tests.support.servers import PASSWORD, NatsServer
 
 MAX_PAYLOAD_BYTES = 8192
 SUBJECT, INBOX = api_request("chat", "client-1"), "_INBOX.client-1.abc"

@@ -49,8 +49,8 @@ from shared.errors import (
 from shared.lifecycle.health import SILENCE_LIMIT_S
 from shared.store import BREAKER_S, MAX_STORE_TIMEOUT_S
 from tests.simulation.plan import PATIENT_S, POISON, Fault, Plan
-from tests.simulation.world.bus import GIVEN_UP_AFTER_S
 from tests.simulation.world.client import Client
+from tests.support.world.bus import GIVEN_UP_AFTER_S
 
 REJOIN_S = 0.4  # to reconnect and resume heartbeats
 TWIN_GONE_S = SILENCE_LIMIT_S + REJOIN_S  # until peers no longer believe that two processes live

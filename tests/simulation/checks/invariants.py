@@ -12,7 +12,7 @@ from tests.simulation.checks.expected import Expected, expected_of, expected_pro
 from tests.simulation.plan import POISON
 from tests.simulation.world.client import Client
 from tests.simulation.world.fleet import Fleet
-from tests.simulation.world.workers import SimulatedWorker
+from tests.support.world.workers import SimulatedWorker
 
 # Faults that must not cause a resubmission.
 UNDISTURBING = {

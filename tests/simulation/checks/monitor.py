@@ -17,7 +17,7 @@ from tests.simulation.checks.expected import states_of
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.hosts import SimulatedHost
 from tests.simulation.world.members import AnyHost, SimulatedScheduler
-from tests.simulation.world.workers import SimulatedWorker
+from tests.support.world.workers import SimulatedWorker
 
 if TYPE_CHECKING:
     from services.decode.running_request import RunningRequest

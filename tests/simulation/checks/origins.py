@@ -22,8 +22,8 @@ from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.messages import BlocksStored, KvEvents, Request
 from shared.packing import unpack_hashes
-from tests.simulation.world.store import MemoryStore
-from tests.simulation.world.workers import BLOCK_SIZE, CopyingExecutor
+from tests.support.world.store import MemoryStore
+from tests.support.world.workers import BLOCK_SIZE, CopyingExecutor
 
 MARK = STATE_BYTES - 1  # the byte of a token's KV that has the owner's number; 0: no owner
 

@@ -11,7 +11,8 @@ from shared import block_hash
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
-from tests.simulation.plan import BLOCK_SIZE, RequestPlan
+from tests.simulation.plan import RequestPlan
+from tests.support.world.workers import BLOCK_SIZE
 
 REVISION = "r1"
 

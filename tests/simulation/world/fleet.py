@@ -22,14 +22,11 @@ from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.simulation.checks.excuses import TWIN_GONE_S, Trouble
-from tests.simulation.checks.leaks import of_index
 from tests.simulation.checks.monitor import Monitor, tasks_left
-from tests.simulation.plan import BLOCK_SIZE, MODEL, POISON, TENANTS, Fault, Plan
-from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.plan import POISON, TENANTS, Fault, Plan
 from tests.simulation.world.client import Client
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.hosts import SimulatedHost
-from tests.simulation.world.kv_link import HARMLESS, DataPlane, FrameFate
 from tests.simulation.world.members import (
     AnyHost,
     Member,
@@ -37,9 +34,12 @@ from tests.simulation.world.members import (
     SimulatedScheduler,
     health_monitor_of,
 )
-from tests.simulation.world.ranks import STOPPED_S
-from tests.simulation.world.store import MemoryStore
-from tests.simulation.world.workers import SimulatedWorker
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.kv_link import HARMLESS, DataPlane, FrameFate
+from tests.support.world.leaks import of_index
+from tests.support.world.ranks import STOPPED_S
+from tests.support.world.store import MemoryStore
+from tests.support.world.workers import BLOCK_SIZE, MODEL, SimulatedWorker
 
 JOIN_S = 0.5
 RESTART_S = 0.5  # from the exit of a worker to its next start

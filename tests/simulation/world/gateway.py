@@ -16,13 +16,13 @@ from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
 from shared.lifecycle.heartbeat import HealthMonitor
-from tests.simulation.checks.leaks import not_empty
-from tests.simulation.plan import MODEL
-from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.client import Client
-from tests.simulation.world.process import ProcessClock, SimulatedProcess
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.store import MemoryStore, ProcessStore
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.leaks import not_empty
+from tests.support.world.process import ProcessClock, SimulatedProcess
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.store import MemoryStore, ProcessStore
+from tests.support.world.workers import MODEL
 
 
 class ClientDisconnected(HearthError):

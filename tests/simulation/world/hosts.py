@@ -36,10 +36,10 @@ from shared.messages import (
     WakeWorker,
 )
 from tests.simulation.plan import FaultKind, HostedPlan
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.process import ProcessClock, SimulatedProcess
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.workers import REVISION, SimulatedWorker
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.process import ProcessClock, SimulatedProcess
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.workers import REVISION, SimulatedWorker
 
 if TYPE_CHECKING:
     from tests.simulation.world.members import Member

@@ -25,11 +25,11 @@ from shared.messages import (
 )
 from shared.tenancy.tenant import TenantRecord
 from tests.simulation.checks.origins import MarkedExecutor, Origins
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.kv_link import DataPlane
 from tests.simulation.world.members import SimulatedIndex
-from tests.simulation.world.store import MemoryStore
-from tests.simulation.world.workers import BLOCK_SIZE, Peer, Received, SimulatedWorker
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.store import MemoryStore
+from tests.support.world.workers import BLOCK_SIZE, Peer, Received, SimulatedWorker
 
 NUM_BLOCKS = 26  # of each worker: the tenants' prompts do not fit together
 

@@ -10,14 +10,14 @@ from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import KvIndexConfig, SchedulerConfig
 from shared.lifecycle.heartbeat import HealthMonitor
-from tests.simulation.checks import leaks
-from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.hosts import SimulatedHost
-from tests.simulation.world.process import ProcessClock, SimulatedProcess
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.store import MemoryStore, ProcessStore
-from tests.simulation.world.workers import SimulatedWorker
+from tests.support.world import leaks
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.process import ProcessClock, SimulatedProcess
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.store import MemoryStore, ProcessStore
+from tests.support.world.workers import SimulatedWorker
 
 
 def _max_local_prefill_tokens(seed: int) -> int:

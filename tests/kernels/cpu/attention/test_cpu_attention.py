@@ -13,7 +13,7 @@ from kernels.cpu.attention.prefill_attention import prefill_attention
 from kernels.cpu.attention.vector_attention import SEGMENT
 from shared.kv_layout import Chunk, Reach, Window, first_seen
 from tests.kernels.support.lower import lower_of
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCE)

@@ -12,7 +12,7 @@ from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.gemm_common import HALF_CHUNK_ROWS
 from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.ops import compress_weight, pack_weight, packed_argmax, packed_form, packed_logits
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")

@@ -17,7 +17,7 @@ from kernels.cpu.gemm.compressed_linear import compressed_linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, compress_weight
 from kernels.cpu.gemm.decompress_rows import decode_strips, select_rows
 from kernels.cpu.gemm.linear import pack_weight
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 # (N, K): one block, full tiles, and partial blocks of rows, of columns, of both
 SHAPES = [

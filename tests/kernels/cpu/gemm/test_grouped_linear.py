@@ -20,7 +20,7 @@ from tests.kernels.support.expert_inputs import (
     expert_operands,
     expert_rows,
 )
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 DTYPES = (torch.bfloat16, torch.float32)
 

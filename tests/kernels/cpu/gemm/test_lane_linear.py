@@ -14,7 +14,7 @@ from kernels.cpu.gemm.lane_linear import LibraryLanes, lane_linear, lane_sums, p
 from kernels.ops import packed_form
 from kernels.reference.lane_linear import lane_sums as reference_sums
 from kernels.sum_lanes import SumLanes, add_lanes
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 NUM_COLUMNS = 96
 # Widths of lanes: some are empty; longer than a piece that stays in the L1 cache; no blocks of 32.

@@ -13,7 +13,7 @@ from kernels.cpu.gemm.linear import is_packed, linear, pack_weight
 from kernels.cpu.simd.cpu_features import has_amx, has_avx512, has_pair_products
 from kernels.ops import packed_form
 from tests.kernels.support.tolerance import assert_near
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 # (K, N): full tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
 SHAPES = [(48, 80), (64, 32), (60, 191), (96, 256), (768, 160), (1100, 64), (2048, 96)]

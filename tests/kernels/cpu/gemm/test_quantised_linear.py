@@ -26,7 +26,7 @@ from tests.kernels.support.quantised import (
     random_fp8,
     random_int4,
 )
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 # (N, K): decoded beside the product; partial blocks; fewer rows than a block
 SHAPES = [(64, 128), (160, 640), (96, 384), (33, 96), (7, 64), (200, 320), (300, 1152)]

@@ -28,7 +28,7 @@ from kernels.ops import (
     silu_and_mul,
 )
 from kernels.sum_lanes import SumLanes
-from tests.threads import computing_threads
+from tests.support.threads import computing_threads
 
 BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")

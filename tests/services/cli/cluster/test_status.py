@@ -13,8 +13,8 @@ from shared.clock import MonotonicClock
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
-from tests.services.cli.running import WAIT_S, start_hearth
+from tests.support.servers import NatsServer
+from tests.support.services.running import WAIT_S, start_hearth
 
 
 @pytest.fixture

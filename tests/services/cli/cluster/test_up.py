@@ -22,9 +22,10 @@ from services.local.state import LocalClusterState, StateDir
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
 from shared.subjects import credential_of
-from tests.servers import RedisServer, Server, find_binary
 from tests.services.cli.in_process import call_hearth
-from tests.services.cli.running import (
+from tests.services.local.hub_home import MODEL, offline, write_hub_home
+from tests.support.servers import RedisServer, Server, find_binary
+from tests.support.services.running import (
     NoModel,
     add_tenants,
     cluster_of,
@@ -37,7 +38,6 @@ from tests.services.cli.running import (
     run_hearth,
     start_hearth,
 )
-from tests.services.local.hub_home import MODEL, offline, write_hub_home
 
 
 class Up:

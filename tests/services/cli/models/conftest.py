@@ -9,9 +9,9 @@ from subprocess import CompletedProcess
 import pytest
 import redis
 
-from tests.servers import RedisServer
 from tests.services.cli.in_process import call_hearth
-from tests.services.cli.running import environ_for
+from tests.support.servers import RedisServer
+from tests.support.services.running import environ_for
 
 Hearth = Callable[..., CompletedProcess[str]]
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import redis
 
-from tests.servers import RedisServer
 from tests.services.cli.models.conftest import Hearth, text
+from tests.support.servers import RedisServer
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
 

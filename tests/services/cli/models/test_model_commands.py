@@ -25,11 +25,11 @@ from shared.store import RedisStore
 from shared.subjects import heartbeat
 from shared.tenancy.audit import AUDIT
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
 from tests.services.cli.cluster.heartbeats import host_heartbeat, hosted
 from tests.services.cli.in_process import call_hearth
 from tests.services.cli.models.conftest import Hearth, text
-from tests.services.cli.running import environ_for
+from tests.support.servers import NatsServer, RedisServer
+from tests.support.services.running import environ_for
 
 T = TypeVar("T")
 RECORD = b'{"name":"m","revisions":[{"name":"r1","source":"org/m"}]}'

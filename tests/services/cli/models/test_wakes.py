@@ -16,10 +16,10 @@ from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import Done, ModelWaking, ParkModel, WakeModel
 from shared.subjects import heartbeat, host_models
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
 from tests.services.cli.cluster.heartbeats import host_heartbeat, hosted
 from tests.services.cli.in_process import call_hearth
-from tests.services.cli.running import environ_for
+from tests.support.servers import NatsServer
+from tests.support.services.running import environ_for
 
 
 def view(revision: str, state: str, host_id: str = "host-1") -> ModelView:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from services.__main__ import app
 from shared.tenancy import audit
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 RUNNER = CliRunner()
 

@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.store import RedisStore
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 from tests.test_cli import hearth
 
 

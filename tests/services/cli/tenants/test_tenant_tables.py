@@ -17,9 +17,9 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
-from tests.servers import RedisServer
 from tests.services.cli.in_process import call_hearth
-from tests.services.cli.running import environ_for
+from tests.support.servers import RedisServer
+from tests.support.services.running import environ_for
 
 Hearth = Callable[..., CompletedProcess[str]]
 

@@ -18,8 +18,8 @@ from shared.randomness import SystemRandomness
 from shared.subjects import trace
 from shared.telemetry.timeline import Phase, Timeline, Try
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
-from tests.services.cli.running import WAIT_S, start_hearth
+from tests.support.servers import NatsServer
+from tests.support.services.running import WAIT_S, start_hearth
 
 TIMELINE = Timeline(
     request_id="r-1",

@@ -20,8 +20,8 @@ from services.gateway.http.connection import connection_of
 from services.gateway.http.server import WebServer
 from shared.errors import ConfigError
 from shared.tls import TlsFiles
-from tests.certificates import Authority
 from tests.services.gateway.http.test_server import app
+from tests.support.certificates import Authority
 
 PART_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.gateway.http.connection import CHECKS_PER_TIMEOUT, ClientConnection
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 TIMEOUT_S = 30.0
 

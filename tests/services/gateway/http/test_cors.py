@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from services.gateway.service import build_gateway
 from shared.config import ConfigError, GatewayConfig, check
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster
+from tests.support.servers import NatsServer
 
 OURS, FOREIGN = "https://app.example", "https://app.example.evil"
 ALLOWED, CREDENTIALS = "access-control-allow-origin", "access-control-allow-credentials"

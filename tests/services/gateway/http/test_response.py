@@ -26,7 +26,7 @@ from shared.config import GatewayConfig
 from shared.errors import HearthError, Overloaded
 from shared.messages import TokenLogprobs
 from tests.services.gateway.request.test_request_output import LENGTH, delivery_of
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 BODY = "http.response.body"
 

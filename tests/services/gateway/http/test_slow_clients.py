@@ -20,11 +20,11 @@ from shared.config import GatewayConfig
 from shared.errors import HearthError
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.samples import sample_sum
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 KEY = "key-of-acme"

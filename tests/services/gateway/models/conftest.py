@@ -24,9 +24,9 @@ from shared.store import RedisStore
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer, RedisServer
-from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD, PeerDecode, PeerScheduler
+from tests.support.servers import NatsServer, RedisServer
+from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
 
 ENGLISH, GERMAN = "hello world, the quick brown fox", "hallo Welt, der schnelle braune Fuchs"

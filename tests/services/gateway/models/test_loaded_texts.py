@@ -26,7 +26,7 @@ from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
-from tests.services.gateway.model_dir import without_process, write_model_dir
+from tests.support.services.model_dir import without_process, write_model_dir
 from tests.support.waiting import until
 
 

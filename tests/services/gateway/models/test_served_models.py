@@ -24,10 +24,10 @@ from shared.model_registry.admin import CatalogueAdmin
 from shared.model_registry.reader import CatalogueReader
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
-from tests.services.gateway.model_dir import served_text, without_process
 from tests.services.gateway.peer import CARD
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.store import MemoryStore
+from tests.support.services.model_dir import served_text, without_process
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.store import MemoryStore
 
 ACME, OTHER = TenantRecord(tenant_id="acme"), TenantRecord(tenant_id="other")
 

@@ -15,8 +15,8 @@ from nats.aio.msg import Msg
 from services.client.hearth_nats import HearthClient
 from services.gateway.service import GatewayService
 from shared.subjects import api_request
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import Cluster, SharedCluster
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 

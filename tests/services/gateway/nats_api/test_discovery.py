@@ -25,7 +25,7 @@ from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from shared.errors import Overloaded
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser
-from tests.servers import PASSWORD, NatsServer
+from tests.support.servers import PASSWORD, NatsServer
 
 INBOX = "_INBOX.client-1.abc"
 METADATA = {"gateway": "gateway-1"}

@@ -19,7 +19,6 @@ from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity
-from tests.servers import NatsServer
 from tests.services.gateway import peer
 from tests.services.gateway.conftest import ANSWER, running_cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY
@@ -33,6 +32,7 @@ from tests.services.gateway.nats_api.conftest import (
 )
 from tests.services.gateway.nats_api.test_requests import STREAMED, open_requests, text_of
 from tests.services.gateway.nats_api.test_responses import check_error
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 

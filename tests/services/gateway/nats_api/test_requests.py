@@ -20,11 +20,11 @@ from services.gateway.nats_api import generation, listeners, served_request
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, store_key
 from tests.services.gateway.dialects.openai.test_chat_http import BODY
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
 from tests.services.gateway.nats_api.test_responses import check_error
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 STREAMED = {**BODY, "stream": True}

@@ -13,7 +13,6 @@ from shared.errors import Overloaded
 from shared.subjects import api_request
 from shared.tenancy.tenant import TENANTS
 from shared.transport.untyped_messages import UntypedMessages
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER
 from tests.services.gateway.dialects.anthropic.stream import MESSAGES, message_of
 from tests.services.gateway.dialects.anthropic.test_messages_http import BODY as MESSAGE
@@ -25,6 +24,7 @@ from tests.services.gateway.dialects.responses.events import (
 )
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
 from tests.services.gateway.samples import sample_sum
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 PATHS = {

@@ -12,8 +12,8 @@ import pytest
 
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster, running_cluster
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 TOKEN = "of-the-operator"

@@ -17,8 +17,8 @@ from shared.config import GatewayConfig
 from shared.store import RedisStore
 from shared.tenancy.tenant import usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.conftest import API_KEY, running_cluster
+from tests.support.servers import NatsServer, RedisServer
 
 TOKEN = "of-the-operator"
 NOW = 1_760_000_000.0

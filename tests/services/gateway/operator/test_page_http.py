@@ -12,8 +12,8 @@ from services.gateway.operator.page.files import FOLDER, read_files
 from services.gateway.operator.page.headers import POLICY, HostCheck
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import Cluster, running_cluster
+from tests.support.servers import NatsServer
 
 MAX_BYTES = 80 * 1024
 MAX_LINES = 1500  # of code: without empty lines and comments

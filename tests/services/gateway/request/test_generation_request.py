@@ -32,8 +32,8 @@ from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import SamplingParams
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
-from tests.services.gateway.model_dir import served_text, write_model_dir
 from tests.services.gateway.peer import CARD
+from tests.support.services.model_dir import served_text, write_model_dir
 
 
 def params(tmp_path: Path, defaults: dict[str, Any], **given: Any) -> SamplingParams:

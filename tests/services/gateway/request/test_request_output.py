@@ -20,8 +20,8 @@ from shared.config import GatewayConfig
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
-from tests.services.gateway.model_dir import served_text
 from tests.services.gateway.peer import CARD
+from tests.support.services.model_dir import served_text
 
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
 

@@ -17,10 +17,10 @@ from shared.errors import WorkerBusy
 from shared.messages import AbortRequest, Finish, Served, TokenBatch, TokenEntry
 from shared.packing import unpack_token_ids
 from shared.transport.bus import failure_of
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of, text_of
 from tests.services.gateway.samples import sample_sum
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.own_cluster

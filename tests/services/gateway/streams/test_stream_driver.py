@@ -21,9 +21,9 @@ from shared.messages import (
 )
 from shared.subjects import SUBMIT, control, placement, tokens
 from tests.services.gateway.streams.test_streams import Recorder, request
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.randomness import SeededRandomness
 
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
 

@@ -22,8 +22,8 @@ from shared.tenancy.tenant import (
     keys_of,
 )
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of, store_api_key
-from tests.servers import RedisServer
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
+from tests.support.world.store import MemoryStore
 
 NOW = 1_700_000_000.0
 

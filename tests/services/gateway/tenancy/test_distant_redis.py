@@ -21,8 +21,8 @@ from shared.store import (
     StoreUnavailable,
 )
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.relay import DelayingRelay
-from tests.servers import RedisServer
+from tests.support.relay import DelayingRelay
+from tests.support.servers import RedisServer
 from tests.support.waiting import until
 
 ONE_WAY_S = 0.04

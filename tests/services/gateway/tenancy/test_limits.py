@@ -27,10 +27,10 @@ from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.rate_limit import LEASE_S, LimitState
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import RedisServer
-from tests.simulation.world.clock import VirtualClock, run
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
 from tests.support.waiting import until
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.store import MemoryStore
 
 
 class PacedClock:

@@ -23,11 +23,11 @@ from shared.messages import Request
 from shared.store import RedisStore
 from shared.tenancy.tenant import TENANTS, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import PeerDecode, Run
+from tests.support.servers import NatsServer, RedisServer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.own_cluster

@@ -18,8 +18,8 @@ from shared.tenancy.model_alias import ALIASES, MAX_ALIASES, aliases_of
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.tenant import GENERATION, TENANTS
 from shared.tenancy.tenant_admin import store_api_key
-from tests.servers import RedisServer
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
+from tests.support.world.store import MemoryStore
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
 

@@ -14,8 +14,8 @@ from shared.errors import AuthenticationFailed, ConfigError
 from shared.store import RedisStore
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of
-from tests.servers import RedisServer
 from tests.services.gateway.tenancy.test_api_keys import NOW, ManualClock, look_up
+from tests.support.servers import RedisServer
 
 
 @pytest.fixture

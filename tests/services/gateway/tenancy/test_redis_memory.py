@@ -7,7 +7,7 @@ from services.gateway.observability.metrics.redis import MemoryUse
 from services.gateway.tenancy.redis_memory import RedisMemory
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 
 async def test_bounds_follow_the_memory_of_redis(redis_server: RedisServer) -> None:

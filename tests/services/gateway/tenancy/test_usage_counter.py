@@ -21,8 +21,8 @@ from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.tenant import UsageKind, UsageRow, usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import RedisServer
-from tests.simulation.world.store import MemoryStore
+from tests.support.servers import RedisServer
+from tests.support.world.store import MemoryStore
 
 DAY_S = 86_400.0
 NOON = 1_700_000_000.0 // DAY_S * DAY_S + DAY_S / 2

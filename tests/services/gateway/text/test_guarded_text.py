@@ -32,7 +32,7 @@ from services.gateway.text.process_jobs import (
     frame,
     render_job,
 )
-from tests.services.gateway.model_dir import CHAT_TEMPLATE, EOS_TOKEN_ID, write_model_dir
+from tests.support.services.model_dir import CHAT_TEMPLATE, EOS_TOKEN_ID, write_model_dir
 
 ROOT = Path(services.__file__).resolve().parents[1]
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|im_start|>x"]

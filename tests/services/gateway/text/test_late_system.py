@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.gateway.text.chat_template import ChatTemplate
-from tests.services.gateway.model_dir import CHAT_TEMPLATE
+from tests.support.services.model_dir import CHAT_TEMPLATE
 
 REJECTS = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"

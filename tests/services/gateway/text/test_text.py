@@ -22,7 +22,7 @@ from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
-from tests.services.gateway.model_dir import write_model_dir
+from tests.support.services.model_dir import write_model_dir
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 

@@ -21,8 +21,8 @@ from shared.messages import (
     WakeModel,
 )
 from tests.services.scheduler.rig import Rig, Worker, eventually, hash_of
-from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.randomness import SeededRandomness
+from tests.support.world.clock import VirtualClock
+from tests.support.world.randomness import SeededRandomness
 
 WEIGHTS, FLOOR = 10, 20
 

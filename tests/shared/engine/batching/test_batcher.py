@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.engine.batching.batcher import Batcher
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
-from tests.shared.engine.support.rig import BLOCK_SIZE, greedy, new_sequence, prompt, row_of
+from tests.support.engine.rig import BLOCK_SIZE, greedy, new_sequence, prompt, row_of
 
 RUNNING, WAITING, HELD = SequenceState.RUNNING, SequenceState.WAITING, SequenceState.HELD
 

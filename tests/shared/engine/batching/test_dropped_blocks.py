@@ -10,9 +10,9 @@ import torch
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.kv_layout import Chunk, Window, first_sent
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import (
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,

@@ -6,7 +6,7 @@ import pytest
 
 from shared.engine.batching.sequence import Sequence
 from shared.kv_layout import Chunk, PagedKv, Reach, Window, group_layers
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
+from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt
 
 NUM_TOKENS = 2048
 # a Scout has 12 full layers and 36 chunked ones; of a gpt-oss every other layer has a window

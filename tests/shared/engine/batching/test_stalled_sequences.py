@@ -7,8 +7,8 @@ import pytest
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.errors import StepFailed
 from shared.messages import SamplingParams
-from tests.shared.engine.support.masked import SumGrammar
-from tests.shared.engine.support.rig import (
+from tests.support.engine.masked import SumGrammar
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     Rig,

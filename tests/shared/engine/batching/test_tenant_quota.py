@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.engine.batching.block_pool import BlockPool
 from tests.shared.engine.batching.test_block_pool import removed_by
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
+from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
 
 NO_QUOTA = 0
 

@@ -20,10 +20,10 @@ from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import WorkerBusy
 from tests.services.decode.test_handoff import cluster
 from tests.shared.engine.batching.test_tenant_quota import cached
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.rig import greedy, new_sequence, prompt
-from tests.simulation.world.clock import run
-from tests.simulation.world.workers import BLOCK_SIZE, CopyingExecutor, request_of
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.rig import greedy, new_sequence, prompt
+from tests.support.world.clock import run
+from tests.support.world.workers import BLOCK_SIZE, CopyingExecutor, request_of
 
 NUM_BLOCKS = 12
 

@@ -1,6 +1,6 @@
 """If the bits of any result change, `KERNELS_VERSION` must be raised.
 
-Then `python -m tests.shared.engine.support.golden --write` records the new digests.
+Then `python -m tests.support.engine.golden --write` records the new digests.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from kernels.device import IS_INTERPRETED
 from shared.engine.executors.loading import device_numerics as numerics
 from shared.numerics import KERNELS_VERSION, TRITON_KERNELS_VERSION
-from tests.shared.engine.support import golden
+from tests.support.engine import golden
 
-RECORD = "record the digests: python -m tests.shared.engine.support.golden --write"
+RECORD = "record the digests: python -m tests.support.engine.golden --write"
 
 
 def check(found: golden.Digests) -> None:

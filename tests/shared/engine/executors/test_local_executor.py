@@ -15,9 +15,9 @@ from shared.engine.executors.load import load_executor, resolve_device
 from shared.engine.step import KvRun
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import SamplingParams
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.rig import new_sequence, row_of
-from tests.shared.engine.support.steps import Blocks, Line, advance, greedy, prefill, step_of
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.rig import new_sequence, row_of
+from tests.support.engine.steps import Blocks, Line, advance, greedy, prefill, step_of
 
 PROMPT = torch.randint(3, 199, (83,), generator=torch.Generator().manual_seed(7)).tolist()
 

@@ -13,10 +13,10 @@ from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.model_loading import kv_layout_of
 from shared.engine.models.checkpoint_config import read_config
 from shared.messages import SamplingParams
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.families import YARN
-from tests.shared.engine.support.model_worker import Worker, push_kv
-from tests.shared.engine.support.rig import new_sequence
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.families import YARN
+from tests.support.engine.model_worker import Worker, push_kv
+from tests.support.engine.rig import new_sequence
 
 NUM_SAMPLED = 6
 BUDGET = 2048

@@ -12,9 +12,9 @@ import pytest
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.kv_layout import first_sent
 from shared.messages import SamplingParams
-from tests.shared.engine.support.families import FAMILIES, Family
-from tests.shared.engine.support.model_worker import Worker, executor_with, push_kv
-from tests.shared.engine.support.rig import new_sequence
+from tests.support.engine.families import FAMILIES, Family
+from tests.support.engine.model_worker import Worker, executor_with, push_kv
+from tests.support.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
 OTHERS = [[(11 * n + k) % 190 + 3 for n in range(20 + 9 * k)] for k in range(6)]

@@ -15,9 +15,9 @@ from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.step_plan import decode_plan, encode
 from shared.errors import StepFailed
-from tests.shared.engine.support.planned_rig import PlannedRig
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
 from tests.shared.engine.test_engine_operations import PROMPTS, EngineMachine
+from tests.support.engine.planned_rig import PlannedRig
+from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
 
 
 class PlannedMachine(EngineMachine):

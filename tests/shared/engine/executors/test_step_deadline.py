@@ -4,7 +4,7 @@ from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.step_deadline import COMPILE_S, StepBudget, step_units
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.loop import EngineLoop
-from tests.shared.engine.support.rig import InstantClock, Rig
+from tests.support.engine.rig import InstantClock, Rig
 
 STEP = step_units(idle_step(16, [1]))
 

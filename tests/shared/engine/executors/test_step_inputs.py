@@ -11,7 +11,7 @@ import pytest
 from shared.engine.batching.sequence import Sequence
 from shared.engine.step import SAMPLING_ROW
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import greedy, inputs_of, new_sequence, row_of
+from tests.support.engine.rig import greedy, inputs_of, new_sequence, row_of
 
 
 def sequence_with(

@@ -11,9 +11,9 @@ import torch
 
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.step_threads import StepThreads
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.steps import Blocks, step_of
-from tests.threads import computing_threads
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.steps import Blocks, step_of
+from tests.support.threads import computing_threads
 
 LARGE, SMALL = 125_000_000, 100_000
 

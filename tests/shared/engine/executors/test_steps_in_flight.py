@@ -19,7 +19,6 @@ from shared.engine.loop import EngineLoop
 from shared.engine.step import StepInputs, StepOutput
 from shared.kv_layout import Reach, Window, first_seen
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import BLOCK_SIZE, greedy, new_sequence, prompt, seeded, solo
 from tests.shared.engine.test_engine_operations import (
     LATE_AT,
     PROMPTS,
@@ -28,7 +27,8 @@ from tests.shared.engine.test_engine_operations import (
     VOCAB_SIZE,
     late_grammar,
 )
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.engine.rig import BLOCK_SIZE, greedy, new_sequence, prompt, seeded, solo
+from tests.support.world.clock import VirtualClock, run
 
 STEP_S = 0.01
 POISON = 777

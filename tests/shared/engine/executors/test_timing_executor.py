@@ -11,7 +11,7 @@ import pytest
 from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, StepCost, TimingExecutor
 from shared.engine.step import KvRun
 from shared.messages import LogprobsMode, SamplingParams
-from tests.shared.engine.support.rig import (
+from tests.support.engine.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,
@@ -22,7 +22,7 @@ from tests.shared.engine.support.rig import (
     seeded,
     solo,
 )
-from tests.simulation.world.clock import VirtualClock, run
+from tests.support.world.clock import VirtualClock, run
 
 
 def test_tokens_are_a_function_of_the_prompt() -> None:

@@ -25,7 +25,7 @@ from shared.kv_wire.shards import in_group, sent_shards
 from shared.messages import DataPlaneAddress, KvTarget, LinkKey
 from shared.numerics import Numerics
 from tests.shared.kv_wire.test_shards import layout_of, shards_of
-from tests.simulation.world.clock import VirtualClock
+from tests.support.world.clock import VirtualClock
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 SOURCE_TABLES, TARGET_TABLES = [[5, 0, 3], [1, 7, 6]], [[2, 6, 1], [4, 0, 3]]

@@ -30,10 +30,10 @@ from shared.engine.weights.load import open_checkpoint, report_unused
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_layout import FP8
 from tests.shared.engine.parallel.rank_threads import run_ranks
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.quantised import edit_tensors
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.quantised import edit_tensors
+from tests.support.engine.steps import Blocks, prefill
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 2

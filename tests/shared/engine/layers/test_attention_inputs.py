@@ -9,7 +9,7 @@ from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.layers.attention_inputs import LayerKind, build_attention_inputs
 from shared.engine.model_config.model_config import QueryTemperature
 from shared.kv_layout import Chunk, Window
-from tests.shared.engine.support.steps import Blocks, Line, step_of
+from tests.support.engine.steps import Blocks, Line, step_of
 
 CPU, NOT_CPU = torch.device("cpu"), torch.device("meta")
 

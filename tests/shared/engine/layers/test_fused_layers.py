@@ -17,8 +17,8 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.fused_layer import FusedLayer
 from shared.engine.models.decoder import Decoder
 from shared.engine.step import LogitBias, Penalties, sampling_rows
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.steps import Blocks, advance, greedy, step_of
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.steps import Blocks, advance, greedy, step_of
 
 pytestmark = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 SHAPE = {

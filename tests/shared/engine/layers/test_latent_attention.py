@@ -15,7 +15,7 @@ from shared.engine.layers.latent_attention import NORM_EPS, LatentAttention
 from shared.engine.layers.linear import ProductModule
 from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.models.checkpoint_config import read_config
-from tests.shared.engine.support.families import FAMILIES
+from tests.support.engine.families import FAMILIES
 
 NUM_TOKENS, BLOCK_SIZE = 70, 16
 

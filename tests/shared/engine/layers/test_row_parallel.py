@@ -15,7 +15,7 @@ from shared.engine.layers.linear import Linear
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.parallel.cuts import column_lanes
-from tests.shared.engine.support import golden
+from tests.support.engine import golden
 
 CASES = [
     ("llama", "bfloat16", "dense"),

@@ -17,9 +17,9 @@ from shared.engine.weights.checkpoint_tensors import FormedTensors
 from shared.engine.weights.load import open_checkpoint
 from shared.errors import CheckpointError
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.quantised import dequantise_folder, edit_config, quantise
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.quantised import dequantise_folder, edit_config, quantise
+from tests.support.engine.steps import Blocks, prefill
 
 PROMPT = [(11 * n) % 190 for n in range(45)]
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -16,8 +16,8 @@ from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.engine.models.checkpoint_config import read_config, with_formats
 from shared.engine.models.llama import configure
 from shared.errors import CheckpointError
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.quantised import edit_config
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.quantised import edit_config
 
 PACKED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

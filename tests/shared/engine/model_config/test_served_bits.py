@@ -20,9 +20,9 @@ from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.errors import CheckpointError
 from tests.shared.engine.parallel.rank_threads import run_ranks
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.quantised import FILE, dequantise_folder, quantise
-from tests.shared.engine.support.steps import Blocks, advance, prefill, step_of
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.quantised import FILE, dequantise_folder, quantise
+from tests.support.engine.steps import Blocks, advance, prefill, step_of
 
 # Decoded beside the product, in fused layers; and shapes of partial blocks, which are not.
 BLOCKS: dict[str, Any] = {

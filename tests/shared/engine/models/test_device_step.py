@@ -26,9 +26,9 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
 from shared.engine.step import sampling_rows
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.families import FAMILIES, SHAPE
-from tests.shared.engine.support.steps import Blocks, step_of
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES, SHAPE
+from tests.support.engine.steps import Blocks, step_of
 
 CPU = torch.device("cpu")
 DENSE = ("llama, yarn", "qwen2", "qwen3", "gemma2", "gemma3", "llama4", "phi3, longrope")

@@ -21,10 +21,10 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.planning.model_tensors import model_tensors
 from shared.engine.planning.stored_weights import read_stored
-from tests.shared.engine.support import family_table
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.reference import margin_checked_prompt
-from tests.shared.engine.support.steps import Blocks, Line, advance, generate, prefill
+from tests.support.engine import family_table
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.reference import margin_checked_prompt
+from tests.support.engine.steps import Blocks, Line, advance, generate, prefill
 
 # Root mean square of the logits' differences from transformers in FP32, over that of the logits.
 # BF16 runs have the same BF16 weights; transformers' own in BF16 are off by 0.007 to 0.07.
@@ -156,7 +156,7 @@ def test_base_model_is_the_same_decoder_without_a_head(
 
 def test_table_of_families_is_current(checkpoint: Checkpoint) -> None:
     configs = [read_config(checkpoint(family, "float32")[0]) for family in FAMILIES]
-    command = "run: python -m tests.shared.engine.support.family_table --write"
+    command = "run: python -m tests.support.engine.family_table --write"
     assert family_table.written(configs) == family_table.README.read_text(), command
 
 

@@ -20,8 +20,8 @@ from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.errors import CheckpointError
 from shared.kv_layout import LatentKv
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.steps import Blocks, prefill
 
 PROMPT = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 NOTICED = 1e-3  # of the logits, RMS: 200 times the tolerance

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.executors.loading.model_loading import set_mode
 from tests.shared.engine.models.test_device_step import computer_of, launched, step_function
-from tests.shared.engine.support.families import DEEPSEEK, FAMILIES, Family
+from tests.support.engine.families import DEEPSEEK, FAMILIES, Family
 
 assert launched  # a fixture
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.engine.executors.load import load_executor
-from tests.shared.engine.support.families import LLAMA4, Family
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.families import LLAMA4, Family
+from tests.support.engine.steps import Blocks, prefill
 
 PARITY = 5e-6  # of FP32
 PROMPT = torch.randint(3, 199, (200,), generator=torch.Generator().manual_seed(5)).tolist()

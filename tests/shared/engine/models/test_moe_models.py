@@ -22,8 +22,8 @@ from shared.engine.layers.moe import Experts, MoeMlp
 from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models import checkpoint_config
 from shared.errors import CheckpointError
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.steps import Blocks, advance, prefill, step_of
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.steps import Blocks, advance, prefill, step_of
 
 PROMPT = torch.randint(3, 199, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 # Sizes of full blocks of 32, which compressed weights need.

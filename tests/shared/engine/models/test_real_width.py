@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shared.engine.executors.load import load_executor
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.families import YARN
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.families import YARN
+from tests.support.engine.steps import Blocks, prefill
 
 NUM_TOKENS = 300
 # Of the median token: in BF16 a few choose another expert, of two with nearly equal scores.

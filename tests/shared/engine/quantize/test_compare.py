@@ -18,9 +18,9 @@ from shared.engine.quantize.compare import (
 )
 from shared.engine.quantize.variants import JUDGED, ORIGINAL, PLAIN, Comparisons
 from shared.errors import CheckpointError, ConfigError
-from tests.shared.engine.support.checkpoints import write_llama, write_model
-from tests.shared.engine.support.quantised import edit_tensors, quantise
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.checkpoints import write_llama, write_model
+from tests.support.engine.quantised import edit_tensors, quantise
+from tests.support.engine.steps import Blocks, prefill
 
 PROMPTS = [[(7 * n + k) % 190 + 3 for n in range(count)] for k, count in enumerate((1, 20, 150))]
 SHAPE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128}

@@ -15,8 +15,8 @@ from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
 from shared.engine.model_config.formats import Fp8Block, Int4, stored_tensors
 from shared.engine.quantize.round_to_nearest import quantised_tensors
 from shared.errors import CheckpointError, ConfigError
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.quantised import quantise
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.quantised import quantise
 
 FORMS = [
     Int4(group=32, is_symmetric=True),

@@ -11,9 +11,9 @@ import pytest
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.step import KvRun
 from shared.messages import LogprobsMode, SamplingParams, TokenLogprobs
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import new_sequence
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]  # four blocks and a partial one
 NUM_TOKENS = 24

@@ -11,10 +11,10 @@ import pytest
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.messages import SamplingParams
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.masked import MODULUS, SumGrammar
-from tests.shared.engine.support.model_worker import Worker, executor_with
-from tests.shared.engine.support.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.masked import MODULUS, SumGrammar
+from tests.support.engine.model_worker import Worker, executor_with
+from tests.support.engine.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
 
 NUM_TOKENS = 16
 EACH_SAMPLING = pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.step import SamplingInputs
 from shared.messages import SamplingParams
-from tests.shared.engine.support.rig import inputs_of, new_sequence, row_of
+from tests.support.engine.rig import inputs_of, new_sequence, row_of
 
 VOCAB_SIZE = 50
 PROMPT, OUTPUT = [3, 4, 4, 9], [9, 7, 7, 7]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from shared.engine.batching.sequence import SequenceState
 from shared.messages import SamplingParams, TokenLogprobs
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.model_worker import Worker
-from tests.shared.engine.support.rig import Rig, new_sequence, prompt
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import Rig, new_sequence, prompt
 
 NUM_TOKENS = 12
 TOKEN_IDS = st.integers(3, 40)

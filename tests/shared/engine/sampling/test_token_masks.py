@@ -20,7 +20,7 @@ from shared.engine.sampling.mask_words import (
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.step import SamplingInputs, TokenMasks
 from tests.shared.engine.sampling.test_sampler import logits_of, sampling_of, sequence_with
-from tests.shared.engine.support.masked import LateMask, ReadyMask, SumGrammar, words_of
+from tests.support.engine.masked import LateMask, ReadyMask, SumGrammar, words_of
 
 VOCAB_SIZE = 50
 LARGEST = float(np.finfo(np.float32).max)

@@ -11,8 +11,8 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.token_masks.mask_lanes import Lanes
 from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.grammar.spec import GrammarSpec
-from tests.shared.engine.support.rig import Rig, new_sequence, seeded
 from tests.shared.grammar.support import EOS, InlineLanes, vocabulary
+from tests.support.engine.rig import Rig, new_sequence, seeded
 
 TENANT = "tenant-a"
 # long enough to be preempted; its outputs differ by the noise

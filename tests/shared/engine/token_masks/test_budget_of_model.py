@@ -11,9 +11,9 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.token_masks.budgeted_output import BudgetedOutput
 from shared.grammar.thinking import ThinkingBudget
 from shared.messages import SamplingParams
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.model_worker import Worker, executor_with
-from tests.shared.engine.support.rig import greedy, new_sequence, prompt
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.model_worker import Worker, executor_with
+from tests.support.engine.rig import greedy, new_sequence, prompt
 
 PROMPT = prompt(9, start=20)
 BUDGET = ThinkingBudget(max_tokens=5, closes=((7, 8, 9),), is_open=True)

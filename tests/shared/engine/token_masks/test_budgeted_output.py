@@ -14,12 +14,12 @@ from shared.grammar.spec import GrammarSpec
 from shared.grammar.thinking import ThinkingBudget
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.test_steps_in_flight import CheckedExecutor, Worker
-from tests.shared.engine.support.planned_rig import PlannedRig
-from tests.shared.engine.support.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
 from tests.shared.engine.test_engine_operations import VOCAB_SIZE as SMALL_VOCAB
 from tests.shared.engine.token_masks.support import TENANT, grammars_of, rig_of
 from tests.shared.grammar.support import EOS, InlineLanes, allowed, compiled, encode, vocabulary
-from tests.simulation.world.clock import run
+from tests.support.engine.planned_rig import PlannedRig
+from tests.support.engine.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
+from tests.support.world.clock import run
 
 PROMPT = prompt(11)
 CLOSE = (991, 992, 993)

@@ -12,9 +12,9 @@ from shared.engine.batching.sequence import SequenceState
 from shared.engine.token_masks.mask_lanes import MaskLanes
 from shared.errors import GrammarFailed
 from shared.grammar.spec import GrammarSpec
-from tests.shared.engine.support.rig import Rig, new_sequence, prompt, seeded, solo
 from tests.shared.engine.token_masks.support import WORDS, constrained, grammars_of, rig_of
 from tests.shared.grammar.support import HOSTILE_REGEX, InlineLanes, compiled, vocabulary
+from tests.support.engine.rig import Rig, new_sequence, prompt, seeded, solo
 
 PROMPT = prompt(11)
 SCHEMA = {

@@ -19,8 +19,8 @@ from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import CheckpointError
 from tests.shared.engine.codec.folders import Silent
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.steps import Blocks, prefill
 
 PROMPT = list(range(5, 60))
 SHAPE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

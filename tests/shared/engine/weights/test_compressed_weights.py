@@ -27,9 +27,9 @@ from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import ConfigError
-from tests.shared.engine.support.checkpoints import write_llama, write_model
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.steps import Blocks, advance, prefill
+from tests.support.engine.checkpoints import write_llama, write_model
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.steps import Blocks, advance, prefill
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]
@@ -230,7 +230,7 @@ from pathlib import Path
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.model_loading import empty_model
 from shared.engine.executors.local_executor import LocalExecutor
-from tests.shared.engine.support.steps import Blocks, generate
+from tests.support.engine.steps import Blocks, generate
 
 def memory(field):
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -16,8 +16,8 @@ from shared.engine.weights import dummy_weights
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import CheckpointError, ConfigError
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.steps import Blocks, generate, prefill
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.steps import Blocks, generate, prefill
 
 PROMPT = list(range(5, 60))
 FAMILIES = ["LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM"]

@@ -20,8 +20,8 @@ from shared.engine.planning.stored_weights import read_stored
 from shared.engine.quantize.quantize_folder import quantise_folder
 from shared.errors import CheckpointError
 from tests.shared.engine.codec.folders import Silent
-from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.checkpoints import LLAMA3_ROPE, write_llama
+from tests.support.engine.steps import Blocks, prefill
 
 PROMPT = list(range(5, 60))
 NORM = "model.layers.1.input_layernorm.weight"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shared.engine.executors.load import load_executor
 from shared.errors import CheckpointError
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.quantised import (
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.quantised import (
     dequantise_folder,
     edit_config,
     edit_tensors,

@@ -22,8 +22,8 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
 from shared.engine.weights.weight_bytes import can_share_packed
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.steps import Blocks, prefill
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.steps import Blocks, prefill
 
 ROOT = Path(__file__).parents[4]
 PROMPT = list(range(5, 60))

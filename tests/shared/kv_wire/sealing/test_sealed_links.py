@@ -15,7 +15,6 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey, LinkSecurity
 from shared.randomness import SystemRandomness
-from tests.recording_relay import RecordingRelay, recording_relay
 from tests.shared.kv_wire.support import (
     INSTANCE,
     RecordingSink,
@@ -24,6 +23,7 @@ from tests.shared.kv_wire.support import (
     header,
     payload_of,
 )
+from tests.support.recording_relay import RecordingRelay, recording_relay
 
 DATA = payload_of(5000)
 

@@ -18,12 +18,12 @@ from shared.config import GatewayConfig
 from shared.messages import Request
 from shared.packing import unpack_hashes, unpack_token_ids
 from tests.clients.messages.claude_code import body_of, first_messages, next_messages
-from tests.servers import NatsServer
 from tests.services.gateway import peer
 from tests.services.gateway.conftest import Cluster, SharedCluster, running_cluster
 from tests.services.gateway.dialects.anthropic.stream import events_of, message_of
 from tests.services.gateway.dialects.openai.test_tools_http import TEMPLATE, answers
-from tests.services.gateway.model_dir import write_model_dir
+from tests.support.servers import NatsServer
+from tests.support.services.model_dir import write_model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,10 +8,10 @@ import pytest
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.grammar.spec import GrammarSpec
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import SharedCluster, running_cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_tools_http import answers
+from tests.support.servers import NatsServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

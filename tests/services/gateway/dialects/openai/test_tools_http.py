@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import Cluster, SharedCluster, running_cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of
-from tests.services.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
+from tests.support.servers import NatsServer
+from tests.support.services.model_dir import CHAT_TEMPLATE, write_model_dir
 
 CLOCK: dict[str, Any] = {
     "type": "function",

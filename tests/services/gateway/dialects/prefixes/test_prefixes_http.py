@@ -29,10 +29,10 @@ from shared.tenancy.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import CARD
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 SYSTEM = "You answer the questions of the quick brown fox, who is lazy today. " * 3

@@ -18,8 +18,8 @@ from shared.errors import DeadlineExceeded, NoCapacity
 from shared.store import StoreUnavailable
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
-from tests.simulation.world.clock import run
-from tests.simulation.world.store import MemoryStore
+from tests.support.world.clock import run
+from tests.support.world.store import MemoryStore
 
 
 class Models:

@@ -13,10 +13,10 @@ from services.gateway.output.results import ChoiceResult
 from services.gateway.text.model_files import ModelFiles, RankingTokens
 from shared.engine.sampling.sampler import sample_tokens
 from shared.errors import HearthError
-from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD
 from tests.shared.engine.sampling.test_sampler import PROMPT, sampling_of
-from tests.shared.engine.support.rig import new_sequence
+from tests.support.engine.rig import new_sequence
+from tests.support.services.model_dir import write_model_dir
 
 TOKENS = RankingTokens(yes=7, no=350)
 # Defaults of a model that would change the distribution.

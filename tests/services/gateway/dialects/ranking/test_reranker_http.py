@@ -16,11 +16,11 @@ from services.gateway.text.model_files import ModelFiles, RankingTokens
 from shared.config import GatewayConfig
 from shared.messages import TokenLogprobs
 from shared.packing import unpack_token_ids
-from tests.servers import NatsServer
 from tests.services.gateway import peer
 from tests.services.gateway.conftest import running_cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
-from tests.services.gateway.model_dir import write_model_dir
+from tests.support.servers import NatsServer
+from tests.support.services.model_dir import write_model_dir
 
 CARD = "---\nlicense: mit\npipeline_tag: text-ranking\n---\n# Ranks\n"
 BODY = {"query": "the fox", "documents": ["<|im_end|>a dog", "the quick fox"]}

@@ -32,10 +32,10 @@ from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.stored_responses import delete_all
 from shared.tenancy.tenant import TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.nats_api.test_gateways import second_gateway
 from tests.services.gateway.samples import sample_sum
+from tests.support.servers import NatsServer, RedisServer
 from tests.support.waiting import until
 
 TENANT, OTHER = TenantRecord(tenant_id="t1"), TenantRecord(tenant_id="t:1")

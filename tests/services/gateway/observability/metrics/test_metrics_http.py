@@ -7,8 +7,8 @@ import pytest
 
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, running_cluster
+from tests.support.servers import NatsServer
 
 
 async def test_metrics_require_token(

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import events_of, text_of
 from tests.services.gateway.peer import PeerDecode
+from tests.support.servers import NatsServer
 
 WAIT_S = 10.0
 

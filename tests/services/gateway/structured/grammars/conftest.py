@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from services.gateway.structured.grammars.grammar import TokenIdOf
 from shared.grammar.spec import GrammarSpec
 from shared.grammar.vocabulary import Vocabulary
-from tests.services.gateway.model_dir import EOS_TOKEN_ID, write_model_dir
+from tests.support.services.model_dir import EOS_TOKEN_ID, write_model_dir
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 HARMONY = [f"<|{each}|>" for each in ("start", "channel", "message", "end", "constrain", "call")]

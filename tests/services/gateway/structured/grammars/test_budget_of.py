@@ -11,7 +11,7 @@ from services.gateway.structured.grammars.thinking import Thinking, budget_of, m
 from services.gateway.structured.tools.families import GEMMA4, HARMONY, HERMES, PLAIN, with_thinking
 from services.gateway.structured.tools.family import Family
 from services.gateway.text.tokenizer import PromptTokenizer
-from tests.services.gateway.model_dir import write_model_dir
+from tests.support.services.model_dir import write_model_dir
 
 THINKING_HERMES = with_thinking(HERMES, "<think>", "</think>\n\n")
 

@@ -43,7 +43,7 @@ from services.gateway.text.process_jobs import (
     over_limit,
 )
 from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
-from tests.services.gateway.model_dir import EOS_TOKEN_ID, write_model_dir
+from tests.support.services.model_dir import EOS_TOKEN_ID, write_model_dir
 from tests.support.waiting import until
 
 # A grammar that compiles at once; its first mask takes a second.

@@ -31,9 +31,9 @@ from shared.messages import Finish, Served, TokenLogprobs
 from shared.packing import pack_token_ids
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant import TenantRecord
-from tests.services.gateway.model_dir import served_text
 from tests.services.gateway.peer import CARD
 from tests.services.gateway.structured.tools.test_response_parser import Parsed
+from tests.support.services.model_dir import served_text
 
 FAMILY = with_thinking(HERMES, "<think>", "</think>")
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")

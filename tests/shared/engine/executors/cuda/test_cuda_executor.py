@@ -26,9 +26,9 @@ from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import ConfigError
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.families import FAMILIES
-from tests.shared.engine.support.steps import Blocks, generate, prefill, step_of
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.steps import Blocks, generate, prefill, step_of
 
 INDEX = 3
 PROMPT = list(range(5, 45))

@@ -18,7 +18,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import DeviceStepOutput
 from shared.engine.step import StepInputs
-from tests.shared.engine.support.checkpoints import write_llama
+from tests.support.engine.checkpoints import write_llama
 
 CONTEXT, NUM_ROWS = 5000, 9
 

@@ -14,13 +14,13 @@ from shared.engine.batching.sequence import SequenceState
 from shared.engine.engine import Engine
 from shared.errors import ConfigError, InvalidRequest
 from shared.kv_layout import Reach, Window
-from tests.shared.engine.support.rig import Rig, greedy, new_sequence, prompt, solo
 from tests.shared.engine.test_engine_operations import (
     NUM_BLOCKS,
     REACHES,
     VOCAB_SIZE,
     EngineMachine,
 )
+from tests.support.engine.rig import Rig, greedy, new_sequence, prompt, solo
 
 GARBAGE = 0xEE
 

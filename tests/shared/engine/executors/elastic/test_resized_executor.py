@@ -20,10 +20,10 @@ from shared.engine.kv.kv_cache import allocate_kv_cache, release_blocks
 from shared.engine.weights.shared_weights import weights_cache_dir
 from shared.errors import ConfigError, InvalidRequest
 from shared.kv_layout import KvGroup, KvLayout, PagedKv
-from tests.services.parked_worker import memory_bytes
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.steps import Blocks, generate
 from tests.shared.engine.test_on_devices import BLOCK_BYTES, PROMPT, cuda
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.steps import Blocks, generate
+from tests.support.services.parked_worker import memory_bytes
 
 NUM_BLOCKS, MOST_BLOCKS, NUM_NEW = 16, 48, 8
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from shared.engine.planning.parallel_plan import all_plans, plan_of
 from shared.engine.step import StepInputs
 from shared.numerics import Activations, exchange_of
 from tests.shared.engine.parallel.rank_threads import run_ranks
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.steps import Blocks, step_of
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.steps import Blocks, step_of
 
 NUM_BLOCKS = 64
 VOCABULARY, HIDDEN = 300, 256

@@ -19,8 +19,8 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.errors import StepFailed
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.group.test_groups import OPTIONS, PROMPT, SHAPE, progress_of
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.rig import new_sequence
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.rig import new_sequence
 
 BAD_TOKEN = 319  # in no prompt of `progress_of`: its embedding is NaN
 

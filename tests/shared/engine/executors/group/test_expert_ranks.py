@@ -23,9 +23,9 @@ from shared.engine.step import StepInputs
 from shared.errors import ConfigError
 from shared.numerics import Activations
 from tests.shared.engine.parallel.rank_threads import run_ranks
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.quantised import quantise
-from tests.shared.engine.support.steps import Blocks, step_of
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.quantised import quantise
+from tests.support.engine.steps import Blocks, step_of
 
 NUM_BLOCKS = 64
 TINY: dict[str, Any] = {

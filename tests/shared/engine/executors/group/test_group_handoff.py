@@ -36,9 +36,9 @@ from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import KvTargets, SamplingParams
 from shared.randomness import SystemRandomness
 from tests.shared.engine.executors.group.test_groups import OPTIONS, PROMPT, SHAPE
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.rig import new_sequence
-from tests.shared.engine.support.steps import Blocks, Line
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.rig import new_sequence
+from tests.support.engine.steps import Blocks, Line
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -26,9 +26,9 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.errors import CheckpointError, ConfigError, DeviceFailed, StepFailed
 from shared.messages import SamplingParams
-from tests.shared.engine.support.checkpoints import write_llama
-from tests.shared.engine.support.masked import SumGrammar
-from tests.shared.engine.support.rig import new_sequence, row_of
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.masked import SumGrammar
+from tests.support.engine.rig import new_sequence, row_of
 from tests.support.waiting import until
 
 VOCAB_SIZE = 320

@@ -18,7 +18,7 @@ from tests.shared.engine.executors.group.test_group_handoff import (
     assert_continues,
 )
 from tests.shared.engine.executors.group.test_groups import SHAPE
-from tests.shared.engine.support.checkpoints import write_model
+from tests.support.engine.checkpoints import write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -25,7 +25,7 @@ from tests.shared.engine.executors.group.test_group_handoff import (
     open_receive,
 )
 from tests.shared.engine.executors.group.test_groups import OPTIONS, SHAPE, progress_of
-from tests.shared.engine.support.checkpoints import write_llama
+from tests.support.engine.checkpoints import write_llama
 
 WAIT_S = 20.0
 

@@ -17,8 +17,8 @@ from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.step import StepInputs
 from tests.shared.engine.parallel.rank_threads import run_ranks
-from tests.shared.engine.support.checkpoints import write_model
-from tests.shared.engine.support.steps import Blocks, step_of
+from tests.support.engine.checkpoints import write_model
+from tests.support.engine.steps import Blocks, step_of
 
 NUM_BLOCKS = 64
 TINY: dict[str, Any] = {

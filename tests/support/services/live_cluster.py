@@ -34,9 +34,9 @@ from shared.tenancy.tenant import digest_of
 from shared.tenancy.tenant_admin import store_api_key
 from shared.tls import TlsFiles
 from shared.transport.server_config import NatsUser, nats_server_config
-from tests.certificates import Authority, server_context
-from tests.recording_relay import RecordingRelay, recording_relay, relay_to
-from tests.servers import RedisServer, Server, find_binary, free_port
+from tests.support.certificates import Authority, server_context
+from tests.support.recording_relay import RecordingRelay, recording_relay, relay_to
+from tests.support.servers import RedisServer, Server, find_binary, free_port
 
 Link = Literal["http", "nats", "redis", "kv"]
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there

@@ -24,8 +24,8 @@ from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from shared.transport.server_config import NatsUser, nats_server_config
-from tests.chaos.world.process import STEP_VARIABLE
-from tests.servers import PASSWORD, Server, find_binary, free_port
+from tests.support.cluster.monitored_process import STEP_VARIABLE
+from tests.support.servers import PASSWORD, Server, find_binary, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
@@ -251,8 +251,8 @@ class ChaosCluster:
         if role == "gateway":
             options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
             options |= {"operator-token": OPERATOR_TOKEN}
-        command = [sys.executable, "-m", "tests.chaos.world.process", str(self._census_folder)]
-        command.append(role.replace("_", "-"))
+        command = [sys.executable, "-m", "tests.support.cluster.monitored_process"]
+        command += [str(self._census_folder), role.replace("_", "-")]
         for option, value in options.items():
             command += [f"--{option}", value]
         return command

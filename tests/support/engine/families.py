@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_model
+from tests.support.engine.checkpoints import LLAMA3_ROPE, write_model
 
 # 3 query heads share one KV head; windows end within a block and within a tile
 SHAPE = {

@@ -12,8 +12,8 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.structured.grammars.grammar import json_grammar
 from shared.errors import HearthError
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
-from tests.corpora.documents import is_valid
-from tests.corpora.json_schemas import NUM_SCHEMAS, SchemaCase, schema_case
+from tests.support.corpora.documents import is_valid
+from tests.support.corpora.json_schemas import NUM_SCHEMAS, SchemaCase, schema_case
 
 EOS_TOKEN_ID = 4
 SAMPLE = range(0, NUM_SCHEMAS, 12)

@@ -1,7 +1,7 @@
 """Digests of the logits of tiny models: they change exactly when the bits of results do.
 
-    python -m tests.shared.engine.support.golden           prints those of this host
-    python -m tests.shared.engine.support.golden --write   records them, also without compiled loops
+    python -m tests.support.engine.golden           prints those of this host
+    python -m tests.support.engine.golden --write   records them, also without compiled loops
                                                            and at each level of the library
 
 Weights are seeded numbers from a config, so that no library's random numbers enter. A digest is of
@@ -25,10 +25,10 @@ import xxhash
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.numerics import KERNELS_VERSION, Numerics
-from tests.shared.engine.support.steps import Blocks, advance, prefill
-from tests.threads import computing_threads
+from tests.support.engine.steps import Blocks, advance, prefill
+from tests.support.threads import computing_threads
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 FILE = Path(__file__).with_name("golden_bits.json")
 # The compiler's target without vectors: torch's library multiplies.
 GENERIC = {"NUMBA_CPU_NAME": "generic"}
@@ -135,7 +135,7 @@ def found_here() -> Digests:
 
 def found_in_child(**environ: str) -> Digests:
     child = subprocess.run(
-        [sys.executable, "-m", "tests.shared.engine.support.golden"],
+        [sys.executable, "-m", "tests.support.engine.golden"],
         cwd=ROOT,
         env={**os.environ, **environ},
         capture_output=True,

@@ -8,7 +8,7 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
-from tests.chaos.world.clients import Exchange
+from tests.support.cluster.clients import Exchange
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 RETRY_AFTER = b"retry-after: 1"  # 429 and 503 may be repeated

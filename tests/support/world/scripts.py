@@ -35,7 +35,7 @@ from shared.tenancy.tenant import RECORD_LUA, decoded_tenant
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
-    from tests.simulation.world.store import MemoryStore
+    from tests.support.world.store import MemoryStore
 
 Arguments = Sequence[Any]
 

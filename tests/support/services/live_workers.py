@@ -35,7 +35,7 @@ from shared.packing import pack_hashes, pack_token_ids
 from shared.randomness import SystemRandomness
 from shared.subjects import start_decode, tokens
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64

@@ -24,8 +24,8 @@ from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.tcp import TcpReception, TcpStaging
 from shared.messages import DataPlaneAddress, LinkKey
-from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.process import SimulatedProcess
+from tests.support.world.clock import VirtualClock
+from tests.support.world.process import SimulatedProcess
 
 LATENCY_S = 0.0001
 NO_HOST = SimulatedProcess("nobody")

@@ -45,17 +45,15 @@ from shared.messages import (
 from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
-from tests.simulation.checks import leaks
-from tests.simulation.plan import BLOCK_SIZE, MODEL
-from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.clock import VirtualClock
-from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
-from tests.simulation.world.process import ProcessClock, SimulatedProcess
-from tests.simulation.world.randomness import SeededRandomness
-from tests.simulation.world.ranks import SimulatedGroup
+from tests.support.world import leaks
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import VirtualClock
+from tests.support.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
+from tests.support.world.process import ProcessClock, SimulatedProcess
+from tests.support.world.randomness import SeededRandomness
+from tests.support.world.ranks import SimulatedGroup
 
-REVISION, EOS = "r1", 2
-__all__ = ["BLOCK_SIZE", "MODEL"]  # also of plans
+MODEL, REVISION, BLOCK_SIZE, EOS = "timing", "r1", 16, 2
 
 
 class CopyingExecutor(SimulatedGroup):

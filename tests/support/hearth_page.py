@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, Page, Playwright
 
-from tests.clients.account import Account
+from tests.support.account import Account
 
 VARIABLE = "HEARTH_CHROMIUM"
 POLL_MS = 20

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
-from tests.simulation.world.process import owned_task
+from tests.support.world.process import owned_task
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from shared.model_registry.admin import CatalogueAdmin
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, CredentialRole, host_models
 from shared.transport.bus import NatsBus
-from tests.chaos.world.cluster import command_line
-from tests.servers import NatsServer, RedisServer, free_port
+from tests.support.cluster.chaos_cluster import command_line
+from tests.support.servers import NatsServer, RedisServer, free_port
 from tests.support.waiting import until, wait_until
 
 USERS: tuple[tuple[CredentialRole, str], ...] = (

@@ -44,7 +44,7 @@ class ModelledTimingExecutor(TimingExecutor):
 
 
 def _break_device_on_signal() -> None:
-    """All threads block the signal: see `process.py`."""
+    """All threads block the signal: see `tests/support/cluster/monitored_process.py`."""
 
     def wait() -> None:
         signal.sigwait({signal.SIGUSR2})

@@ -13,8 +13,8 @@ from shared.tenancy.pinned_prefix import record_key
 if TYPE_CHECKING:
     from services.kv_index.index import PrefixIndex
     from services.kv_index.service import KvIndexService
-    from tests.simulation.world.store import MemoryStore
-    from tests.simulation.world.workers import SimulatedWorker
+    from tests.support.world.store import MemoryStore
+    from tests.support.world.workers import SimulatedWorker
 
 
 def not_empty(**collections: Sized) -> list[str]:

@@ -25,7 +25,7 @@ from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import StepFailed
 from shared.kv_layout import Reach, first_seen
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
-from tests.shared.engine.support.plain_inputs import plain_inputs
+from tests.support.engine.plain_inputs import plain_inputs
 
 T = TypeVar("T")
 

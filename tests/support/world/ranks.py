@@ -11,7 +11,7 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.step import StepOutput, TokenMask
 from shared.errors import DeviceFailed
-from tests.simulation.world.process import SimulatedProcess
+from tests.support.world.process import SimulatedProcess
 
 STOPPED_S = 1.25  # until the leader ends a group of which a rank is stopped
 

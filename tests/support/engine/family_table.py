@@ -1,6 +1,6 @@
 """The table of families and features in the README of models, from the tests' small models.
 
-    python -m tests.shared.engine.support.family_table --write
+    python -m tests.support.engine.family_table --write
 
 A mark: the logits of a model with this feature are compared with those of transformers.
 """
@@ -16,10 +16,10 @@ from benchmarks.readme_table import replaced
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.kv_layout import Chunk, Window
-from tests.shared.engine.support.families import FAMILIES
+from tests.support.engine.families import FAMILIES
 
-README = Path(__file__).parents[4] / "shared/engine/models/README.md"
-MARKER = "families (tests/shared/engine/support/family_table.py)"
+README = Path(__file__).parents[3] / "shared/engine/models/README.md"
+MARKER = "families (tests/support/engine/family_table.py)"
 
 
 def _some(config: ModelConfig, kind: type) -> bool:

@@ -38,14 +38,14 @@ from shared.packing import pack_hashes, pack_token_ids
 from shared.randomness import SystemRandomness
 from shared.subjects import HEARTBEATS, KV_EVENTS, control, lifecycle, start_decode, tokens
 from shared.transport.bus import NatsBus
-from tests.servers import NatsServer
+from tests.support.servers import NatsServer
 from tests.support.waiting import until_changed
 
 M = TypeVar("M", bound=Message)
 
 WORKER, GATEWAY = "worker-1", "gateway-1"
 TIMEOUT_S = 240.0  # a first start compiles kernels
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextmanager

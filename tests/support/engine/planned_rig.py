@@ -15,9 +15,9 @@ from shared.engine.executors.rank_state import RankState
 from shared.engine.step import StepInputs, StepOutput
 from shared.engine.step_plan import StepResult, decode_plan, decode_result, encode
 from shared.engine.token_masks.budgeted_output import ForcedToken
-from tests.shared.engine.support.masked import LateMask, ReadyMask
-from tests.shared.engine.support.plain_inputs import plain_inputs
-from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish
+from tests.support.engine.masked import LateMask, ReadyMask
+from tests.support.engine.plain_inputs import plain_inputs
+from tests.support.engine.rig import BLOCK_SIZE, Rig, finish
 
 
 class PlannedRig(Rig):

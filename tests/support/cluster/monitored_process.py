@@ -1,4 +1,4 @@
-"""A monitored service process: `python -m tests.chaos.world.process FOLDER COMMAND ...`.
+"""A monitored service process: `python -m tests.support.cluster.monitored_process FOLDER COMMAND`.
 
 It is `python -m services COMMAND ...`, with two differences. On SIGUSR1 a thread writes what the
 process holds to FOLDER: live objects of Hearth's classes, and tasks. And with HEARTH_CHAOS_STEP_S
@@ -30,7 +30,7 @@ def main() -> None:
     _watch(folder)
     step_s, command = os.environ.get(STEP_VARIABLE), sys.argv[1]
     if step_s is not None and command in ("prefill", "decode"):
-        from tests.chaos.world.timing import run_timing_worker
+        from tests.support.cluster.timing import run_timing_worker
 
         run_timing_worker(sys.argv.pop(1), float(step_s))
     else:
@@ -46,7 +46,7 @@ def _die_with_parent() -> None:
 
 def _watch(folder: Path) -> None:
     """Every thread inherits the mask, so that only those receive the signals that wait for them:
-    this one, and the one of `timing.py`.
+    this one, and the one of `tests/support/cluster/timing.py`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     threading.Thread(target=_write_census_on_signal, args=(folder,), daemon=True).start()

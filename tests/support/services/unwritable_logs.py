@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
-from tests.chaos.world.cluster import SERVICES, ChaosCluster
+from tests.support.cluster.chaos_cluster import SERVICES, ChaosCluster
 
 PIPE_BYTES = 4096
 DEADLINE_S = 60.0

@@ -17,8 +17,8 @@ from shared.store import (
     StoreRejected,
     StoreUnavailable,
 )
-from tests.simulation.world.process import ProcessClock, SimulatedProcess
-from tests.simulation.world.scripts import SCRIPTS
+from tests.support.world.process import ProcessClock, SimulatedProcess
+from tests.support.world.scripts import SCRIPTS
 
 T = TypeVar("T")
 

@@ -39,7 +39,7 @@ from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, r
 from shared.transport.nats_client import LATE_REPLY_S
 from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
-from tests.simulation.world.process import SimulatedProcess
+from tests.support.world.process import SimulatedProcess
 
 log = structlog.get_logger(__name__)
 

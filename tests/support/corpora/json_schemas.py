@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from tests.corpora.schema_pieces import (
+from tests.support.corpora.schema_pieces import (
     FORMATS,
     NAMES,
     PATTERNS,
