@@ -6,13 +6,20 @@ import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kernels.cpu import probe
 from kernels.cpu.compile import cache_dir
+from kernels.cpu.gemm.gemm_common import BLOCK
+from kernels.cpu.simd import cpu_features
+from kernels.cpu.simd.intrinsics import SIDE
 
 # int4 without and with zeros, and with FP32 scales instead of BF16
 QuantisedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zeros-floats", "fp8"]
+Part = Literal["attention", "layers", "rows", "steps"]  # steps: all that a worker runs first
+
+_SIZES = "head_dim", "block_size"  # of attention alone; other code is the same for all
+_MASKS = "has_plain_attention", "has_masked_attention"
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,34 @@ class CompilePlan:
     has_latents: bool = False  # instead of keys and values
     has_fp8_kv: bool = False  # then layers have no kernel of all of their operations
 
-    def marker(self, part: str) -> Path:
-        """A file that exists once the part is compiled."""
-        described = json.dumps([part, probe.target_key(), asdict(self)])
+    def marker(self, part: Part) -> Path:
+        """A file that exists once the part is compiled, the same for all models with its code."""
+        described = json.dumps([part, probe.target_key(), self._fields(part)])
         digest = blake2b(described.encode(), digest_size=8).hexdigest()
         return Path(cache_dir(), f"compiled-{part}-{digest}")
+
+    def _fields(self, part: Part) -> dict[str, Any]:
+        """What determines the code of a part."""
+        fields, form = asdict(self), self._attention_form()
+        of_layers = {name: fields[name] for name in fields if name not in (*_SIZES, *_MASKS)}
+        masks = {} if form == "tiles" else {name: fields[name] for name in _MASKS}
+        match part:
+            case "attention":
+                common = {"dtype": self.dtype, "has_fp8_kv": self.has_fp8_kv}
+                return {**common, **masks, "form": form}
+            case "steps":
+                return {**of_layers, **masks, "form": form}
+        return of_layers
+
+    def _attention_form(self) -> str:
+        """Tiles of AMX, which have one kernel for all masks; FP32 that is read in place; or copies.
+
+        See `amx_attention.can_attend_on_amx` and `vector_attention.is_direct`.
+        """
+        cache_dtype = "float32" if self.has_fp8_kv else self.dtype
+        if self.block_size % SIDE == 0:
+            if cache_dtype == "bfloat16" and self.head_dim % BLOCK == 0 and cpu_features.has_amx():
+                return "tiles"
+            if cache_dtype == "float32" and self.head_dim % SIDE == 0:
+                return "in place"
+        return "copied"

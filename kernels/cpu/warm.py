@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 from kernels.cpu import probe
 from kernels.cpu.compile import compile_lock, start_child
-from kernels.cpu.compile_plan import CompilePlan
+from kernels.cpu.compile_plan import CompilePlan, Part
 from kernels.cpu.warm_parts import compile_layers_by_rows
 
-Part = Literal["attention", "layers", "rows"]
 Mode = Literal["deferred", "immediate"]  # immediate: as numba does it
 LOW_PRIORITY = 19
 _PARTS: tuple[Part, ...] = ("layers", "attention")
@@ -36,24 +34,27 @@ def compile_ahead(plan: CompilePlan) -> str | None:
     """
     if probe.lacks_fma():
         return probe.failure()
-    marker = plan.marker("start")
     try:
-        if not marker.exists():
+        if _missing_parts(plan):
             with compile_lock():
-                if not marker.exists():
-                    _compile_in_children(plan, marker)
+                _compile_in_children(plan, _missing_parts(plan))
     except OSError as error:
         return f"no cache for machine code: {error}"
     return probe.failure()
 
 
-def _compile_in_children(plan: CompilePlan, marker: Path) -> None:
-    if probe.known_failure() is not None:
+def _missing_parts(plan: CompilePlan) -> list[Part]:
+    return [part for part in _PARTS if not plan.marker(part).exists()]
+
+
+def _compile_in_children(plan: CompilePlan, parts: Sequence[Part]) -> None:
+    if not parts or probe.known_failure() is not None:
         return
-    status, errors = in_modes(lambda mode: _run_children(plan, mode))
+    status, errors = in_modes(lambda mode: _run_children(plan, parts, mode))
     probe.record(status, errors)
     if status == 0:
-        marker.touch()
+        for part in parts:
+            plan.marker(part).touch()
 
 
 def in_modes(run: Callable[[Mode], tuple[int, str]]) -> tuple[int, str]:
@@ -67,9 +68,9 @@ def in_modes(run: Callable[[Mode], tuple[int, str]]) -> tuple[int, str]:
     return run("immediate")
 
 
-def _run_children(plan: CompilePlan, mode: Mode) -> tuple[int, str]:
+def _run_children(plan: CompilePlan, parts: Sequence[Part], mode: Mode) -> tuple[int, str]:
     """The exit status and errors of the first child that failed; 0 if none did."""
-    children = [_start(plan, part, mode) for part in _PARTS]
+    children = [_start(plan, part, mode) for part in parts]
     endings = [(child.communicate()[1], child.returncode) for child in children]
     failed = [(status, errors) for errors, status in endings if status != 0]
     return failed[0] if failed else (0, "")

@@ -38,9 +38,9 @@ def main(part: str, mode: str, plan: CompilePlan) -> None:
         defer_codegen()
     match part:
         case "attention":
-            _compile_attention(plan)
+            compile_attention(plan)
         case "layers":
-            _compile_layers(plan)
+            compile_layers(plan)
         case _:
             marker = plan.marker("rows")
             with locked(marker.with_suffix(".lock")):
@@ -49,7 +49,7 @@ def main(part: str, mode: str, plan: CompilePlan) -> None:
                     marker.touch()
 
 
-def _compile_attention(plan: CompilePlan) -> None:
+def compile_attention(plan: CompilePlan) -> None:
     from kernels.cpu.attention.prefill_attention import prefill_attention
     from kernels.cpu.codec import frame_codec
     from kernels.cpu.layer.rms_norm import rms_norm
@@ -69,7 +69,7 @@ def _compile_attention(plan: CompilePlan) -> None:
         frame_codec.decode_frame(coded[:num_bytes], frame)
 
 
-def _compile_layers(plan: CompilePlan) -> None:
+def compile_layers(plan: CompilePlan) -> None:
     from kernels.cpu.gemm.argmax import packed_argmax
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
     from kernels.cpu.gemm.decompress_rows import select_rows

@@ -376,7 +376,7 @@ def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec 
         return None  # the first start of each does it
     home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", ""), ".cache")
     root = Path(environ.get("HEARTH_CACHE_DIR") or Path(home, "hearth"))
-    if options.device not in ("cpu", "auto") or any(root.glob("kernels/*/compiled-start-*")):
+    if options.device not in ("cpu", "auto") or any(root.glob("kernels/*/compiled-layers-*")):
         return None
     arguments = ["--model", str(options.model_dir.resolve()), "--dtype", options.dtype]
     arguments += ["--kv-dtype", options.kv_dtype]

@@ -16,7 +16,7 @@ def test_only_the_first_start_on_a_cpu_compiles_kernels(tmp_path: Path) -> None:
         *("--weights", "auto", "--no-rows"),
     )
     assert plan_warming(UpOptions(model_dir=tmp_path, device="cuda"), environ) is None
-    marker = tmp_path / "kernels" / "0f" / "compiled-start-1"
+    marker = tmp_path / "kernels" / "0f" / "compiled-layers-1"
     marker.parent.mkdir(parents=True)
     marker.touch()
     assert plan_warming(UpOptions(model_dir=tmp_path), environ) is None
