@@ -19,6 +19,7 @@ from shared.engine.parallel.processes.records import (
     Record,
     decode_part,
     encode_parts,
+    num_parts_of,
 )
 
 PART_BYTES = 256 * 1024
@@ -109,11 +110,19 @@ class SocketWriter:
         self._frames = frames
         self._num_written = 0
 
+    def has_room(self, record: Record) -> bool:
+        """Approximate: of one part, if the socket takes bytes now."""
+        is_single = num_parts_of(record, PART_BYTES) == 1
+        return is_single and bool(select.select([], [self._frames], [], 0)[1])
+
     def write(self, record: Record) -> None:
         """Raises ConnectionLost."""
         for part in encode_parts(record, self._num_written, PART_BYTES):
             self._frames.send(part)
             self._num_written += 1
+
+    def stop(self) -> None:
+        self._frames.shutdown()
 
 
 class SocketReader:

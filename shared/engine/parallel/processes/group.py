@@ -18,9 +18,10 @@ from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket,
 from shared.engine.parallel.processes.handshake import shake_hands
 from shared.engine.parallel.processes.join import HostConnections
 from shared.engine.parallel.processes.rank_messages import StartRank
+from shared.engine.parallel.processes.record_sender import RecordSender, RecordWriter
 from shared.engine.parallel.processes.records import Record
 from shared.engine.parallel.processes.remote_rank import RemoteAnswers, RemoteHandle
-from shared.engine.parallel.processes.ring import RingReader, RingWriter
+from shared.engine.parallel.processes.ring import RingFull, RingReader, RingWriter
 from shared.engine.parallel.processes.spawn import HostFiles, rank_environment, spawn_rank
 from shared.engine.parallel.processes.watchdog import GroupLost, Handle, RankHandle, Watchdog
 
@@ -92,19 +93,20 @@ class RankGroup:
         self.links = links  # that the ranks measured as they joined
         self._handles = handles
         self._files = files
-        self._steps = RingWriter(files.steps, spec.limit_s)
+        self._local_steps = RingWriter(files.steps, spec.limit_s)
         self._answers = RingReader(files.answers, 0)
         self._num_submitted = 0
         self._watchdog = Watchdog(handles, self._wake)
         self._remote = spec.remote
         self._remote_answers: RemoteAnswers | None = None
-        self._remote_steps: list[SocketWriter] = []
+        writers: list[RecordWriter] = []  # other hosts first: their ranks get it later
         for host in spec.remote:
             steps = FrameSocket(host.steps, spec.limit_s)
-            self._remote_steps.append(SocketWriter(steps))
+            writers.append(SocketWriter(steps))
             if spec.shape.answering_rank in host.ranks:
                 answers = RingWriter(files.answers, spec.limit_s)
                 self._remote_answers = RemoteAnswers(steps, answers, self._watchdog.fail)
+        self._steps = RecordSender([*writers, self._local_steps])
 
     @classmethod
     def start(cls, spec: GroupSpec) -> RankGroup:
@@ -142,22 +144,16 @@ class RankGroup:
         return self._answers.fileno()
 
     def submit(self, plan: bytes, budget_s: float) -> int:
-        """The number of the step. Raises GroupLost; ValueError for a plan larger than the ring."""
+        """The number of the step. Does not wait for ranks. Raises GroupLost."""
         self._check()
         step = self._num_submitted
-        self._write(Record(step, plan))
+        try:
+            self._steps.send(Record(step, plan))
+        except (ConnectionLost, RingFull) as error:
+            raise GroupLost(f"steps do not reach all ranks: {error}") from None
         self._num_submitted += 1
         self._watchdog.expect(step, budget_s)
         return step
-
-    def _write(self, record: Record) -> None:
-        """Other hosts first: their ranks get it later."""
-        try:
-            for each in self._remote_steps:
-                each.write(record)
-        except ConnectionLost as error:
-            raise GroupLost(f"a host of this group is lost: {error}") from None
-        self._steps.write(record)
 
     def take(self, limit_s: float | None = 0.0) -> Record | None:
         """The next answer, in order of steps; None after the limit. Raises GroupLost."""
@@ -190,6 +186,7 @@ class RankGroup:
             each.wait(max(0.0, deadline - time.monotonic()))
             each.close()
         self._steps.close()
+        self._local_steps.close()
         self._answers.close()
         self._files.close()
         for host in self._remote:

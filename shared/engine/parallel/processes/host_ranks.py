@@ -33,6 +33,7 @@ from shared.engine.parallel.processes.rank_messages import (
     decode_to_rank,
     encode,
 )
+from shared.engine.parallel.processes.record_sender import RecordSender
 from shared.engine.parallel.processes.records import RingError
 from shared.engine.parallel.processes.ring import RingFull, RingReader, RingWriter
 from shared.engine.parallel.processes.spawn import HostFiles, rank_environment, spawn_rank
@@ -67,7 +68,8 @@ class HostRanks:
         steps = self._connection = FrameSocket(host.steps, SEND_S)
         self._steps, self._to_leader = SocketReader(steps), SocketWriter(steps)
         self._files = HostFiles.create(host.ranks, shape)
-        self._to_ranks = RingWriter(self._files.steps, SEND_S)
+        self._local_steps = RingWriter(self._files.steps, SEND_S)
+        self._to_ranks = RecordSender([self._local_steps])
         self._answers = RingReader(self._files.answers, 0)
         self._stopped = StoppedRanks()
         self._alive_at = 0.0
@@ -99,7 +101,7 @@ class HostRanks:
                 self._obey(rank, data)
         self._report_alive()
         while (step := self._steps.take()) is not None:
-            self._to_ranks.write(step)
+            self._to_ranks.send(step)
         while (answer := self._answers.take()) is not None:
             self._to_leader.write(answer)
         for each in self._handles.values():
@@ -147,5 +149,6 @@ class HostRanks:
             frames.shutdown()
             frames.close()
         self._to_ranks.close()
+        self._local_steps.close()
         self._answers.close()
         self._files.close()

@@ -42,10 +42,16 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+def num_parts_of(record: Record, slot_bytes: int) -> int:
+    return max(1, -(-len(record.data) // (slot_bytes - HEADER.size)))
+
+
 def encode_parts(record: Record, first_number: int, slot_bytes: int) -> Iterator[bytes]:
-    """The contents of the slots from `first_number` on."""
+    """The contents of the slots from `first_number` on. Raises ValueError for too many."""
     size = slot_bytes - HEADER.size
-    num_parts = max(1, -(-len(record.data) // size))
+    num_parts = num_parts_of(record, slot_bytes)
+    if num_parts > MAX_PARTS:
+        raise ValueError(f"step {record.step} has {num_parts} parts: at most {MAX_PARTS}")
     for index in range(num_parts):
         data = record.data[index * size : (index + 1) * size]
         number = first_number + index

@@ -17,13 +17,13 @@ import msgspec
 
 from shared.engine.parallel.processes.records import (
     HEADER,
-    MAX_PARTS,
     Assembly,
     Part,
     Record,
     RingError,
     decode_part,
     encode_parts,
+    num_parts_of,
 )
 from shared.engine.parallel.transport.shared_words import (
     LINE_BYTES,
@@ -64,11 +64,6 @@ class RingFiles(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         return self.data_start + self.num_slots * self.slot_bytes
 
-    @property
-    def max_record_bytes(self) -> int:
-        """A record fills the ring at most."""
-        return min(self.num_slots, MAX_PARTS) * (self.slot_bytes - HEADER.size)
-
     def close(self) -> None:
         for fd in self.fds:
             os.close(fd)
@@ -108,18 +103,23 @@ class _Mapped:
 
 
 class RingWriter:
-    """`limit_s`: the longest wait for a reader, then RingFull."""
+    """`limit_s`: the longest wait for a reader, then RingFull. A record may be larger than the
+    ring: its last parts are written as the readers take the first ones.
+    """
 
     def __init__(self, files: RingFiles, limit_s: float) -> None:
         self._ring = _Mapped(files)
         self._files = files
         self._limit_s = limit_s
         self._num_written = 0
+        self._is_stopped = False
+
+    def has_room(self, record: Record) -> bool:
+        num_parts = num_parts_of(record, self._files.slot_bytes)
+        return self._slowest(num_parts) is None
 
     def write(self, record: Record) -> None:
-        """Raises ValueError for a record that is larger than the ring, and RingFull."""
-        if len(record.data) > (limit := self._files.max_record_bytes):
-            raise ValueError(f"step {record.step} has {len(record.data)} bytes: at most {limit}")
+        """Raises RingFull; ValueError for a record of more parts than can be numbered."""
         for slot in encode_parts(record, self._num_written, self._files.slot_bytes):
             self._wait_until_free()
             self._ring.slot(self._num_written)[: len(slot)] = slot
@@ -132,15 +132,19 @@ class RingWriter:
         deadline = None
         while (reader := self._slowest()) is not None:
             deadline = deadline or time.monotonic() + self._limit_s
-            if time.monotonic() > deadline:
+            if self._is_stopped or time.monotonic() > deadline:
                 raise RingFull(reader, self._limit_s)
             time.sleep(PAUSE_S)
 
-    def _slowest(self) -> int | None:
-        """The first reader that has not taken the slot to be written next."""
-        needed = self._num_written + 1 - self._files.num_slots
+    def _slowest(self, num_slots: int = 1) -> int | None:
+        """The first reader that has not taken the slots to be written next."""
+        needed = self._num_written + num_slots - self._files.num_slots
         readers = range(len(self._files.events))
         return next((each for each in readers if self._ring.num_taken(each) < needed), None)
+
+    def stop(self) -> None:
+        """From any thread: a `write` that waits for a reader raises RingFull."""
+        self._is_stopped = True
 
     def close(self) -> None:
         self._ring.close()

@@ -166,6 +166,15 @@ async def test_sampling_that_raises_fails_its_step_alone(group: GroupExecutor) -
     assert not group.has_ended
 
 
+async def test_plan_of_any_size_goes_through(group: GroupExecutor) -> None:
+    """A row with penalties carries the tokens of its whole sequence."""
+    sampling = SamplingParams(seed=1, max_tokens=2, frequency_penalty=0.5)
+    sequence = new_sequence([7] * 2_500_000, sampling)
+    sequence.block_tables, sequence.first_blocks = [array("q", [0])], [0]
+    await group.result(group.submit([row_of(sequence, 5)]))
+    await group.check()
+
+
 async def test_parked_group_gives_blocks_back_and_serves_again(
     single: LocalExecutor, group: GroupExecutor
 ) -> None:

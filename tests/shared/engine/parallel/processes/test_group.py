@@ -83,6 +83,17 @@ def test_event_loop_can_watch_for_answers() -> None:
         assert group.take(WAIT_S) == Record(0, b"0:0:" + b"a" * 200_000)
 
 
+def test_plan_and_answer_larger_than_their_rings_pass_while_ranks_are_busy() -> None:
+    text = "a" * 9_000_000
+    with RankGroup.start(spec()) as group:
+        os.kill(group.pids[0], signal.SIGSTOP)
+        for _ in range(2):
+            group.submit(plan(text=text), BUDGET_S)  # does not wait for ranks
+        os.kill(group.pids[0], signal.SIGCONT)
+        for step in range(2):
+            assert group.take(WAIT_S) == Record(step, f"0:{step}:{text}".encode())
+
+
 def test_model_has_the_same_bits_in_one_process_and_in_a_group() -> None:
     expected = [Mlp(LocalMesh()).run(rows, step) for step, rows in enumerate((1, 33, 1, 33))]
     with RankGroup.start(spec(entry=MLP)) as group:
@@ -191,7 +202,7 @@ def test_killed_rank_is_named_before_one_that_failed_without_it() -> None:
 
 def test_missing_step_ends_the_group(capfd: pytest.CaptureFixture[str]) -> None:
     with RankGroup.start(spec()) as group:
-        group._steps.write(Record(1, plan()))
+        group._steps.send(Record(1, plan()))
         with pytest.raises(GroupLost, match="StepGap: step 1 came, step 0 was expected"):
             group.take(WAIT_S)
 

@@ -82,10 +82,10 @@ def ranks_of(other: Other) -> list[int]:
 def test_answers_come_in_order_from_another_host() -> None:
     with descriptors_return_to_before(), two_hosts(MeshShape(2, 2)) as (group, other):
         steps = [group.submit(plan(text=f"t{i}"), BUDGET_S) for i in range(50)]
-        group.submit(plan(text="a" * 700_000), BUDGET_S)  # several parts
+        group.submit(plan(text="a" * 9_000_000), BUDGET_S)  # more than rings hold
         answers = [group.take(WAIT_S) for _ in steps]
         assert answers == [Record(i, f"2:{i}:t{i}".encode()) for i in range(50)]
-        assert group.take(WAIT_S) == Record(50, b"2:50:" + b"a" * 700_000)
+        assert group.take(WAIT_S) == Record(50, b"2:50:" + b"a" * 9_000_000)
         pids = ranks_of(other)
         assert len(pids) == len(group.pids) == 2
     assert ends_within(pids, 1.0)

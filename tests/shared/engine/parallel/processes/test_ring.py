@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shared.engine.parallel.processes.record_sender import RecordSender
 from shared.engine.parallel.processes.records import (
     HEADER,
     Assembly,
@@ -52,8 +54,9 @@ def records(num_records: int, max_bytes: int) -> list[Record]:
 
 
 def test_every_reader_gets_every_record_in_order(make_ring: Make) -> None:
+    """Also those that are larger than the ring."""
     files = make_ring(num_readers=3)
-    sent = records(120, files.max_record_bytes)
+    sent = records(120, 3 * files.num_bytes)
     readers = [RingReader(files, index) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
         found = [
@@ -69,7 +72,7 @@ def test_every_reader_gets_every_record_in_order(make_ring: Make) -> None:
 def test_ring_across_processes(make_ring: Make) -> None:
     """A child echoes what it reads; both rings are far smaller than what passes through them."""
     steps, answers = make_ring(), make_ring()
-    sent = records(60, steps.max_record_bytes)
+    sent = records(60, 3 * steps.num_bytes)
     child = os.fork()
     if child == 0:
         reader, writer = RingReader(steps, 0), RingWriter(answers, LIMIT_S)
@@ -112,14 +115,39 @@ def test_slow_reader_is_named_and_its_slots_are_not_overwritten(make_ring: Make)
     assert found == [Record(step, b"%d" % step) for step in range(4)]
 
 
-def test_record_larger_than_the_ring_is_rejected(make_ring: Make) -> None:
+def test_sender_does_not_wait_for_readers(make_ring: Make) -> None:
+    files = make_ring(num_readers=2)
+    sender = RecordSender([RingWriter(files, LIMIT_S)])
+    sent = records(9, 2 * files.num_bytes)
+    for record in sent:
+        sender.send(record)
+    with ThreadPoolExecutor(2) as pool:
+        readers = [RingReader(files, index) for index in range(2)]
+        found = pool.map(lambda each: [each.read(LIMIT_S) for _ in sent], readers)
+        assert list(found) == [sent, sent]
+    sender.send(Record(len(sent), b"on this thread"))
+    assert readers[0].read(0.0) == Record(len(sent), b"on this thread")
+    sender.close()
+
+
+def test_sender_reports_that_a_late_record_was_not_written(make_ring: Make) -> None:
     files = make_ring()
-    writer, reader = RingWriter(files, LIMIT_S), RingReader(files, 0)
-    limit = 4 * (64 - HEADER.size)
-    with pytest.raises(ValueError, match=f"step 0 has {limit + 1} bytes: at most {limit}"):
-        writer.write(Record(0, bytes(limit + 1)))
-    writer.write(Record(0, bytes(limit)))
-    assert reader.read(LIMIT_S) == Record(0, bytes(limit))
+    sender = RecordSender([RingWriter(files, 0.02)])
+    for record in records(3, 3 * files.num_bytes):
+        sender.send(record)
+    assert isinstance(sender._last_late.exception(LIMIT_S), RingFull)
+    with pytest.raises(RingFull, match="reader 0"):
+        sender.send(Record(3, b""))
+    sender.close()
+
+
+def test_sender_closes_while_a_record_waits(make_ring: Make) -> None:
+    files = make_ring()
+    sender = RecordSender([RingWriter(files, 60.0)])
+    sender.send(Record(0, bytes(2 * files.num_bytes)))
+    began_at = time.monotonic()
+    sender.close()
+    assert time.monotonic() - began_at < 5.0
 
 
 def test_missing_step_raises(make_ring: Make) -> None:
@@ -141,6 +169,11 @@ def test_altered_slot_raises(make_ring: Make, position: int) -> None:
     memory[files.data_start + position] ^= 1
     with pytest.raises(RingError):
         reader.read(LIMIT_S)
+
+
+def test_record_of_too_many_parts_is_rejected() -> None:
+    with pytest.raises(ValueError, match="step 0 has 65536 parts: at most 65535"):
+        list(encode_parts(Record(0, bytes(2**16)), 0, HEADER.size + 1))
 
 
 def test_parts_out_of_order_are_rejected() -> None:
