@@ -13,23 +13,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import msgspec
+
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream_driver import StreamDriver
-from services.scheduler.service import SchedulerService
-from shared.block_hash import extend_chain, root_hash
-from shared.config import SchedulerConfig
 from shared.engine.executors.timing_executor import StepCost
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
-from shared.messages import Choice, Finish, Request, Role, SamplingParams, Served, TokenLogprobs
-from shared.packing import pack_hashes, pack_token_ids
+from shared.messages import Finish, Request, Role, Served, TokenLogprobs
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import run
 from tests.support.world.kv_link import HARMLESS, DataPlane
 from tests.support.world.process import ProcessClock, SimulatedProcess
 from tests.support.world.randomness import SeededRandomness
-from tests.support.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
+from tests.support.world.services import SimulatedScheduler
+from tests.support.world.workers import SimulatedWorker, request_of
 
 FORM_S = 1.5  # until all processes know each other and may judge
 END_S = 60.0  # after the last arrival
@@ -117,13 +116,22 @@ def run_fleet(options: FleetOptions, arrivals: Sequence[Arrival]) -> FleetRun:
 async def _run(options: FleetOptions, arrivals: Sequence[Arrival]) -> FleetRun:
     network = SimulatedNetwork(seed=1)
     workers = _workers(network, options)
-    scheduler = _scheduler(network, options)
+    scheduler = SimulatedScheduler(
+        network,
+        "scheduler-0",
+        seed=2,
+        max_queued_requests=100_000,
+        max_queued_tokens=10**9,
+        automatic_roles=options.automatic_roles,
+        role_change_min_s=options.role_change_min_s,
+        target_itl_s=options.target_itl_s,
+    )
     gateway = SimulatedProcess("gateway-0")
     bus, clock = network.bus("gateway-0", gateway), ProcessClock(gateway)
     monitor = HealthMonitor(bus, clock, SeededRandomness(3), roles=("gateway",))
     driver = StreamDriver(bus, clock, monitor, on_report=lambda report: None)
     await gateway.start(_start_gateway(driver, monitor))
-    await scheduler.start()
+    await scheduler.process.start(scheduler.start())
     for worker in workers:
         await worker.start()
     await asyncio.sleep(FORM_S)
@@ -161,29 +169,6 @@ def _workers(network: SimulatedNetwork, options: FleetOptions) -> list[Simulated
     ]
 
 
-class _Scheduler:
-    def __init__(self, network: SimulatedNetwork, config: SchedulerConfig) -> None:
-        self._process = SimulatedProcess(config.process_id)
-        bus, clock = network.bus(config.process_id, self._process), ProcessClock(self._process)
-        self._service = SchedulerService(config, bus, clock, SeededRandomness(2))
-
-    async def start(self) -> None:
-        await self._process.start(self._service.start())
-
-
-def _scheduler(network: SimulatedNetwork, options: FleetOptions) -> _Scheduler:
-    config = SchedulerConfig(
-        nats_url="nats://here",
-        process_id="scheduler-0",
-        max_queued_requests=100_000,
-        max_queued_tokens=10**9,
-        automatic_roles=options.automatic_roles,
-        role_change_min_s=options.role_change_min_s,
-        target_itl_s=options.target_itl_s,
-    )
-    return _Scheduler(network, config)
-
-
 class _RoleHistory:
     def __init__(self, workers: Iterable[SimulatedWorker]) -> None:
         self._workers = list(workers)
@@ -212,27 +197,12 @@ async def _send_all(driver: StreamDriver, timelines: Sequence[Timeline]) -> None
 
 def _request(number: int, arrival: Arrival) -> Request:
     """Its prompt is like no other's."""
-    randomness = SeededRandomness(number)
-    tokens = [16 + randomness.below(31_000) for _ in range(arrival.num_input_tokens)]
-    root = root_hash("tenant-a", REVISION)
-    return Request(
-        request_id=f"r{number}",
-        tenant_id="tenant-a",
-        gateway_id="gateway-0",
-        model=MODEL,
-        revision=REVISION,
-        cache_root=root,
-        prompt_token_ids=pack_token_ids(tokens),
-        block_hashes=pack_hashes(extend_chain(root, tokens, BLOCK_SIZE)),
-        sampling=SamplingParams(
-            seed=number,
-            max_tokens=arrival.num_output_tokens,
-            temperature=0.0,
-            min_tokens=arrival.num_output_tokens,
-        ),
-        choices=(Choice(choice_index=0),),
-        deadline_s=600.0,
+    randomness, num_tokens = SeededRandomness(number), arrival.num_output_tokens
+    prompt = [16 + randomness.below(31_000) for _ in range(arrival.num_input_tokens)]
+    request = request_of(
+        prompt, seed=number, max_tokens=num_tokens, min_tokens=num_tokens, gateway_id="gateway-0"
     )
+    return msgspec.structs.replace(request, request_id=f"r{number}")
 
 
 async def _until_ended(timelines: Sequence[Timeline]) -> None:

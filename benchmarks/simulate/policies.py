@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -171,7 +170,3 @@ def target_of(
         num_blocks=needs.num_blocks(int(decodes.block_sizes[decode])),
         num_uncached_tokens=max(0, needs.num_tokens - 1 - num_cached),
     )
-
-
-def without_affinity(needs: RequestSize) -> RequestSize:
-    return replace(needs, affinity_key="")

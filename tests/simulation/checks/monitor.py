@@ -16,7 +16,8 @@ from shared.messages import RunPrefill, TokenEntry
 from tests.simulation.checks.expected import states_of
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.hosts import SimulatedHost
-from tests.simulation.world.members import AnyHost, SimulatedScheduler
+from tests.simulation.world.members import AnyHost
+from tests.support.world.services import SimulatedScheduler
 from tests.support.world.workers import SimulatedWorker
 
 if TYPE_CHECKING:

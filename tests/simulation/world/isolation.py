@@ -25,9 +25,9 @@ from shared.messages import (
 )
 from shared.tenancy.tenant import TenantRecord
 from tests.simulation.checks.origins import MarkedExecutor, Origins
-from tests.simulation.world.members import SimulatedIndex
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.kv_link import DataPlane
+from tests.support.world.services import SimulatedIndex
 from tests.support.world.store import MemoryStore
 from tests.support.world.workers import BLOCK_SIZE, Peer, Received, SimulatedWorker
 
