@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from services.scheduler.placement import LocalPrefill, ModelWorkers, RequestSize, Target, place
 from services.scheduler.worker_table import WorkerTable
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request and what is known when it is placed. `tried`: workers that have rejected it."""
+
+    needs: RequestSize
+    workers: ModelWorkers
+    num_cached_blocks: Mapping[str, int]
+    tried: Collection[str]
+    now: float
 
 
 class Policy(ABC):
@@ -23,43 +35,26 @@ class Policy(ABC):
     asks_index = False
 
     @abstractmethod
-    def choose(
-        self,
-        needs: RequestSize,
-        workers: ModelWorkers,
-        num_cached_blocks: Mapping[str, int],
-        tried: Collection[str],
-        now: float,
-    ) -> Target | None: ...
+    def choose(self, asked: Asked) -> Target | None: ...
 
 
 class Hearth(Policy):
     name = "hearth"
     asks_index = True
 
-    def __init__(self, random_below: Callable[[int], int], *, has_index: bool = True) -> None:
-        """Without the index, only the affinity key indicates a worker that may have a prefix."""
+    def __init__(self, random_below: Callable[[int], int]) -> None:
         self._random_below = random_below
         self._local_prefill = LocalPrefill(always=4, at_most=1_000_000)
-        if not has_index:
-            self.name, self.asks_index = "hearth, no index", False
 
-    def choose(
-        self,
-        needs: RequestSize,
-        workers: ModelWorkers,
-        num_cached_blocks: Mapping[str, int],
-        tried: Collection[str],
-        now: float,
-    ) -> Target | None:
+    def choose(self, asked: Asked) -> Target | None:
         return place(
-            needs,
-            workers,
-            num_cached_blocks,
+            asked.needs,
+            asked.workers,
+            asked.num_cached_blocks,
             local_prefill=self._local_prefill,
-            now=now,
+            now=asked.now,
             random_below=self._random_below,
-            excluded=tried,
+            excluded=asked.tried,
         )
 
 
@@ -69,24 +64,17 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._num_decode = self._num_prefill = 0
 
-    def choose(
-        self,
-        needs: RequestSize,
-        workers: ModelWorkers,
-        num_cached_blocks: Mapping[str, int],
-        tried: Collection[str],
-        now: float,
-    ) -> Target | None:
-        rows = with_room(needs, workers.decodes, tried)
+    def choose(self, asked: Asked) -> Target | None:
+        rows = with_room(asked)
         if not len(rows):
             return None
         self._num_decode += 1
         self._num_prefill += 1
-        later = rows[rows >= self._num_decode % len(workers.decodes)]
+        later = rows[rows >= self._num_decode % len(asked.workers.decodes)]
         decode = int(later[0] if len(later) else rows[0])
         self._num_decode = decode
-        prefill = self._num_prefill % len(workers.prefills)
-        return target_of(needs, workers, decode, prefill, 0)
+        prefill = self._num_prefill % len(asked.workers.prefills)
+        return target_of(asked, decode, prefill, 0)
 
 
 class LeastLoaded(Policy):
@@ -94,19 +82,13 @@ class LeastLoaded(Policy):
 
     name = "least loaded"
 
-    def choose(
-        self,
-        needs: RequestSize,
-        workers: ModelWorkers,
-        num_cached_blocks: Mapping[str, int],
-        tried: Collection[str],
-        now: float,
-    ) -> Target | None:
-        rows = with_room(needs, workers.decodes, tried)
+    def choose(self, asked: Asked) -> Target | None:
+        rows = with_room(asked)
         if not len(rows):
             return None
+        workers = asked.workers
         decode = int(rows[workers.decodes.load_s[rows].argmin()])
-        return target_of(needs, workers, decode, int(workers.prefills.busy_until.argmin()), 0)
+        return target_of(asked, decode, int(workers.prefills.busy_until.argmin()), 0)
 
 
 class PrefixOnly(Policy):
@@ -118,18 +100,12 @@ class PrefixOnly(Policy):
     def __init__(self) -> None:
         self._otherwise = RoundRobin()
 
-    def choose(
-        self,
-        needs: RequestSize,
-        workers: ModelWorkers,
-        num_cached_blocks: Mapping[str, int],
-        tried: Collection[str],
-        now: float,
-    ) -> Target | None:
-        chosen = self._otherwise.choose(needs, workers, {}, tried, now)
+    def choose(self, asked: Asked) -> Target | None:
+        chosen = self._otherwise.choose(asked)
         if chosen is None:
             return None
-        rows = with_room(needs, workers.decodes, tried)
+        workers, num_cached_blocks = asked.workers, asked.num_cached_blocks
+        rows = with_room(asked)
         decode = deepest(workers.decodes, num_cached_blocks, rows)
         if decode is None:
             decode = workers.decodes.row_of(chosen.decode_id)
@@ -140,11 +116,12 @@ class PrefixOnly(Policy):
             prefill = workers.prefills.row_of(chosen.prefill_candidates[0])
             assert prefill is not None
         num_cached = num_cached_blocks.get(workers.prefills.ids[prefill], 0)
-        return target_of(needs, workers, decode, prefill, num_cached)
+        return target_of(asked, decode, prefill, num_cached)
 
 
-def with_room(needs: RequestSize, decodes: WorkerTable, tried: Collection[str]) -> np.ndarray:
-    rows = np.flatnonzero(decodes.free_tokens > needs.num_tokens)
+def with_room(asked: Asked) -> np.ndarray:
+    decodes, tried = asked.workers.decodes, asked.tried
+    rows = np.flatnonzero(decodes.free_tokens > asked.needs.num_tokens)
     if tried:
         rows = np.array([row for row in rows if decodes.ids[row] not in tried], dtype=np.intp)
     return rows
@@ -159,10 +136,8 @@ def deepest(
     return int(holders[tokens.argmax()]) if len(holders) else None
 
 
-def target_of(
-    needs: RequestSize, workers: ModelWorkers, decode: int, prefill: int, num_cached_blocks: int
-) -> Target:
-    decodes, prefills = workers.decodes, workers.prefills
+def target_of(asked: Asked, decode: int, prefill: int, num_cached_blocks: int) -> Target:
+    needs, decodes, prefills = asked.needs, asked.workers.decodes, asked.workers.prefills
     num_cached = int(num_cached_blocks * prefills.block_sizes[prefill])
     return Target(
         decode_id=decodes.ids[decode],

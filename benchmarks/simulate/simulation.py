@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 
-from benchmarks.simulate.policies import Policy
+from benchmarks.simulate.policies import Asked, Policy
 from benchmarks.simulate.sites import (
     KV_FORMAT,
     MODEL,
@@ -245,7 +245,8 @@ class Simulation:
             began = time.perf_counter_ns()
             needs = needs_of(ticket)
             workers = self._workers.lane(LANE)
-            target = self._policy.choose(needs, workers, num_cached_blocks, tried, self._now)
+            asked = Asked(needs, workers, num_cached_blocks, tried, self._now)
+            target = self._policy.choose(asked)
             if target is None:
                 self._queues.requeue(ticket, self._now)
                 self._is_blocked = True
