@@ -9,29 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 from shared.engine.token_masks.compile_cache import CompiledGrammar
 from shared.engine.token_masks.grammar_position import GrammarPosition
 from shared.engine.token_masks.mask_job import MaskJob
+from shared.engine.token_masks.mask_jobs import MaskJobs
 from shared.errors import GrammarFailed, GrammarReplayFailed, HearthError
 from shared.grammar.spec import GrammarSpec
-
-
-class MaskJobs(Protocol):
-    """Where a choice's jobs run."""
-
-    vocab_size: int
-
-    def submit(self, job: MaskJob, *, is_slow: bool) -> None: ...
-
-    def flush(self) -> None:
-        """Starts the submitted jobs that are not slow, all at once."""
-        ...
-
-    def await_(self, job: MaskJob, *, is_late: bool) -> None:
-        """Nothing is sampled until it is done. `is_late`: a step has not waited for it."""
-        ...
 
 
 class OutputGrammar:
