@@ -162,6 +162,7 @@ def _prefill_all_but_last(executor: LocalExecutor, line: Line) -> None:
         advance(executor, [(line, num_tokens)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
 @pytest.mark.parametrize("block_size", [4, 64, 128])
 def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture: str) -> None:

@@ -106,6 +106,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return torch.randint(3, 199, (count,), generator=generator).tolist()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("architecture", "num_blocks"),

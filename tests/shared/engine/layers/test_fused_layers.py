@@ -52,6 +52,7 @@ def logits(executor: LocalExecutor) -> list[Tensor]:
     return [advance(executor, work) for work in works]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("architecture", FUSED)
 def test_fused_layers_give_the_same_logits(

@@ -88,7 +88,7 @@ def _share_judged(executor: LocalExecutor) -> float:
     return 0.8 if any(moe.experts_per_token == 1 for moe in moes) else 0.95
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_depends_on_the_path(load: Load, family: str, dtype: str) -> None:
     """One step, chunks, a cached prefix and decode steps give the same bits."""

@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, scaled": ("gemma3", {}),
     "phi3, fused": ("phi3", {}),
 }
+PARTS_OF_OTHERS = ("llama", "mistral", "qwen3")  # each of their layers is one of another's
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,15 @@ def assert_same(found: LocalExecutor, expected: LocalExecutor) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *(pytest.param(name, ODD, id=f"{name}, odd shapes") for name in MODELS),
+        *(
+            pytest.param(
+                name,
+                ODD,
+                id=f"{name}, odd shapes",
+                marks=[pytest.mark.long] if name in PARTS_OF_OTHERS else [],
+            )
+            for name in MODELS
+        ),
         *(
             pytest.param(
                 name, WIDE, id=f"{name}, full tiles", marks=[pytest.mark.long] if number else []

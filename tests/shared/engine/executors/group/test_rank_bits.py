@@ -84,6 +84,7 @@ def steps(num_groups: int) -> list[StepInputs]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str) -> None:
     executor = load_executor(folder, dtype=dtype, kv_cache_bytes=8 << 20)
