@@ -62,6 +62,13 @@ class Successors(msgspec.Struct, frozen=True, array_like=True):
     num_top_logprobs: int
 
 
+class PooledBefore(msgspec.Struct, frozen=True, array_like=True):
+    """The sum over a row's tokens before its first one, where no step in flight computes them."""
+
+    row: int
+    sum: bytes  # FP64
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step over S rows. `ended` applies first, then `new`, then `grown`."""
 
@@ -76,6 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     fed: tuple[Fed, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()  # (source, destination) blocks, before any write
     successors: tuple[Successors, ...] = ()
+    pooled: tuple[PooledBefore, ...] = ()
     masked: bytes = b""  # rows that draw under a token mask; the masks follow in this order
     bans_stop: bytes = b""  # rows whose grammar bans the stop tokens without a mask
 

@@ -15,7 +15,7 @@ import msgspec
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.step import TokenMask
-from shared.engine.step_plan import Fed, Grown, NewRow, StepPlan, Successors, pack
+from shared.engine.step_plan import Fed, Grown, NewRow, PooledBefore, StepPlan, Successors, pack
 
 NOT_DRAWN = -1
 
@@ -57,6 +57,7 @@ class PlanBuilder:
         new: list[NewRow] = []
         grown: list[Grown] = []
         fed: list[Fed] = []
+        pooled: list[PooledBefore] = []
         for each in scheduled:
             sequence, count, start = each.sequence, each.num_scheduled_tokens, each.start
             row = self._rows.get(id(sequence))
@@ -68,6 +69,8 @@ class PlanBuilder:
             if count != 1 or row.drawn_at != start:
                 token_ids = sequence.token_ids[start : start + count]
                 fed.append(Fed(row.number, pack(token_ids)))
+                if sequence.pooled is not None and start and start == sequence.num_computed_tokens:
+                    pooled.append(PooledBefore(row.number, sequence.pooled.tobytes()))
             is_drawn = each.completes and not self._feeds_drawn
             row.drawn_at = start + count if is_drawn else NOT_DRAWN
             rows.append(row.number)
@@ -85,6 +88,7 @@ class PlanBuilder:
             fed=tuple(fed),
             copies=_copies(scheduled),
             successors=_successors(scheduled, rows),
+            pooled=tuple(pooled),
             masked=pack([rows[index] for index, mask in grammars if mask is not None]),
             bans_stop=pack([rows[index] for index, mask in grammars if mask is None]),
         )

@@ -55,7 +55,7 @@ class RankState:
         self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
         self._special: dict[int, SpecialRow] = {}
         self._drawn = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
-        self._pooled: dict[int, int] = {}  # index in the last plan -> row
+        self._pooled: dict[int, tuple[int, int]] = {}  # index in the last plan -> row, its tokens
         self._next_step = 0
 
     def apply(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> StepInputs:
@@ -76,8 +76,9 @@ class RankState:
         """What the last plan's step drew and pooled, before the next plan."""
         if output.token_ids:  # else another rank samples
             self._rows["last_id"][self._drawn] = output.token_ids
-        for index, row in self._pooled.items():
-            self._special[row].pooled = output.pooled.get(index)
+        for index, (row, num_tokens) in self._pooled.items():
+            special = self._special[row]
+            special.pooled, special.num_pooled_tokens = output.pooled.get(index), num_tokens
 
     def end(self, rows: bytes) -> None:
         """Forgets the tokens and options of rows that have ended."""
@@ -155,7 +156,7 @@ class RankState:
             sampling=self._sampling(plan, masks, rows, kept, ends - 1, context_lens),
             block_copies=plan.copies,
             prompt_logprobs=_prompt_logprobs(plan, rows),
-            pooling=self._pooling(plan, rows, starts),
+            pooling=self._pooling(plan, rows, starts, context_lens),
         )
 
     def _tables_of(self, rows: Integers) -> Integers:
@@ -221,21 +222,26 @@ class RankState:
         return requesting
 
     def _pooling(
-        self, plan: StepPlan, rows: Integers, starts: Integers
+        self, plan: StepPlan, rows: Integers, starts: Integers, context_lens: Integers
     ) -> dict[int, PoolingInputs]:
-        """A mean needs every chunk; the last token is in the last chunk."""
+        """A mean needs every chunk; the last token is in the last chunk. Without a chunk before
+        that has succeeded, the row's result is void.
+        """
         self._pooled = {}
         found: dict[int, PoolingInputs] = {}
         if not self._special:
             return found
+        sums = {each.row: np.frombuffer(each.sum) for each in plan.pooled}
         for index, row in enumerate(rows.tolist()):
             special = self._special.get(row)
             if special is None or special.pooling is None:
                 continue
             if special.pooling == "mean" or plan.completes[index]:
-                before = special.pooled if starts[index] else None
+                start, before = int(starts[index]), sums.get(row)
+                if before is None and 0 < start == special.num_pooled_tokens:
+                    before = special.pooled
                 found[index] = PoolingInputs(special.pooling, before)
-                self._pooled[index] = row
+                self._pooled[index] = row, int(context_lens[index])
         return found
 
 

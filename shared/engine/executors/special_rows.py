@@ -15,7 +15,9 @@ from shared.messages import LogprobsMode, Pooling, SamplingParams
 
 @dataclass(slots=True)
 class SpecialRow:
-    """`mask` and `bans_stop` are its grammar's at this step; `pooled` of the chunks so far."""
+    """`mask` and `bans_stop` are its grammar's at this step; `pooled` is the sum over the first
+    `num_pooled_tokens` tokens, as its last chunk gave it.
+    """
 
     sampling: SamplingParams | None
     pooling: Pooling | None
@@ -27,6 +29,7 @@ class SpecialRow:
     mask: TokenMask | None = None
     bans_stop: bool = False
     pooled: NDArray[np.float64] | None = None
+    num_pooled_tokens: int = 0
 
 
 SampledRow = tuple[int, SpecialRow, SamplingParams]  # its row among those that sample

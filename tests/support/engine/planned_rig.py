@@ -41,6 +41,17 @@ class PlannedRig(Rig):
         self.planned(rows)  # and it raises then: nothing is drawn
         return super().fail(rows)
 
+    def compute_again(self, rows: list[ScheduledSequence]) -> None:
+        """The step has failed after the ranks have computed it. Its rows succeed in two halves."""
+        self.computed(rows)
+        rows = self.engine.take_back(rows)
+        half = len(rows) // 2
+        for part in (rows[:half], rows[half:]):
+            if part:
+                self._record(self.engine.apply(part, self.computed(part)))
+        self.rows = []
+        self.check()
+
     def planned(self, rows: list[ScheduledSequence]) -> StepInputs:
         """The inputs of a rank, which equal those built from the sequences."""
         expected = plain_inputs(rows, BLOCK_SIZE)

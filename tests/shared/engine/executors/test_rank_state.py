@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 
 from shared.engine.batching.sequence import SequenceGrammar
 from shared.engine.executors.plan_builder import PlanBuilder
@@ -28,6 +28,12 @@ class PlannedMachine(EngineMachine):
     @rule(ids=PROMPTS, pooling=st.sampled_from(["mean", "last"]))
     def embed(self, ids: list[int], pooling: str) -> None:
         self.rig.add(new_sequence(ids, None, pooling=pooling))
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def compute_again(self) -> None:
+        self.rig.compute_again(self.rows)
+        self.rows = []
 
 
 TestPlannedMachine = PlannedMachine.TestCase
@@ -53,6 +59,19 @@ def test_decode_plans_do_not_grow_with_the_context() -> None:
         rig.run()
         sizes.append(rig.num_plan_bytes[2])  # of the second step, which feeds no token
     assert sizes[0] == sizes[1] < 80
+
+
+def test_chunk_that_failed_counts_once_in_a_mean() -> None:
+    """A rank records what it computes, also in a step that fails because of another row."""
+    rig, whole = PlannedRig(max_batch_tokens=4), PlannedRig()
+    sequences = [each.add(new_sequence(prompt(12), None, pooling="mean")) for each in (rig, whole)]
+    rig.step()
+    rig.compute_again(rig.begin())
+    found = []
+    for each, sequence in zip((rig, whole), sequences, strict=True):
+        each.run()
+        found.append(each.endings[sequence.sequence_id].embedding.tolist())
+    assert found[0] == found[1]
 
 
 def test_rank_rejects_a_gap() -> None:

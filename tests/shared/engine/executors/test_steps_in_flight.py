@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,7 +28,15 @@ from tests.shared.engine.test_engine_operations import (
     VOCAB_SIZE,
     late_grammar,
 )
-from tests.support.engine.rig import BLOCK_SIZE, greedy, new_sequence, prompt, seeded, solo
+from tests.support.engine.rig import (
+    BLOCK_SIZE,
+    Rig,
+    greedy,
+    new_sequence,
+    prompt,
+    seeded,
+    solo,
+)
 from tests.support.world.clock import VirtualClock, run
 
 STEP_S = 0.01
@@ -204,6 +213,14 @@ class Submission:
                 assert tokens == expected[: len(tokens)]
 
 
+@cache
+def solo_embedding(ids: tuple[int, ...]) -> list[float]:
+    rig = Rig(max_batch_tokens=4096)
+    sequence = rig.add(new_sequence(ids, None, pooling="mean"))
+    rig.run()
+    return rig.endings[sequence.sequence_id].embedding.tolist()
+
+
 TIMES = st.integers(0, 30).map(lambda n: n * STEP_S * 0.7)
 SUBMISSIONS = st.builds(
     Submission,
@@ -233,6 +250,7 @@ def forked(submission: Submission, num_choices: int) -> Submission:
     shape=st.sampled_from(SHAPES),
     submissions=st.lists(SUBMISSIONS, min_size=1, max_size=5),
     forks=st.lists(st.builds(forked, SUBMISSIONS, st.integers(2, 3)), max_size=1),
+    embedded=st.lists(PROMPTS, max_size=2),
     num_blocks=st.sampled_from([12, 14, 40]),
     budget=st.sampled_from([3, 5, 64]),
     num_sequences=st.sampled_from([2, 5]),
@@ -244,6 +262,7 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
     shape: tuple[int, int],
     submissions: list[Submission],
     forks: list[Submission],
+    embedded: list[list[int]],
     num_blocks: int,
     budget: int,
     num_sequences: int,
@@ -262,6 +281,9 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
             max_sequences=num_sequences,
         )
         worker.loop.start()
+        embeddings = [new_sequence(ids, None, pooling="mean") for ids in embedded]
+        for each in embeddings:
+            worker.add(each)
         await asyncio.gather(*(each.play(worker) for each in [*submissions, *forks]))
         await worker.idle()
         assert worker.engine.pool.num_free_blocks == num_blocks * len(reaches)
@@ -270,6 +292,8 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
         assert worker.executor.wrongs == []
         for each in [*submissions, *forks]:
             each.check(worker)
+        for ids, sequence in zip(embedded, embeddings, strict=True):
+            assert worker.endings[sequence].embedding.tolist() == solo_embedding(tuple(ids))
 
     with capture_logs():  # rendering a traceback takes longer than the example
         run(scenario())
