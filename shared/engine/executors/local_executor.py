@@ -93,7 +93,11 @@ class LocalExecutor:
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         plan, masks = self._plans.build(rows)
-        self._inputs = self._state.apply(plan, masks)
+        try:
+            self._inputs = self._state.apply(plan, masks)
+        except BaseException:
+            self._plans.take_back(rows)
+            raise
         self._step = plan.step
         self.step_budget_s = self._budget.seconds(step_units(self._inputs))
         return self._step

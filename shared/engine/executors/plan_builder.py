@@ -44,13 +44,44 @@ class PlanBuilder:
         self._feeds_drawn = feeds_drawn
         self._rows: dict[int, _Row] = {}  # by identity of the sequence
         self._free: list[int] = []
+        self._ended: list[int] = []  # rows that the next plan ends
+        self._ended_before: list[int] = []  # those that the last plan has ended
         self._num_rows = 0  # taken or free
         self._step = 0
 
     def build(self, scheduled: list[ScheduledSequence]) -> tuple[StepPlan, tuple[TokenMask, ...]]:
         """The next plan, and the masks of its rows, which are being computed."""
         grammars = _grammars(scheduled)  # before anything changes: they may raise
-        ended = self.end_rows()
+        try:
+            plan = self._plan(scheduled, grammars)
+        except BaseException:
+            self._drop(scheduled)
+            raise
+        self._step += 1
+        return plan, tuple(mask for _, mask in grammars if mask is not None)
+
+    def take_back(self, scheduled: list[ScheduledSequence]) -> None:
+        """The last plan, of these rows, has not reached the ranks, or not wholly: the next one has
+        its number, and begins the rows anew.
+        """
+        self._step -= 1
+        self._ended += self._ended_before
+        self._drop(scheduled)
+
+    def _drop(self, scheduled: list[ScheduledSequence]) -> None:
+        for each in scheduled:
+            row = self._rows.pop(id(each.sequence), None)
+            if row is not None:
+                self._end(row)
+
+    def _end(self, row: _Row) -> None:
+        heappush(self._free, row.number)
+        self._ended.append(row.number)
+
+    def _plan(
+        self, scheduled: list[ScheduledSequence], grammars: list[tuple[int, TokenMask | None]]
+    ) -> StepPlan:
+        self._find_ended()
         rows: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -76,13 +107,13 @@ class PlanBuilder:
             rows.append(row.number)
             starts.append(start)
             counts.append(count)
-        plan = StepPlan(
+        made = StepPlan(
             step=self._step,
             rows=pack(rows),
             starts=pack(starts),
             num_tokens=pack(counts),
             completes=bytes([each.completes for each in scheduled]),
-            ended=ended,
+            ended=pack(self._ended),
             new=tuple(new),
             grown=tuple(grown),
             fed=tuple(fed),
@@ -92,13 +123,18 @@ class PlanBuilder:
             masked=pack([rows[index] for index, mask in grammars if mask is not None]),
             bans_stop=pack([rows[index] for index, mask in grammars if mask is None]),
         )
-        self._step += 1
-        return plan, tuple(mask for _, mask in grammars if mask is not None)
+        self._ended_before, self._ended = self._ended, []
+        return made
 
     def end_rows(self) -> bytes:
         """Frees the rows of sequences that have left the batch since their last step. Returns their
         numbers, which every `RankState` has to end.
         """
+        self._find_ended()
+        ended, self._ended = self._ended, []
+        return pack(ended)
+
+    def _find_ended(self) -> None:
         running = SequenceState.RUNNING
         gone = [
             (key, row)
@@ -109,8 +145,7 @@ class PlanBuilder:
         ]
         for key, row in gone:
             del self._rows[key]
-            heappush(self._free, row.number)
-        return pack([row.number for _, row in gone])
+            self._end(row)
 
     def _take_row(self, sequence: Sequence) -> _Row:
         """The lowest free row: the ranks' arrays stay as short as the batch."""

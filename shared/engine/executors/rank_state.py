@@ -60,17 +60,18 @@ class RankState:
 
     def apply(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> StepInputs:
         """`masks` of the plan's masked rows. The tokens of earlier steps that the plan does not
-        feed must have been recorded.
+        feed must have been recorded. A plan that raises counts as one that has not come.
 
         Raises StepFailed for a plan that does not follow the last one: this rank has lost one, or
         is another worker's.
         """
         if plan.step != self._next_step:
             raise StepFailed(f"plan {plan.step} came, expected plan {self._next_step}")
-        self._next_step += 1
         self._update(plan)
         rows, starts, query_lens = map(unpack, (plan.rows, plan.starts, plan.num_tokens))
-        return self._inputs(plan, masks, rows, starts, query_lens)
+        inputs = self._inputs(plan, masks, rows, starts, query_lens)
+        self._next_step += 1
+        return inputs
 
     def record(self, output: StepOutput) -> None:
         """What the last plan's step drew and pooled, before the next plan."""
@@ -95,6 +96,7 @@ class RankState:
     def _add(self, new: NewRow) -> None:
         self._rows = _with_length(self._rows, new.row + 1)
         self._num_blocks = _with_length(self._num_blocks, new.row + 1, axis=1)
+        self._special.pop(new.row, None)
         params = new.sampling
         row = self._rows[new.row]
         row["num_prompt_tokens"] = new.num_prompt_tokens

@@ -116,12 +116,19 @@ class TimingExecutor:
         if self._num_in_flight >= self.depth:
             raise ValueError(f"{self.depth} steps are in flight, no more may be")
         plan, masks = self._plans.build(rows)
+        try:
+            self._start(plan, masks)
+        except BaseException:
+            self._plans.take_back(rows)
+            raise
+        return plan.step
+
+    def _start(self, plan: StepPlan, masks: Sequence[TokenMask]) -> None:
         if not self._runs_ahead:
             self._inputs = self._inputs_of(plan, masks)
         else:
             step = start_awaited(self._answer(encode(plan), masks, self._last))
             self._steps[plan.step] = self._last = step
-        return plan.step
 
     async def result(self, step: int) -> StepOutput:
         if not self._runs_ahead:

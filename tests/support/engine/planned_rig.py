@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -18,6 +19,13 @@ from shared.engine.token_masks.budgeted_output import ForcedToken
 from tests.support.engine.masked import LateMask, ReadyMask
 from tests.support.engine.plain_inputs import plain_inputs
 from tests.support.engine.rig import BLOCK_SIZE, Rig, finish
+
+PLACES = {  # where submitting a step may raise
+    "build": "shared.engine.executors.plan_builder._copies",
+    "send": f"{__name__}.encode",
+    "add": "shared.engine.executors.rank_state._sampling_row",
+    "apply": "shared.engine.executors.rank_state._blocks_of",
+}
 
 
 class PlannedRig(Rig):
@@ -44,6 +52,28 @@ class PlannedRig(Rig):
     def compute_again(self, rows: list[ScheduledSequence]) -> None:
         """The step has failed after the ranks have computed it. Its rows succeed in two halves."""
         self.computed(rows)
+        self._compute_halves(rows)
+
+    def submit_again(self, rows: list[ScheduledSequence], place: str) -> None:
+        """Submitting the step raises at this place. Its rows succeed in two halves."""
+        for builder, rank in zip(self.builders, self.ranks, strict=True):
+            with mock.patch(PLACES[place], side_effect=MemoryError):
+                self._try_to_submit(rows, builder, rank)
+        self._compute_halves(rows)
+
+    def _try_to_submit(
+        self, rows: list[ScheduledSequence], builder: PlanBuilder, rank: RankState
+    ) -> None:
+        try:
+            plan, masks = builder.build(rows)
+        except MemoryError:
+            return
+        try:
+            rank.apply(decode_plan(encode(plan)), masks)
+        except MemoryError:
+            builder.take_back(rows)
+
+    def _compute_halves(self, rows: list[ScheduledSequence]) -> None:
         rows = self.engine.take_back(rows)
         half = len(rows) // 2
         for part in (rows[:half], rows[half:]):

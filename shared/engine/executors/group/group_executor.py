@@ -113,10 +113,14 @@ class GroupExecutor:
         """Raises DeviceFailed if the group is lost."""
         if len(self._in_flight) >= self.depth:
             raise ValueError(f"{self.depth} steps are in flight, no more may be")
-        plan, masks = self._plans.build(rows)
         units = _units(rows)
         budget_s = self._budget.seconds(units)
-        step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
+        plan, masks = self._plans.build(rows)
+        try:
+            step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
+        except BaseException:  # the ranks have not got it
+            self._plans.take_back(rows)
+            raise
         self._in_flight[step] = _StepInFlight(units, budget_s, self._clock.now())
         return step
 

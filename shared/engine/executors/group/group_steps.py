@@ -50,12 +50,12 @@ class GroupSteps:
         """Returns the number of the command. The watchdog ends a group that takes longer than
         `budget_s` for it. Raises DeviceFailed if the group is lost.
         """
-        loop = self._watching_loop()
+        answer = self._watching_loop().create_future()
         try:
             number = self.group.submit(msgspec.msgpack.encode(command), budget_s)
         except GroupLost as error:
             raise _lost(error) from error
-        self._answers[number] = loop.create_future()
+        self._answers[number] = answer
         if masks:
             self._masks_of[number] = masks
         return number

@@ -16,7 +16,7 @@ from shared.engine.executors.rank_state import RankState
 from shared.engine.step_plan import decode_plan, encode
 from shared.errors import StepFailed
 from tests.shared.engine.test_engine_operations import PROMPTS, EngineMachine
-from tests.support.engine.planned_rig import PlannedRig
+from tests.support.engine.planned_rig import PLACES, PlannedRig
 from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
 
 
@@ -33,6 +33,12 @@ class PlannedMachine(EngineMachine):
     @rule()
     def compute_again(self) -> None:
         self.rig.compute_again(self.rows)
+        self.rows = []
+
+    @precondition(lambda self: self.rows)
+    @rule(place=st.sampled_from(sorted(PLACES)))
+    def submit_again(self, place: str) -> None:
+        self.rig.submit_again(self.rows, place)
         self.rows = []
 
 
@@ -93,6 +99,20 @@ def test_rows_of_a_plan_that_could_not_be_built_are_new_in_the_next() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         builder.build(rows)
     assert rank.apply(*builder.build(rows)).input_ids.tolist() == prompt(5)
+
+
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_rows_of_a_step_that_was_not_submitted_are_new_in_the_next(place: str) -> None:
+    """Their numbers are those of rows that have just ended, which hold other blocks."""
+    rig = PlannedRig()
+    for start in (100, 200):
+        rig.add(new_sequence(prompt(20, start=start), greedy(1)))
+    rig.step()
+    sequences = [rig.add(new_sequence(prompt(9, start=n), greedy(3))) for n in (300, 400)]
+    rig.submit_again(rig.begin(), place)
+    rig.run()
+    for start, sequence in zip((300, 400), sequences, strict=True):
+        assert rig.output(sequence) == solo(tuple(prompt(9, start=start)), greedy(3))
 
 
 def test_garbled_plan_raises() -> None:

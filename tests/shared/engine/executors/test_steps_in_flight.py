@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -45,7 +46,8 @@ SHAPES = [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3)]  # depth, stages
 
 
 class CheckedExecutor(TimingExecutor):
-    """Raises in the steps `fail_at`, and with a poisonous token. Blocks of a step stay held.
+    """Raises in the steps `fail_at`, as they are submitted or computed, and with a poisonous token.
+    Blocks of a step stay held.
 
     Records how many steps were in flight, and in how many of them each row was.
     """
@@ -56,6 +58,8 @@ class CheckedExecutor(TimingExecutor):
         fail_at: frozenset[int] = frozenset(),
         reaches: tuple[Reach, ...] = (None,),
         shape: tuple[int, int] = (1, 1),
+        *,
+        fails_in_submit: bool = False,
     ) -> None:
         depth, num_stages = shape
         super().__init__(
@@ -68,7 +72,9 @@ class CheckedExecutor(TimingExecutor):
             depth=depth,
             num_stages=num_stages,
         )
-        self.fail_at = fail_at
+        self.fail_at = frozenset() if fails_in_submit else fail_at
+        self.fail_submit_at = fail_at if fails_in_submit else frozenset()
+        self.num_submitted = 0
         self.num_runs = 0
         self.wrongs: list[str] = []
         self.engine: Engine | None = None
@@ -102,12 +108,22 @@ class CheckedExecutor(TimingExecutor):
             self.wrongs.append("a written block is shared")
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
-        step = super().submit(rows)
+        self.num_submitted += 1
+        step = self._submit_or_fail(rows)
         self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
         self.rows[step] = rows
         if self.num_stages > 1:
             self.check_draws_alone()
         return step
+
+    def _submit_or_fail(self, rows: list[ScheduledSequence]) -> int:
+        if self.num_submitted not in self.fail_submit_at:
+            return super().submit(rows)
+        in_process = "shared.engine.executors.rank_state._blocks_of"
+        encoded = "shared.engine.executors.timing_executor.encode"
+        error = MemoryError("the device says no")
+        with mock.patch(in_process, side_effect=error), mock.patch(encoded, side_effect=error):
+            return super().submit(rows)
 
     def check_draws_alone(self) -> None:
         """A row that draws in one step in flight is in no later one."""
@@ -256,6 +272,7 @@ def forked(submission: Submission, num_choices: int) -> Submission:
     num_sequences=st.sampled_from([2, 5]),
     reaches=st.sampled_from([(None,), (None,), (Window(9),), (None, Window(5))]),
     fail_at=st.frozensets(st.sampled_from([2, 9, 30])),
+    fails_in_submit=st.booleans(),
     poisons=st.booleans(),
 )
 def test_tokens_do_not_depend_on_the_steps_in_flight(
@@ -268,6 +285,7 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
     num_sequences: int,
     reaches: tuple[Reach, ...],
     fail_at: frozenset[int],
+    fails_in_submit: bool,
     poisons: bool,
 ) -> None:
     if poisons:  # no passing error besides: it could hit a row that is computed alone
@@ -276,7 +294,9 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(
 
     async def scenario() -> None:
         worker = Worker(
-            CheckedExecutor(num_blocks * len(reaches), fail_at, reaches, shape),
+            CheckedExecutor(
+                num_blocks * len(reaches), fail_at, reaches, shape, fails_in_submit=fails_in_submit
+            ),
             max_batch_tokens=budget,
             max_sequences=num_sequences,
         )

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -173,6 +174,20 @@ async def test_plan_of_any_size_goes_through(group: GroupExecutor) -> None:
     sequence.block_tables, sequence.first_blocks = [array("q", [0])], [0]
     await group.result(group.submit([row_of(sequence, 5)]))
     await group.check()
+
+
+async def test_step_that_could_not_be_submitted_is_computed_later(
+    single: LocalExecutor, group: GroupExecutor
+) -> None:
+    places = {
+        single: "shared.engine.executors.rank_state.RankState._add",
+        group: "shared.engine.executors.group.group_executor.encode",
+    }
+    for executor, place in places.items():
+        rows = [row_of(with_blocks(PROMPT[:4]), 4)]
+        with mock.patch(place, side_effect=MemoryError), pytest.raises(MemoryError):
+            executor.submit(rows)
+        await executor.result(executor.submit(rows))
 
 
 async def test_parked_group_gives_blocks_back_and_serves_again(
