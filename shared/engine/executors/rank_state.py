@@ -49,14 +49,19 @@ Integers = NDArray[np.int64]
 class RankState:
     def __init__(self, block_size: int, num_groups: int) -> None:
         self._block_size = block_size
-        self._rows = np.zeros(_FEWEST_ROWS, dtype=_ROW)
-        shape = (num_groups, _FEWEST_ROWS, _FEWEST_BLOCKS)
-        self._tables = np.zeros(shape, dtype=np.int64)
-        self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
+        self._num_groups = num_groups
+        self._clear()
         self._special: dict[int, SpecialRow] = {}
         self._drawn = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
         self._pooled: dict[int, tuple[int, int]] = {}  # index in the last plan -> row, its tokens
         self._next_step = 0
+
+    def _clear(self) -> None:
+        """As before the first row."""
+        self._rows = np.zeros(_FEWEST_ROWS, dtype=_ROW)
+        shape = (self._num_groups, _FEWEST_ROWS, _FEWEST_BLOCKS)
+        self._tables = np.zeros(shape, dtype=np.int64)  # 0 after the end of each row's blocks
+        self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
 
     def apply(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> StepInputs:
         """`masks` of the plan's masked rows. The tokens of earlier steps that the plan does not
@@ -85,6 +90,10 @@ class RankState:
         """Forgets the tokens and options of rows that have ended."""
         for row in unpack(rows).tolist():
             self._special.pop(row, None)
+            if row < len(self._rows):
+                self._clear_table(row)
+        if len(rows) and not self._num_blocks.any():
+            self._clear()  # after a long row or many, the arrays are large
 
     def _update(self, plan: StepPlan) -> None:
         self.end(plan.ended)
@@ -94,8 +103,11 @@ class RankState:
             self._write_table(grown.group, grown.row, grown.first_index, unpack(grown.block_ids))
 
     def _add(self, new: NewRow) -> None:
-        self._rows = _with_length(self._rows, new.row + 1)
-        self._num_blocks = _with_length(self._num_blocks, new.row + 1, axis=1)
+        if new.row >= len(self._rows):
+            self._rows = _with_length(self._rows, new.row + 1)
+            self._num_blocks = _with_length(self._num_blocks, len(self._rows), axis=1)
+            self._widen_tables(len(self._rows), self._tables.shape[2])
+        self._clear_table(new.row)
         self._special.pop(new.row, None)
         params = new.sampling
         row = self._rows[new.row]
@@ -118,11 +130,26 @@ class RankState:
 
     def _write_table(self, group: int, row: int, first: int, block_ids: Integers) -> None:
         end = first + len(block_ids)
-        self._tables = _with_length(_with_length(self._tables, row + 1, axis=1), end, axis=2)
+        width = self._tables.shape[2]
+        if end > width:
+            self._widen_tables(len(self._rows), max(end, 2 * width))
         table = self._tables[group, row]
         table[first:end] = block_ids
-        table[end:] = 0
+        table[end : self._num_blocks[group, row]] = 0
         self._num_blocks[group, row] = end
+
+    def _widen_tables(self, num_rows: int, width: int) -> None:
+        """Copies what the rows hold alone: one may be very much longer than the others."""
+        before = self._tables
+        self._tables = np.zeros((self._num_groups, num_rows, width), dtype=np.int64)
+        for group, row in np.argwhere(self._num_blocks).tolist():
+            end = self._num_blocks[group, row]
+            self._tables[group, row, :end] = before[group, row, :end]
+
+    def _clear_table(self, row: int) -> None:
+        for group in range(self._num_groups):
+            self._tables[group, row, : self._num_blocks[group, row]] = 0
+        self._num_blocks[:, row] = 0
 
     def _inputs(
         self,

@@ -13,7 +13,7 @@ from hypothesis.stateful import precondition, rule
 from shared.engine.batching.sequence import SequenceGrammar
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
-from shared.engine.step_plan import decode_plan, encode
+from shared.engine.step_plan import Grown, NewRow, StepPlan, decode_plan, encode, pack
 from shared.errors import StepFailed
 from tests.shared.engine.test_engine_operations import PROMPTS, EngineMachine
 from tests.support.engine.planned_rig import PLACES, PlannedRig
@@ -54,6 +54,31 @@ def test_arrays_grow_with_rows_and_tables() -> None:
     for num_tokens, sequence in zip(lengths, sequences, strict=True):
         ids = tuple(prompt(num_tokens, start=40 * num_tokens))
         assert rig.output(sequence) == solo(ids, greedy())
+
+
+def test_tables_are_cleared_up_to_the_end_of_a_row_and_small_again_without_rows() -> None:
+    rank, num_rows, num_long = RankState(BLOCK_SIZE, 1), 40, 5000
+
+    def step(number: int, row: int, **changes: tuple[NewRow | Grown, ...]) -> list[int]:
+        ones = pack([1])
+        plan = StepPlan(number, pack([row]), pack([4]), ones, b"\0", **changes)
+        return rank.apply(plan).block_tables[0, 0].tolist()
+
+    def new(row: int, num_blocks: int) -> NewRow:
+        return NewRow(row, b"", (pack([row + 1] * num_blocks),), 5)
+
+    step(0, 0, new=tuple(new(row, 9) for row in range(num_rows)))
+    grown = Grown(3, 0, 9, pack(range(9, num_long)))
+    assert step(1, 3, grown=(grown,)) == [4] * 9 + [*range(9, num_long)]
+    rank._tables[0, 5, 11:] = 7
+    assert step(2, 5, grown=(Grown(5, 0, 9, pack([8])),)) == [6] * 9 + [8]
+    assert (rank._tables[0, 5, 11:] == 7).all(), "the row has never been as long"
+    rank._tables[0, 5, 11:] = 0
+    rank.end(pack([3]))
+    assert step(3, 3, new=(new(3, 2),)) == [4] * 2
+    assert not rank._tables[0, 3, 2:].any()
+    rank.end(pack(range(num_rows)))
+    assert rank._tables.nbytes == RankState(BLOCK_SIZE, 1)._tables.nbytes
 
 
 def test_decode_plans_do_not_grow_with_the_context() -> None:
