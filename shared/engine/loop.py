@@ -175,6 +175,7 @@ class EngineLoop:
             if num_in_flight and (not rows or num_in_flight == self.executor.depth):
                 self._report(await self._apply_oldest())
             elif not rows and not progress:
+                self._work.clear()  # what comes from now on wakes it
                 await self._zero_when_idle()
                 await self._idle()
             self._step += 1
@@ -307,8 +308,10 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         self._is_idle = True
-        self.executor.forget_ended()
-        self._work.clear()
+        try:
+            await self.executor.forget_ended()
+        except Exception:  # of a lost device, which the next turn reports
+            log.exception("forget_ended_failed")
         await self._work.wait()
 
     async def _tick(self) -> None:

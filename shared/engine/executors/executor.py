@@ -59,8 +59,10 @@ class Executor(Protocol):
         """
         ...
 
-    def forget_ended(self) -> None:
-        """Forgets sequences that have ended, when no step is in flight: else the next one does."""
+    async def forget_ended(self) -> None:
+        """Forgets sequences that have ended, when no step is in flight: else the next one does.
+        Raises DeviceFailed if the device is lost.
+        """
         ...
 
     async def check(self) -> None:

@@ -119,7 +119,7 @@ class LocalExecutor:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
         return self.computer.step_logits(inputs)
 
-    def forget_ended(self) -> None:
+    async def forget_ended(self) -> None:
         self._state.end(self._plans.end_rows())
 
     async def check(self) -> None:

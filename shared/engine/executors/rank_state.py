@@ -87,11 +87,9 @@ class RankState:
             special.pooled, special.num_pooled_tokens = output.pooled.get(index), num_tokens
 
     def end(self, rows: bytes) -> None:
-        """Forgets the tokens and options of rows that have ended."""
+        """Forgets rows that have ended: tokens, options, blocks."""
         for row in unpack(rows).tolist():
-            self._special.pop(row, None)
-            if row < len(self._rows):
-                self._clear_table(row)
+            self._forget(row)
         if len(rows) and not self._num_blocks.any():
             self._clear()  # after a long row or many, the arrays are large
 
@@ -104,11 +102,11 @@ class RankState:
 
     def _add(self, new: NewRow) -> None:
         if new.row >= len(self._rows):
-            self._rows = _with_length(self._rows, new.row + 1)
-            self._num_blocks = _with_length(self._num_blocks, len(self._rows), axis=1)
-            self._widen_tables(len(self._rows), self._tables.shape[2])
-        self._clear_table(new.row)
-        self._special.pop(new.row, None)
+            rows = _with_length(self._rows, new.row + 1)
+            num_blocks = _with_length(self._num_blocks, len(rows), axis=1)
+            self._widen_tables(len(rows), self._tables.shape[2])
+            self._rows, self._num_blocks = rows, num_blocks
+        self._forget(new.row)
         params = new.sampling
         row = self._rows[new.row]
         row["num_prompt_tokens"] = new.num_prompt_tokens
@@ -146,7 +144,11 @@ class RankState:
             end = self._num_blocks[group, row]
             self._tables[group, row, :end] = before[group, row, :end]
 
-    def _clear_table(self, row: int) -> None:
+    def _forget(self, row: int) -> None:
+        self._special.pop(row, None)
+        if row >= len(self._rows):  # its plan has not come
+            return
+        self._rows[row] = np.zeros((), dtype=_ROW)
         for group in range(self._num_groups):
             self._tables[group, row, : self._num_blocks[group, row]] = 0
         self._num_blocks[:, row] = 0

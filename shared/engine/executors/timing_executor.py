@@ -203,7 +203,7 @@ class TimingExecutor:
         states = halves.transpose(1, 0, 2).reshape(run.num_tokens, STATE_BYTES)
         self._kv[self._slots(run.block_table, run.first_token, run.num_tokens)] = states
 
-    def forget_ended(self) -> None:
+    async def forget_ended(self) -> None:
         self._state.end(self._plans.end_rows())
 
     async def zero_blocks(self, block_ids: list[int]) -> None:

@@ -23,6 +23,7 @@ from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.messages import (
     CheckDevice,
     CountExperts,
+    EndRows,
     ExpertCounts,
     GiveBackBlocks,
     ReturnFreedMemory,
@@ -141,8 +142,9 @@ class GroupExecutor:
     async def check(self) -> None:
         await self._steps.command(CheckDevice())
 
-    def forget_ended(self) -> None:
-        """Does nothing: ranks learn with the next plan which rows have ended."""
+    async def forget_ended(self) -> None:
+        if ended := self._plans.end_rows():
+            await self._steps.command(EndRows(ended))
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
         await self._steps.command(ZeroBlocks(block_ids))

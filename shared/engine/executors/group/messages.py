@@ -1,7 +1,7 @@
 """What a leader and its ranks send each other about steps.
 
-    ring:    RunStep, CheckDevice, ZeroBlocks, GiveBackBlocks, ReturnFreedMemory ──▶ every rank;
-             the answering rank ──output──▶ leader
+    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, ReturnFreedMemory,
+             CountExperts ──▶ every rank; the answering rank ──output──▶ leader
     masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
 
 Steps, masks and KV (kv_messages.py) travel apart, so that none waits for another.
@@ -35,6 +35,12 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
     """`plan`: see step_plan.py."""
 
     plan: bytes
+
+
+class EndRows(msgspec.Struct, frozen=True, tag=True):
+    """As `StepPlan.ended`, where no step follows."""
+
+    rows: bytes
 
 
 class CheckDevice(msgspec.Struct, frozen=True, tag=True):
@@ -77,4 +83,6 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-Command = RunStep | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory | CountExperts
+Command = (
+    RunStep | EndRows | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory | CountExperts
+)

@@ -11,6 +11,7 @@ from shared.engine.executors.group.messages import (
     CheckDevice,
     Command,
     CountExperts,
+    EndRows,
     ExpertCounts,
     GiveBackBlocks,
     RankSetup,
@@ -53,6 +54,8 @@ class ModelWork:
         match _decoder.decode(data):
             case RunStep(plan=plan):
                 return encode(self._computed(step, decode_plan(plan)))
+            case EndRows(rows=rows):
+                self._state.end(rows)
             case CheckDevice():
                 self._computer.run_idle([2, 1], temperature=1.0)
             case ZeroBlocks(block_ids=block_ids):

@@ -13,8 +13,10 @@ from hypothesis.stateful import precondition, rule
 from shared.engine.batching.sequence import SequenceGrammar
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
-from shared.engine.step_plan import Grown, NewRow, StepPlan, decode_plan, encode, pack
+from shared.engine.step import StepOutput
+from shared.engine.step_plan import Fed, Grown, NewRow, StepPlan, decode_plan, encode, pack
 from shared.errors import StepFailed
+from shared.messages import SamplingParams
 from tests.shared.engine.test_engine_operations import PROMPTS, EngineMachine
 from tests.support.engine.planned_rig import PLACES, PlannedRig
 from tests.support.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, solo
@@ -79,6 +81,21 @@ def test_tables_are_cleared_up_to_the_end_of_a_row_and_small_again_without_rows(
     assert not rank._tables[0, 3, 2:].any()
     rank.end(pack(range(num_rows)))
     assert rank._tables.nbytes == RankState(BLOCK_SIZE, 1)._tables.nbytes
+
+
+def test_rank_keeps_nothing_of_a_row_that_has_ended() -> None:
+    rank = RankState(BLOCK_SIZE, 1)
+    private = SamplingParams(seed=9, max_tokens=4, bad_words=((7,),), logit_bias=((18, 2.0),))
+    for row, history in enumerate((pack([3, 4, 5]), b"")):
+        new = NewRow(row, b"", (pack([row + 1]),), 2, 0, private if history else greedy())
+        one = StepPlan(row, pack([row]), pack([2]), pack([1]), b"\1", new=(new,))
+        rank.apply(msgspec.structs.replace(one, fed=(Fed(row, pack([5])),)))
+        rank.record(StepOutput([6]))
+    rank.end(pack([0]))
+    assert rank._special == {}
+    assert not any(rank._rows[0].tobytes())
+    assert not rank._tables[0, 0].any()
+    assert rank._rows["last_id"][1] == 6
 
 
 def test_decode_plans_do_not_grow_with_the_context() -> None:

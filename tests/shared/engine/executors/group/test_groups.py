@@ -22,6 +22,7 @@ from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.executors.group.load_group import load_group
+from shared.engine.executors.group.messages import EndRows
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -188,6 +189,19 @@ async def test_step_that_could_not_be_submitted_is_computed_later(
         with mock.patch(place, side_effect=MemoryError), pytest.raises(MemoryError):
             executor.submit(rows)
         await executor.result(executor.submit(rows))
+
+
+async def test_idle_group_ends_the_rows_of_its_last_sequences(group: GroupExecutor) -> None:
+    """Else ranks keep their prompts and options until somebody asks again."""
+    await group.forget_ended()
+    await progress_of(group)
+    with mock.patch.object(group._steps, "command", wraps=group._steps.command) as command:
+        for _ in range(2):
+            await group.forget_ended()
+    command.assert_called_once()
+    (sent,) = command.call_args.args
+    assert isinstance(sent, EndRows)
+    assert sent.rows
 
 
 async def test_parked_group_gives_blocks_back_and_serves_again(
