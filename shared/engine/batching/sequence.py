@@ -135,7 +135,7 @@ class Sequence:
     next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
-    # one for each group of layers, or none; 64-bit, so that each step's inputs take one copy
+    # one for each group of layers, or none
     block_tables: list[array[int]] = field(default_factory=list)
     # of each group: earlier entries of its table are not held, as no later token sees them
     first_blocks: list[int] = field(default_factory=list)

@@ -118,7 +118,7 @@ def _batch_sizes(limit: int) -> Iterator[int]:
 
 
 def sampled_steps(block_size: int, vocab_size: int, *, num_groups: int = 1) -> Iterator[StepInputs]:
-    """Two rows with penalties, masks, logprobs and embeddings."""
+    """A row of two tokens: with penalties, with a mask, with logprobs, as an embedding."""
     step = idle_step(block_size, [2], temperature=1.0, num_groups=num_groups)
     entry = np.zeros(1, dtype=np.int64)
     value = np.ones(1, dtype=np.float32)
