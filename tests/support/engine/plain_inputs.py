@@ -18,6 +18,9 @@ from shared.engine.step import (
 OPTIONS = ("temperature", "top_p", "min_p", "top_k", "seed")
 
 
+UNKNOWN = -1  # a token that a step in flight draws
+
+
 def plain_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
     """Shapes as in `StepInputs`; sequences keep the order of `rows`."""
     chunks = [range(row.start, row.start + row.num_scheduled_tokens) for row in rows]
@@ -26,7 +29,9 @@ def plain_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
     width = max(len(table) for of_group in tables for table in of_group)
     padded = [[[*table, *[0] * (width - len(table))] for table in each] for each in tables]
     ids = [
-        row.sequence.token_ids[p] for row, chunk in zip(rows, chunks, strict=True) for p in chunk
+        row.sequence.token_ids[p] if p < row.sequence.num_tokens else UNKNOWN
+        for row, chunk in zip(rows, chunks, strict=True)
+        for p in chunk
     ]
     slots = [
         [
@@ -57,10 +62,11 @@ def _integers(values: object) -> np.ndarray:
 def _sampling(rows: list[ScheduledSequence], last: np.ndarray) -> SamplingInputs:
     indices = [index for index, row in enumerate(rows) if row.samples]
     sequences = [rows[index].sequence for index in indices]
+    num_outputs = [_num_output_tokens(rows[index]) for index in indices]
     params = [each.sampling for each in sequences]
     assert all(each is not None for each in params)
     requesting = [
-        (row, _special(each), each.sampling)
+        (row, _special(each, num_outputs[row]), each.sampling)
         for row, each in enumerate(sequences)
         if has_extras(each.sampling, has_grammar=each.grammar is not None)
     ]
@@ -70,13 +76,18 @@ def _sampling(rows: list[ScheduledSequence], last: np.ndarray) -> SamplingInputs
             len(sequences),
             **{name: [getattr(each, name) for each in params] for name in OPTIONS},
             choice_index=[each.choice_index for each in sequences],
-            output_position=[each.num_output_tokens for each in sequences],
+            output_position=num_outputs,
         ),
         **(sampling_extras(requesting) if requesting else {}),
     )
 
 
-def _special(sequence: Sequence) -> SpecialRow:
+def _num_output_tokens(row: ScheduledSequence) -> int:
+    """Once the steps before this one have drawn."""
+    return row.start + row.num_scheduled_tokens - row.sequence.num_prompt_tokens
+
+
+def _special(sequence: Sequence, num_output_tokens: int) -> SpecialRow:
     grammar = sequence.grammar
     mask = None if grammar is None else grammar.mask()
     return SpecialRow(
@@ -85,7 +96,7 @@ def _special(sequence: Sequence) -> SpecialRow:
         sequence.num_prompt_tokens,
         tuple(sequence.stop_token_ids),
         sequence.token_ids,
-        num_output_tokens=sequence.num_output_tokens,
+        num_output_tokens=num_output_tokens,
         mask=mask,
         bans_stop=grammar is not None and mask is None and grammar.bans_stop,
     )
@@ -108,9 +119,16 @@ def _prompt_logprobs(
 
 
 def _pooling(rows: list[ScheduledSequence]) -> dict[int, PoolingInputs]:
-    """A mean needs every chunk; the last token is in the last chunk."""
+    """A mean needs every chunk; the last token is in the last chunk. The sum before it is known
+    if no step in flight computes it.
+    """
     return {
-        index: PoolingInputs(row.sequence.pooling, row.sequence.pooled if row.start else None)
+        index: PoolingInputs(row.sequence.pooling, _pooled_before(row))
         for index, row in enumerate(rows)
         if row.sequence.pooling == "mean" or (row.sequence.pooling is not None and row.completes)
     }
+
+
+def _pooled_before(row: ScheduledSequence) -> np.ndarray | None:
+    is_known = 0 < row.start == row.sequence.num_computed_tokens
+    return row.sequence.pooled if is_known else None

@@ -48,6 +48,14 @@ TestPlannedMachine = PlannedMachine.TestCase
 TestPlannedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+class LongPlannedMachine(PlannedMachine):
+    """The same, many times as long."""
+
+
+TestLongPlannedMachine = pytest.mark.long(LongPlannedMachine.TestCase)
+TestLongPlannedMachine.settings = settings(max_examples=2000, stateful_step_count=80, deadline=None)
+
+
 def test_arrays_grow_with_rows_and_tables() -> None:
     rig = PlannedRig(num_blocks=512, max_batch_tokens=4096, max_sequences=40)
     lengths = [3, 200, *range(2, 40)]
