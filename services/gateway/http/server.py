@@ -20,9 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from services.gateway.http.connections import Connections, Holder, OpenConnection
-from services.gateway.http.protocol.fair_starts import FairStarts
 from services.gateway.http.protocol.half_closed import HalfClosed
 from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
+from services.gateway.streams.fair_starts import FairStarts
 from shared.background import Background, start_awaited
 from shared.errors import ConfigError, NoCapacity
 
@@ -341,7 +341,7 @@ class WebServer:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         self.connections = Connections() if connections is None else connections
-        self._starts = FairStarts(lambda turn: asyncio.get_running_loop().call_soon(turn))
+        self._starts = FairStarts()
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
             http=partial(  # type: ignore[arg-type]  # called like the class

@@ -23,6 +23,7 @@ from services.gateway.streams.actions import (
     Submit,
     submit_subject,
 )
+from services.gateway.streams.fair_starts import FairStarts
 from services.gateway.streams.queued_openings import MAX_OPEN, Opening
 from services.gateway.streams.streams import Streams
 from shared.background import Background
@@ -48,6 +49,7 @@ log = structlog.get_logger(__name__)
 SUBMIT_TIMEOUT_S = 0.25  # each and the round trip
 RESEND_TIMEOUT_S = 0.5
 MAX_STOPPED = 64
+MAX_SUBMITS_PER_TURN = 16  # a response may open 256 requests at once
 
 
 class StreamDriver:
@@ -68,6 +70,7 @@ class StreamDriver:
         self._streams = Streams(bus.process_id)
         self._outbox = Outbox(bus)
         self._background = Background()
+        self._submits = FairStarts(max_per_turn=MAX_SUBMITS_PER_TURN)
         self._is_idle = asyncio.Event()
         self._stopped = deque[str](maxlen=MAX_STOPPED)  # a `Placed` on one may arrive just after
 
@@ -165,9 +168,8 @@ class StreamDriver:
                 case Publish():
                     self._outbox.post(action.subject, action.message)
                 case Submit():
-                    request_id = action.message.request.request_id
-                    fail = partial(self._fail, request_id)
-                    self._background.start_item(self._submit(action), fail)
+                    start = partial(self._start_submit, action)
+                    self._submits.start(action.message.request.tenant_id, start)
                 case Resend():
                     fail = partial(self._fail_resend, action)
                     self._background.start_item(self._resend(action), fail)
@@ -176,6 +178,12 @@ class StreamDriver:
                     self._on_report(action)
         if not len(self._streams):
             self._is_idle.set()
+
+    def _start_submit(self, action: Submit) -> None:
+        if not self._streams.is_due(action.message):
+            return
+        fail = partial(self._fail, action.message.request.request_id)
+        self._background.start_item(self._submit(action), fail)
 
     async def _submit(self, action: Submit) -> None:
         message = action.message

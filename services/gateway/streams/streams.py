@@ -149,6 +149,16 @@ class Streams:
         stream = self._by_placement.get(placement_id)
         return None if stream is None else stream.request_id
 
+    def is_due(self, message: SubmitRequest) -> bool:
+        """Whether the request still waits for this attempt."""
+        return self._submitting(message.request.request_id, message.attempt) is not None
+
+    def _submitting(self, request_id: str, attempt: int) -> Stream | None:
+        stream = self._by_request.get(request_id)
+        if stream is None or stream.attempt != attempt:
+            return None
+        return stream if stream.state is StreamState.SUBMITTING else None
+
     def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
         """Ends a stream early. Does nothing if the stream has ended."""
         stream, queue = self._by_request.get(request_id), self._waiting.get(request_id)
@@ -160,10 +170,9 @@ class Streams:
     # ── schedulers ───────────────────────────────────────────────────────────────────────────────
 
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:
-        stream = self._by_request.get(request_id)
-        if stream is None:
+        if request_id not in self._by_request:
             self._actions.cancel(reply.scheduler_id, request_id, attempt)
-        elif stream.state is StreamState.SUBMITTING and stream.attempt == attempt:
+        elif (stream := self._submitting(request_id, attempt)) is not None:
             self._queue(stream, reply.scheduler_id, now)
 
     def on_rejected(
@@ -175,12 +184,8 @@ class Streams:
         *,
         is_bus_trusted: bool = True,
     ) -> None:
-        stream = self._by_request.get(request_id)
-        if (
-            stream is None
-            or stream.state is not StreamState.SUBMITTING
-            or stream.attempt != attempt
-        ):
+        stream = self._submitting(request_id, attempt)
+        if stream is None:
             return
         is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: retry at once
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))

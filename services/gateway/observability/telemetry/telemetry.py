@@ -25,7 +25,9 @@ from services.gateway.observability.telemetry.request_record import RequestRecor
 from services.gateway.observability.telemetry.timeline_ring import TimelineRing
 from services.gateway.observability.telemetry.trace_context import caller_context
 from services.gateway.observability.telemetry.tracing import Tracing
+from services.gateway.streams.fair_starts import FairStarts
 from services.gateway.streams.receiver import StreamEnd
+from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.telemetry.timeline import Timeline, Try
@@ -33,6 +35,7 @@ from shared.telemetry.timeline import Timeline, Try
 log = structlog.get_logger(__name__)
 
 MAX_REFUSED = 256  # timelines
+MAX_PER_TURN = 16  # timelines of the further prompts of responses: some 0.1 ms each
 
 
 class EndedOutput(Protocol):
@@ -82,6 +85,7 @@ class RequestTelemetry:
         # apart: a tenant over its limits must not displace the timelines of others
         self._refused = TimelineRing(MAX_REFUSED)
         self._samples = RefusalSamples()
+        self._further = FairStarts(max_per_turn=MAX_PER_TURN)
 
     @property
     def num_dropped_spans(self) -> int:
@@ -93,6 +97,7 @@ class RequestTelemetry:
 
     async def close(self) -> None:
         """Takes seconds if the collector hangs."""
+        self._further.start_all()
         if self._tracing is not None:
             await self._tracing.close()
 
@@ -134,7 +139,11 @@ class RequestTelemetry:
             self._finish(record, self._timeline(record, model, now, first), self.ring)
         for each in others:
             assert each is not None
-            self._add(self._timeline(record, model, now, each), self.ring)
+            self._further.start(record.tenant_id, partial(self._closed, record, model, now, each))
+
+    def _closed(self, record: RequestRecord, model: str, now: float, output: EndedOutput) -> None:
+        with failing_alone("timeline_lost", request=output.request_id):
+            self._add(self._timeline(record, model, now, output), self.ring)
 
     def _finish(self, record: RequestRecord, timeline: Timeline, ring: TimelineRing) -> None:
         """`timeline`: of the first prompt. A response has one span, of this."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from unittest.mock import patch
+
+import msgspec
 
 from services.gateway.streams.queued_openings import Opening
-from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.streams.stream_driver import MAX_SUBMITS_PER_TURN, StreamDriver
+from shared.errors import HearthError
 from shared.lifecycle.health import TICK_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -120,6 +125,65 @@ def test_placement_on_a_worker_that_is_silent_here_alone_is_awaited() -> None:
         await cluster.scheduler.publish(placement("gateway-1"), placed)
         await asyncio.sleep(TICK_S)
         assert not cluster.aborted
+        await cluster.driver.stop()
+
+    run(main())
+
+
+async def sent_by_turn(
+    cluster: Cluster, num_turns: int, begin: Callable[[], None]
+) -> list[list[str]]:
+    """Returns the ids of the requests whose submission began in each turn of the loop."""
+    sent: list[list[str]] = [[]]
+    request_from_scheduler = cluster.driver._request_from_scheduler
+
+    async def record(subject: str, message: SubmitRequest) -> Queued:
+        sent[-1].append(message.request.request_id)
+        return await request_from_scheduler(subject, message)
+
+    with patch.object(cluster.driver, "_request_from_scheduler", record):
+        begin()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+            sent.append([])
+    return sent
+
+
+def test_many_requests_are_sent_in_parts_by_turns_of_tenants() -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        await cluster.start()
+        ids = [f"r{number}" for number in range(256)]
+        other = msgspec.structs.replace(request("other"), tenant_id="other")
+
+        def begin() -> None:
+            cluster.driver.open([Opening(request(each), Recorder()) for each in ids])
+            cluster.driver.open([Opening(other, Recorder())])
+
+        turns = await sent_by_turn(cluster, 40, begin)
+        sent = [each for turn in turns for each in turn]
+        assert max(map(len, turns)) <= MAX_SUBMITS_PER_TURN
+        assert sent.index("other") <= MAX_SUBMITS_PER_TURN + 1
+        assert [each for each in sent if each != "other"] == ids
+        await cluster.driver.stop()
+
+    run(main())
+
+
+def test_request_that_ends_before_its_turn_is_not_sent() -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        await cluster.start()
+        ids = [f"r{number}" for number in range(400)]
+
+        def begin() -> None:
+            cluster.driver.open([Opening(request(each), Recorder()) for each in ids])
+            for each in ids:
+                cluster.driver.close(each, "client_gone", HearthError("it has left"))
+
+        turns = await sent_by_turn(cluster, 40, begin)
+        assert sum(map(len, turns)) <= MAX_SUBMITS_PER_TURN
+        assert not len(cluster.driver)
         await cluster.driver.stop()
 
     run(main())

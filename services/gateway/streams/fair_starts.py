@@ -1,20 +1,27 @@
-"""Starts requests, a few in each turn of the event loop, by turns of those who sent them. No I/O.
+"""Starts work on requests, a little in each turn of the event loop, by turns of those who sent
+them. No I/O.
 
     arrived ──room in this turn, and none waits──▶ started
         └──▶ waiting ──its holder's turn──▶ started
 
-Up to its first wait a request takes some 0.4 ms of the loop: a thousand that arrive together would
-take one turn of half a second, in which no other request goes on.
+Up to its first wait a request takes some 0.4 ms of the loop, and some 0.2 ms to be sent to a
+scheduler: a thousand that arrive together would take one turn of half a second, in which no other
+request goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
-
-from services.gateway.http.connections import Holder
+from collections.abc import Callable, Hashable
+from itertools import chain
 
 MAX_PER_TURN = 2
+
+
+def call_soon(call: Callable[[], None]) -> None:
+    """In the next turn of the running loop."""
+    asyncio.get_running_loop().call_soon(call)
 
 
 class FairStarts:
@@ -22,20 +29,26 @@ class FairStarts:
 
     def __init__(
         self,
-        call_soon: Callable[[Callable[[], None]], object],
+        call_soon: Callable[[Callable[[], None]], object] = call_soon,
         *,
         max_per_turn: int = MAX_PER_TURN,
     ) -> None:
         self._call_soon = call_soon
         self._max_per_turn = self._num_left = max_per_turn
         self._is_counting = False  # until the loop's next turn
-        self._waiting: dict[Holder, deque[Callable[[], None]]] = {}  # whose turn is next first
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}  # whose turn is next first
 
-    def start(self, holder: Holder, start: Callable[[], None]) -> None:
+    def start(self, holder: Hashable, start: Callable[[], None]) -> None:
         if self._num_left and not self._waiting:
             self._start(start)
         else:
             self._waiting.setdefault(holder, deque()).append(start)
+
+    def start_all(self) -> None:
+        """Starts what waits now, without turns."""
+        waiting, self._waiting = self._waiting, {}
+        for start in chain.from_iterable(waiting.values()):
+            start()
 
     def _start(self, start: Callable[[], None]) -> None:
         self._num_left -= 1

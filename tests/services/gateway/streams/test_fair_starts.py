@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.gateway.http.protocol.fair_starts import FairStarts
+from services.gateway.streams.fair_starts import FairStarts
 
 ONE, OTHER = ("tenant", "one"), ("tenant", "other")
 
