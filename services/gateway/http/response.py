@@ -139,15 +139,16 @@ class GenerationResponse:
         ending = b""
         try:
             while events and not connection.is_lost:
-                *parts, last = joined(self.encoder.events(events))
-                for part in parts:
-                    await self._send(send, part, more_body=True)
+                parts = joined(self.encoder.events(events))
+                last = next(parts)
+                for following in parts:
+                    await self._send(send, last, more_body=True)
+                    await asyncio.sleep(0)  # other streams continue
+                    last = following
                 if self.merger.is_complete:  # sent with what closes the stream
                     ending = last
                     break
                 await self._send(send, last, more_body=True)
-                if self.merger.has_more:
-                    await asyncio.sleep(0)  # other streams continue
                 events = await self.merger.next()
             ending += self.encoder.closing()
         except HearthError as error:

@@ -43,8 +43,7 @@ async def _write_events(opened: OpenResponse, reply: Reply, clock: Clock) -> Non
         for part in joined(encoder.events(events)):
             if part:
                 await _timed(reply.send(part), merger, clock)
-        if merger.has_more:
-            await asyncio.sleep(0)  # other streams continue
+                await asyncio.sleep(0)  # other streams continue
     closing = encoder.closing()
     if closing:
         await _timed(reply.send(closing), merger, clock)
@@ -72,14 +71,15 @@ async def _write_body(
             results.add(event)
             if isinstance(event, TextDelta):
                 merger.unsent.add(event.num_bytes)
-    body = _whole(await begun(opened.encoder.body(results)), max_reply_bytes)
+    body = await _whole(await begun(opened.encoder.body(results)), max_reply_bytes)
     await _timed(reply.finish(body), merger, clock)
 
 
-def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:
-    """Raises PayloadTooLarge."""
+async def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:
+    """Other streams continue between two parts. Raises PayloadTooLarge."""
     found, num_bytes = [], 0
-    for part in parts:
+    for part in joined(parts):
+        await asyncio.sleep(0)
         found.append(part)
         num_bytes += len(part)
         if num_bytes > max_bytes:

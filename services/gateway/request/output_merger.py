@@ -6,14 +6,19 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from services.gateway.output.events import Event, Usage
-from services.gateway.request.request_output import RequestOutput
+from services.gateway.output.events import Event, TextDelta, Usage
+from services.gateway.request.request_output import MAX_TAKEN_TOKENS, RequestOutput
 from services.gateway.request.unsent_output import UnsentOutput, UnsentResponse
 from shared.errors import HearthError
 
+MAX_OUTPUTS = 64  # of which `next` returns events: some 5 ms of encoding
+MAX_TOKENS = MAX_TAKEN_TOKENS  # with logprobs, of those events, unless one output has more
+
 
 class OutputMerger:
-    """`next` returns the events of all outputs; choice indices continue across the prompts."""
+    """`next` returns the events of some outputs, and other streams continue before the next ones.
+    Choice indices continue across the prompts.
+    """
 
     def __init__(
         self,
@@ -35,6 +40,8 @@ class OutputMerger:
         self.num_choices = num_choices
         self._fresh = dict.fromkeys(self.outputs)
         self._num_open = len(self.outputs)
+        self._has_returned = False
+        self._usage: Usage | None = None  # until an output changes
         self._waiter: asyncio.Future[None] | None = None
         self._error: HearthError | None = None
         self.unsent = UnsentOutput().open("") if unsent is None else unsent
@@ -54,11 +61,6 @@ class OutputMerger:
     def is_complete(self) -> bool:
         """Whether `next` has returned all events and none of the requests failed."""
         return not self._num_open
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `next` returns at once."""
-        return bool(self._fresh)
 
     def fail(self, error: HearthError) -> None:
         """The next `next` raises the error."""
@@ -84,6 +86,9 @@ class OutputMerger:
         Raises the HearthError that ended one of the requests, after the events before it, or that
         of `fail`.
         """
+        if self._has_returned and self._fresh:
+            await asyncio.sleep(0)
+        self._has_returned = True
         while True:
             if self._error is not None:
                 raise self._error
@@ -94,10 +99,9 @@ class OutputMerger:
             await self._waiter
 
     def _take(self) -> list[Event]:
-        fresh, self._fresh = self._fresh, {}
         was_complete = self.is_complete
-        events = [event for output in fresh for event in output.take()]
-        for output in fresh:
+        taken, events = self._take_some()
+        for output in taken:
             self._count(output)
             if output.has_more:
                 self._fresh[output] = None
@@ -106,6 +110,21 @@ class OutputMerger:
         if self.is_complete and not was_complete:
             events.append(self.usage)
         return events
+
+    def _take_some(self) -> tuple[list[RequestOutput], list[Event]]:
+        taken: list[RequestOutput] = []
+        events: list[Event] = []
+        num_tokens = 0
+        while self._fresh and len(taken) < MAX_OUTPUTS and num_tokens < MAX_TOKENS:
+            output = next(iter(self._fresh))
+            del self._fresh[output]
+            fresh = output.take()
+            taken.append(output)
+            events += fresh
+            num_tokens += sum(len(each.tokens) for each in fresh if isinstance(each, TextDelta))
+            if fresh and output.echo is not None:
+                num_tokens += len(output.prompt_logprobs)
+        return taken, events
 
     def _end(self, output: RequestOutput, *, has_more: bool) -> None:
         assert output.end is not None
@@ -120,6 +139,11 @@ class OutputMerger:
     @property
     def usage(self) -> Usage:
         """Of what `next` has returned so far."""
+        if self._usage is None:
+            self._usage = self._counted_usage()
+        return self._usage
+
+    def _counted_usage(self) -> Usage:
         cached = [each.num_cached_tokens for each in self.outputs]
         known = [each for each in cached if each is not None]
         return Usage(
@@ -131,6 +155,7 @@ class OutputMerger:
 
     def _wake(self, output: RequestOutput) -> None:
         self._fresh[output] = None
+        self._usage = None
         self._count(output)
         self._wake_waiter()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -30,10 +31,12 @@ from services.gateway.output.events import Event, Finished, TextDelta, Usage, wi
 from services.gateway.output.framing import TextEvent
 from services.gateway.output.results import ChoiceResult, Results
 from services.gateway.request.endpoint import ResponseContext
+from services.gateway.request.prompt import Echo
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.text.scored_tokens import ScoredToken
 
 _encode = msgspec.json.Encoder().encode
+ECHO_TOKENS = 256  # of a prompt with logprobs, in one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,10 @@ class CompletionEncoder(OpenAIEncoder):
         for event, end in with_ends(events):
             match event:
                 case TextDelta():
+                    yield from self._long_echo(event.choice_index)
                     yield self._texts(event, None if end is None else end.reason)
                 case Finished():
+                    yield from self._long_echo(event.choice_index)
                     yield self._texts(TextDelta(event.choice_index, ()), event.reason)
                 case Usage():
                     yield self._ending(event)
@@ -98,6 +103,28 @@ class CompletionEncoder(OpenAIEncoder):
             choice = self._choice(index, text, delta.tokens, finish_reason)
             last = self.context.framing.event(self._chunk(choice))
         return self._plain_texts(index, texts) + last
+
+    def _long_echo(self, index: int) -> Iterator[bytes]:
+        """The chunks of a prompt with logprobs that is too long for one, except its last part."""
+        output = self._output_of(index)
+        if output.echo is None or not self.has_logprobs or not self._is_echo_due(index):
+            return
+        _check_echo(output)
+        tokens = prompt_tokens(output.echo, output.prompt_logprobs)
+        for first in range(0, self._last_echo(output.echo), ECHO_TOKENS):
+            begin, end = output.echo.offsets[first], output.echo.offsets[first + ECHO_TOKENS]
+            logprobs = completion_logprobs(
+                list(islice(tokens, ECHO_TOKENS)), self.context.token_bytes
+            )
+            text = output.echo.text[begin:end]
+            choice = CompletionChoice(index=index, text=text, logprobs=logprobs)
+            yield self.context.framing.event(self._chunk(choice))
+
+    def _last_echo(self, echo: Echo) -> int:
+        """The place in the prompt from which on its echo is in the chunk of the first output."""
+        if not self.has_logprobs or not echo.token_ids:
+            return 0
+        return (len(echo.token_ids) - 1) // ECHO_TOKENS * ECHO_TOKENS
 
     def _plain_texts(self, index: int, texts: Sequence[str]) -> bytes:
         if not self.has_running_usage:
@@ -138,29 +165,33 @@ class CompletionEncoder(OpenAIEncoder):
     def _choice(
         self, index: int, text: str, tokens: Sequence[ScoredToken], finish_reason: str | None
     ) -> CompletionChoice:
-        """Includes the prompt if echo is requested and this is the choice's first output."""
+        """Includes the rest of the prompt if echo is requested and this is the choice's first
+        output.
+        """
         output = self._output_of(index)
-        is_echo_due = self._is_echo_due(index)
+        is_echo_due, first = self._is_echo_due(index), 0
         if output.echo is not None and is_echo_due:
             self._echoed.add(index)
-            text = output.echo.text + text
+            first = self._last_echo(output.echo)
+            text = output.echo.text[output.echo.offsets[first] if first else 0 :] + text
         logprobs = None
         if self.has_logprobs:
             if is_echo_due:
                 _check_echo(output)
-            listed = list(self._listed(index, tokens, has_echo=is_echo_due))
+            listed = list(self._listed(index, tokens, has_echo=is_echo_due, first=first))
             logprobs = completion_logprobs(listed, self.context.token_bytes)
         return CompletionChoice(
             index=index, text=text, logprobs=logprobs, finish_reason=finish_reason
         )
 
     def _listed(
-        self, index: int, tokens: Sequence[ScoredToken], *, has_echo: bool
+        self, index: int, tokens: Sequence[ScoredToken], *, has_echo: bool, first: int = 0
     ) -> Iterator[ListedToken]:
+        """`first`: the place in the prompt from which on it is echoed."""
         output = self._output_of(index)
         first_offset = 0 if output.echo is None else len(output.echo.text)
         if output.echo is not None and has_echo:
-            yield from prompt_tokens(output.echo, output.prompt_logprobs)
+            yield from prompt_tokens(output.echo, output.prompt_logprobs, first)
         yield from output_tokens(tokens, first_offset=first_offset)
 
     def _is_echo_due(self, index: int) -> bool:

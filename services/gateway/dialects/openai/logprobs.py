@@ -77,10 +77,13 @@ def check_prompt_logprobs(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> None
         raise HearthError("the worker sent a wrong number of prompt logprobs")
 
 
-def prompt_tokens(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> Iterator[ListedToken]:
-    scored = chain((None,), logprobs)
-    for token_id, each, offset in zip(echo.token_ids, scored, echo.offsets, strict=True):
-        yield ListedToken(token_id, each, offset)
+def prompt_tokens(
+    echo: Echo, logprobs: Sequence[TokenLogprobs], first: int = 0
+) -> Iterator[ListedToken]:
+    """From the place `first` on."""
+    for place in range(first, len(echo.token_ids)):
+        scored = logprobs[place - 1] if place else None
+        yield ListedToken(echo.token_ids[place], scored, echo.offsets[place])
 
 
 def completion_logprobs(

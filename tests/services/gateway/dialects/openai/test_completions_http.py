@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.dialects.openai import completion_response
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import Overloaded
 from shared.messages import TokenEntry
@@ -196,13 +197,21 @@ def check_logprobs(logprobs: Any, text: str, num_prompt_tokens: int) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("has_echo", [False, True])
 async def test_logprobs(
-    cluster: Cluster, model_files: ModelFiles, has_echo: bool, is_stream: bool
+    cluster: Cluster,
+    model_files: ModelFiles,
+    has_echo: bool,
+    is_stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A long prompt is streamed in parts."""
+    monkeypatch.setattr(completion_response, "ECHO_TOKENS", 2)
     fields = {"echo": has_echo, "logprobs": 2}
     if is_stream:
         sent_choices = [each["choices"][0] for each in await events_of(cluster, **fields)]
         parts = [each["logprobs"] for each in sent_choices if each["logprobs"] is not None]
         logprobs = {key: [x for part in parts for x in part[key]] for key in parts[0]}
+        assert "".join(each["text"] for each in sent_choices) == has_echo * PROMPT + ANSWER
+        assert not has_echo or [len(part["tokens"]) for part in parts[:2]] == [2, 2]
     else:
         (choice,) = (await complete(cluster, **fields))["choices"]
         logprobs = choice["logprobs"]
