@@ -62,22 +62,35 @@ def send_signal(process: Process, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped all of the process. False without /proc."""
+    states = {each[0] for each in _thread_stats(pid)}
+    return bool(states) and states <= {"T", "t"}
+
+
+def _thread_stats(pid: int) -> list[list[str]]:
+    """The fields of each thread's state, from its third one on; empty if they cannot be read."""
+    try:
+        stats = [(each / "stat").read_text() for each in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    return [each.rpartition(")")[2].split() for each in stats]
+
+
 class FreezeDetector:
     """Detects a process that does nothing though it should: it is stopped, or waits for ever."""
 
     def __init__(self, pid: int) -> None:
-        self._threads = Path(f"/proc/{pid}/task")
+        self._pid = pid
         self._last = -1
 
     def is_frozen(self) -> bool:
         """Whether no thread has run or wanted to since the last call. False for a process that
         waits for a core or for a disk, has ended, or cannot be watched: without /proc.
         """
-        try:
-            stats = [(each / "stat").read_text() for each in self._threads.iterdir()]
-        except OSError:
+        fields = _thread_stats(self._pid)
+        if not fields:
             return False
-        fields = [each.rpartition(")")[2].split() for each in stats]
         before, self._last = self._last, sum(int(each[11]) + int(each[12]) for each in fields)
         return self._last == before and {each[0] for each in fields} <= {"T", "t", "S"}
 

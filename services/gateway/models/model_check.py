@@ -62,7 +62,8 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # log lines go there
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    # SIGXCPU at the first limit; SIGKILL, at the second, is what others send
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(output, "wb") as file:
         file.write(encoded_check(check(Path(model_dir), choice, tool_format), model_dir))

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.gateway.models import checked_model as checked
 from services.gateway.models import model_check
 from services.gateway.models.checked_model import checked_model
 from services.gateway.models.model_check import ModelCheck, checked_files
@@ -54,6 +55,7 @@ def test_reply_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("import nothing_of_this_name", r"check failed \(status 1\): ….*'nothing_of_this_name'$"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", r"more than .* \(status -6\)$"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", r"failed \(status -15\): …$"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"was killed, or .*, twice$"),
         ("import sys; sys.stderr.write('x' * 10**6); sys.exit(3)", r"\(status 3\): …x{300}$"),
     ],
 )
@@ -66,6 +68,26 @@ def test_check_that_ends_early(
     with pytest.raises(ConfigError, match=expected) as raised:
         checked_model(tmp_path, "", "auto", module="spoiled_check")
     assert raised.value.message.startswith(f"{tmp_path}: ")
+
+
+@pytest.mark.parametrize("number", ["SIGSTOP", "SIGKILL"])
+def test_check_that_others_stop_or_kill_is_done_again(
+    number: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = f"""
+import os, pathlib, runpy, signal
+flag = pathlib.Path(__file__).with_suffix(".flag")
+if not flag.exists():
+    flag.touch()
+    os.kill(os.getpid(), signal.{number})
+runpy.run_module("services.gateway.models.model_check", run_name="__main__")
+"""
+    (tmp_path / "interrupted_check.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(checked, "SUSPECT_S", 0.05)
+    monkeypatch.setattr(checked, "WALL_LIMIT_S", 20.0)
+    model = checked_model(folder, "", "hermes", module="interrupted_check")
+    assert model == checked_files(ModelFiles(folder), HERMES)
 
 
 def test_failure_names_the_folder(folder: Path) -> None:
