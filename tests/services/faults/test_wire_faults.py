@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import nats
 import pytest
+import structlog
 from nats.aio.client import Client
 
 from shared.subjects import api_cancel, api_request, permissions, sender_of
@@ -28,6 +29,7 @@ VALUES = (NUMBERS, TEXTS, BYTES, LISTS, (None, True))
 PROMPT = "a request of one tenant, long enough for prefill to push"
 ENDPOINTS = ("chat", "completions", "embeddings", "messages", "tokenize", "models", "cancel", "no")
 ODD_TRACE = {"Hearth-Checks": "true", "traceparent": "x" * 99}
+FAULTS = ("error", "exception", "critical")  # levels of what no handler expects
 ODD_HEADERS = (None, {"Hearth-Deadline-S": "nan"}, ODD_TRACE)
 
 
@@ -61,6 +63,7 @@ async def test_no_message_ends_a_process_or_a_request_of_others(
     is_over = asyncio.Event()
     others = asyncio.create_task(chats(cluster, is_over))
     async with AsyncExitStack() as stack:
+        lines = stack.enter_context(structlog.testing.capture_logs())
         for role in (*PROCESSES, "operator"):
             rogue = await connected(stack, cluster, f"{role}-2")
             for subject, data in messages_of(role, sent):
@@ -84,6 +87,7 @@ async def test_no_message_ends_a_process_or_a_request_of_others(
         assert texts and set(texts) == {expected}
         assert await text_of(cluster) == expected
     assert ended == []
+    assert [each for each in lines if each["log_level"] in FAULTS] == []
 
 
 async def recorded(
