@@ -240,6 +240,8 @@ def test_long_run_calls(machine: Machine) -> None:
     assert runs == [
         f"{PYTEST} -m long",
         f"{PYTEST} -m long or not long tests/kernels/test_compiles.py 1",
+        f"{PYTEST} -m long tests/kernels/compiled",
+        f"{PYTEST} -m long tests/kernels/compiled {oldest}",
         f"{PYTEST} -m long or not long tests/kernels/gpu 1",
         f"{PYTEST} -m long or not long tests/kernels/gpu 1 {oldest}",
         "python -m tests.simulation.sweep --first 0 --seeds 10000",

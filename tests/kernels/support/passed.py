@@ -26,6 +26,7 @@ def sources_digest() -> str:
     gpu = list((ROOT / "kernels" / "gpu").rglob("*.py"))
     names = ("support/ahead_of_time.py", "support/split_weights.py", "test_compiles.py")
     tests = [ROOT / "tests" / "kernels" / name for name in names]
+    tests += sorted((ROOT / "tests" / "kernels" / "compiled").glob("*.[jp]*"))
     for path in sorted(own + gpu) + tests:
         digest.update(path.read_bytes())
     return digest.hexdigest()
