@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from benchmarks.report import Bar, Row
+
+Found = tuple[Row, list[Bar]]  # a measurement, and the targets that it must meet
+
 COPY_BYTES = 2 << 30
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,7 +45,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
-def by_bandwidth(case: str, launch: Callable[[], object], num_bytes: int) -> dict[str, Any]:
+def by_bandwidth(case: str, launch: Callable[[], object], num_bytes: int) -> Row:
     """A row: `num_bytes` is the minimum that must be read and written."""
     took_s = seconds(launch)
     rate = num_bytes / took_s

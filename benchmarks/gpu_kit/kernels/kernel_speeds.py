@@ -19,20 +19,14 @@ SMALL = ((64, 256),)  # shapes
 
 def run(session: Session, which: str = "") -> None:
     """`which`: "split_products" runs only those."""
-    from benchmarks.gpu import op_names
+    from benchmarks.kernels.table import OPS
 
     if session.is_dry:
-        launch_once("decompress" if which else "rms_norm")
+        list(OPS["decompress" if which else "rms_norm"](SMALL))
         return
     session.need_device()
-    others = [name for name in op_names() if name not in (*FIRST, *APART)]
+    others = sorted(OPS.keys() - {*FIRST, *APART})
     measure(session, list(APART) if which else [*FIRST, *others])
-
-
-def launch_once(op_name: str) -> None:
-    from benchmarks.gpu import benchmark_of
-
-    list(benchmark_of(op_name).rows(SMALL))
 
 
 def measure(session: Session, op_names: list[str]) -> None:
@@ -48,13 +42,13 @@ def measure(session: Session, op_names: list[str]) -> None:
 
 
 def measure_op(session: Session, op_name: str) -> None:
-    from benchmarks.gpu import benchmark_of
+    from benchmarks.kernels.table import OPS
 
-    module, rows = benchmark_of(op_name), []
-    for row in module.rows():
-        rows.append(row)
+    bars = []
+    for row, found in OPS[op_name]():
         session.add(op=op_name, kernels=(op_name,), **row)
-    for bar in module.bars(rows):
+        bars += found
+    for bar in bars:
         session.add(op=op_name, bar=columns(bar))
 
 
