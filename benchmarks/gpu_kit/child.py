@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, get_args
 from benchmarks.gpu_kit.session import Mode, NotBuilt, Session, Unavailable
 
 if TYPE_CHECKING:
-    from tests.kernels.support.fake_driver import FakeDriver
+    from tests.support.kernels.fake_driver import FakeDriver
 
 Ending = tuple[str, str]  # status, reason
 

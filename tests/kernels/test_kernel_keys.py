@@ -36,11 +36,11 @@ from shared.engine.step import KvRun, Penalties, PromptSuccessors, StepInputs, T
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import compress_weights
 from shared.kv_layout import FP8
-from tests.kernels.support.fake_driver import FakeDriver
-from tests.kernels.support.triton_ops import triton_ops
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.quantised import quantise
+from tests.support.kernels.fake_driver import FakeDriver
+from tests.support.kernels.triton_ops import triton_ops
 
 OPTIONS = LoadOptions(max_batch_tokens=512, max_sequences=256)
 CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 512)

@@ -16,7 +16,7 @@ if IS_INTERPRETED:
 
 from triton.runtime.build import _build
 
-from tests.kernels.support.fake_driver import fake_driver
+from tests.support.kernels.fake_driver import fake_driver
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_kit.compiled.carried_cache import listening
-from tests.kernels.support.c_modules import build_launcher, build_utilities
-from tests.kernels.support.fake_driver import FakeDriver
+from tests.support.kernels.c_modules import build_launcher, build_utilities
+from tests.support.kernels.fake_driver import FakeDriver
 
 MAX_THREADS = 12
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_kit.dry.dry_tensors import lazy_memory, library_products
-from tests.kernels.support.fake_driver import FakeDriver, Form
-from tests.kernels.support.triton_ops import triton_ops
+from tests.support.kernels.fake_driver import FakeDriver, Form
+from tests.support.kernels.triton_ops import triton_ops
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu_kit.compiled.carried_cache import counting
 from kernels.gpu.rows.rms_norm import rms_norm
 from kernels.gpu.rows.silu_and_mul import silu_and_mul
-from tests.kernels.support.fake_driver import fake_driver
+from tests.support.kernels.fake_driver import fake_driver
 
 
 def launch() -> None:

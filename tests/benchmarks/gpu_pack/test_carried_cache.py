@@ -43,7 +43,7 @@ from benchmarks.gpu_kit.session import Session, Unavailable
 from kernels.gpu.rows.rms_norm import rms_norm
 from kernels.gpu.rows.silu_and_mul import silu_and_mul
 from tests.benchmarks.gpu_pack.launched import launch
-from tests.kernels.support.fake_driver import FakeDriver, fake_driver
+from tests.support.kernels.fake_driver import FakeDriver, fake_driver
 
 ROOT = Path(__file__).parents[3]
 COPIED = ("kernels", "benchmarks/gpu_kit", "tests/benchmarks", "tests/kernels/support")

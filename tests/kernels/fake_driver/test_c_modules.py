@@ -17,8 +17,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build
 
 from kernels.gpu.rows.rms_norm import rms_norm
-from tests.kernels.support.c_modules import HAS_LAUNCHERS, PLATFORM_KEYS, build_utilities
-from tests.kernels.support.fake_driver import fake_driver
+from tests.support.kernels.c_modules import HAS_LAUNCHERS, PLATFORM_KEYS, build_utilities
+from tests.support.kernels.fake_driver import fake_driver
 
 if not HAS_LAUNCHERS:
     pytest.skip("this release of Triton needs no launchers", allow_module_level=True)

@@ -19,7 +19,7 @@ from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 from kernels.gpu.rows.rms_norm import rms_norm
-from tests.kernels.support.fake_driver import FakeDriver, fake_driver
+from tests.support.kernels.fake_driver import FakeDriver, fake_driver
 
 
 def launch(num_rows: int, hidden: int = 64) -> None:

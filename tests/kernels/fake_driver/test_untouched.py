@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.support.untouched import untouched_zeros
+from tests.support.kernels.untouched import untouched_zeros
 
 GIB = 1 << 30
 

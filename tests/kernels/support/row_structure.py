@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from tests.kernels.support.fake_driver import Compiled
+from tests.support.kernels.fake_driver import Compiled
 
 LAYOUT = re.compile(r"^(#\w+) = (#.*)$", re.MULTILINE)
 REDUCTION = re.compile(

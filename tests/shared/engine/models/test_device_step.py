@@ -59,7 +59,7 @@ def launched() -> Iterator[list[str]]:
         pytest.skip("the interpreter launches nothing")
     from triton.runtime.jit import JITFunction
 
-    from tests.kernels.support.triton_ops import triton_ops
+    from tests.support.kernels.triton_ops import triton_ops
 
     names: list[str] = []
 

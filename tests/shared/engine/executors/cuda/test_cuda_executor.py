@@ -143,7 +143,7 @@ def test_weights_are_compressed_as_they_arrive(
 def test_split_products_are_measured_before_memory_is(tmp_path: Path) -> None:
     """In memory that is released before the step whose memory counts."""
     pytest.importorskip("triton")
-    from tests.kernels.support.triton_ops import triton_ops
+    from tests.support.kernels.triton_ops import triton_ops
 
     fields = {"vocab_size": 512, "hidden_size": 128, "head_dim": 32, "intermediate_size": 640}
     write_llama(tmp_path, num_hidden_layers=1, **fields)

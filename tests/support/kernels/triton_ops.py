@@ -13,8 +13,8 @@ from kernels.gpu.gemm.compressed_linear import compressed_linear, fits_lanes
 from kernels.gpu.gemm.decompress import decompress
 from kernels.gpu.gemm.fused_rows import fused_rows
 from shared.engine.layers import attention_inputs
-from tests.kernels.support.fake_driver import FakeDriver, Form, fake_driver
-from tests.kernels.support.untouched import untouched_zeros
+from tests.support.kernels.fake_driver import FakeDriver, Form, fake_driver
+from tests.support.kernels.untouched import untouched_zeros
 
 _OPERATIONS = [each for each in vars(ops).values() if isinstance(each, ops.Operation)]
 

@@ -30,7 +30,7 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver as drivers
 
-from tests.kernels.support.c_modules import build_launcher, building
+from tests.support.kernels.c_modules import build_launcher, building
 
 WARP_SIZE = 32
 MAX_THREADS = 1024  # per program
