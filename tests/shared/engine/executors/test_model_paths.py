@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,22 +104,38 @@ def sampling(case: tuple[str, str, str]) -> SamplingParams:
     return SAMPLINGS[case[2]]
 
 
-def local(workers, sampling: SamplingParams) -> list[int]:
-    output = asyncio.run(workers().run(new_sequence(PROMPT, sampling)))
-    assert len(output) == 24 and len(set(output)) > 4
-    return output
+@pytest.fixture(scope="module")
+def known() -> dict[tuple[Any, ...], list[int]]:
+    """What `local` has returned, by case and choice."""
+    return {}
 
 
+@pytest.fixture
+def local(case, workers, sampling, known) -> Callable[..., list[int]]:
+    """Returns a choice's tokens, of an engine that runs nothing else."""
+
+    def run(choice_index: int = 0) -> list[int]:
+        key = *case, choice_index
+        if key not in known:
+            sequence = new_sequence(PROMPT, sampling, choice_index=choice_index)
+            known[key] = asyncio.run(workers().run(sequence))
+            assert len(known[key]) == 24 and len(set(known[key])) > 4
+        return known[key]
+
+    return run
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", [1, 7, 512])
-def test_chunk_budget_changes_no_token(workers, sampling, budget):
+def test_chunk_budget_changes_no_token(workers, local, sampling, budget):
     output = asyncio.run(workers(budget=budget).run(new_sequence(PROMPT, sampling)))
-    assert output == local(workers, sampling)
+    assert output == local()
 
 
-def test_batch_changes_no_token(workers, sampling):
+def test_batch_changes_no_token(workers, local, sampling):
     others = [new_sequence(each, sampling) for each in OTHERS]
     output = asyncio.run(workers().run(new_sequence(PROMPT, sampling), *others))
-    assert output == local(workers, sampling)
+    assert output == local()
 
 
 def test_cached_prefix_changes_no_token(workers, sampling):
@@ -134,7 +151,7 @@ def test_cached_prefix_changes_no_token(workers, sampling):
     asyncio.run(main())
 
 
-def test_preemption_changes_no_token(case, workers, sampling):
+def test_preemption_changes_no_token(case, workers, local, sampling):
     """Four sequences run in blocks for two and a half. Short steps leave chunks few blocks."""
     sequences = [new_sequence(PROMPT, sampling, tenant_id=f"tenant-{n}") for n in range(4)]
     has_chunks = case[0] == "llama4"
@@ -142,19 +159,21 @@ def test_preemption_changes_no_token(case, workers, sampling):
     asyncio.run(worker.run(*sequences))
     assert sum(each.num_preemptions for each in sequences) > 0
     outputs = [worker.tokens[each.sequence_id] for each in sequences]
-    assert outputs == [local(workers, sampling)] * 4
+    assert outputs == [local()] * 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_received", [1, 5, 23])
-def test_resuming_changes_no_token(workers, sampling, num_received):
-    expected = local(workers, sampling)
+def test_resuming_changes_no_token(workers, local, sampling, num_received):
+    expected = local()
     resumed = new_sequence(PROMPT, sampling, output_ids=expected[:num_received])
     assert asyncio.run(workers().run(resumed)) == expected[num_received:]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", [7, 64])
-def test_disaggregation_changes_no_token(workers, sampling, budget):
-    expected = local(workers, sampling)
+def test_disaggregation_changes_no_token(workers, local, sampling, budget):
+    expected = local()
 
     async def main() -> None:
         prefill, decode = workers(budget=budget), workers()
@@ -172,15 +191,13 @@ def test_disaggregation_changes_no_token(workers, sampling, budget):
     asyncio.run(main())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("received", [(0, 0, 0), (0, 5, 23)])
-def test_choices_equal_their_solo_runs(workers, sampling, received):
+def test_choices_equal_their_solo_runs(workers, local, sampling, received):
     """Three choices share a prompt of four full blocks and a partial one."""
-
-    async def run_alone(choice_index: int) -> list[int]:
-        return await workers().run(new_sequence(PROMPT, sampling, choice_index=choice_index))
+    expected = [local(choice_index) for choice_index in range(3)]
 
     async def main() -> None:
-        expected = [await run_alone(choice_index) for choice_index in range(3)]
         worker = workers()
         shared = new_sequence(PROMPT[:-1], None)
         await worker.run(shared)

@@ -9,25 +9,27 @@ from pathlib import Path
 import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.step import KvRun
 from shared.messages import LogprobsMode, SamplingParams, TokenLogprobs
 from tests.support.engine.checkpoints import write_llama
-from tests.support.engine.model_worker import Worker
+from tests.support.engine.model_worker import Worker, executor_with
 from tests.support.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]  # four blocks and a partial one
 NUM_TOKENS = 24
 
 Output = tuple[list[int], list[TokenLogprobs]]
+Executors = tuple[LocalExecutor, ...]
 
 
 class Site:
     """A worker that pushes the prompt, one with room for the choices, and one without."""
 
-    def __init__(self, model_dir: Path, dtype: str) -> None:
-        self.prefill = Worker(model_dir, dtype)
-        self.roomy = Worker(model_dir, dtype)
-        self.crowded = Worker(model_dir, dtype, num_blocks=9)
+    def __init__(self, model_dir: Path, executors: Executors) -> None:
+        self.prefill, self.roomy, self.crowded = (
+            Worker(model_dir, "", num_blocks=each.num_blocks, executor=each) for each in executors
+        )
 
     async def choices(
         self, worker: Worker, sampling: SamplingParams, outputs: list[list[int]]
@@ -60,12 +62,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["bfloat16", "float32"])
-def site(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Site]:
-    made = Site(model_dir, request.param)
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def executors(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Executors]:
+    """With 64, 64 and 9 blocks."""
+    made = tuple(executor_with(model_dir, request.param, count) for count in (64, 64, 9))
     yield made
-    for worker in (made.prefill, made.roomy, made.crowded):
-        asyncio.run(worker.executor.close())
+    for executor in made:
+        asyncio.run(executor.close())
+
+
+@pytest.fixture
+def site(model_dir: Path, executors: Executors) -> Site:
+    """New engines without cached blocks, on executors that all tests share."""
+    return Site(model_dir, executors)
 
 
 def to_sampling(mode: LogprobsMode) -> SamplingParams:
