@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,10 +21,11 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
-from shared.engine.loop import EngineLoop
+from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.step import StepInputs, StepOutput
 from shared.kv_layout import Reach, Window, first_seen
 from shared.messages import SamplingParams
+from tests.shared.engine.executors.group_in_process import group_in_process
 from tests.shared.engine.test_engine_operations import (
     LATE_AT,
     PROMPTS,
@@ -48,6 +50,11 @@ from tests.support.world.clock import VirtualClock, run
 STEP_S = 0.01
 POISON = 777
 SHAPES = [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3)]  # depth, stages
+SUBMITTING = (  # what a step that cannot be submitted fails in, of each executor
+    "shared.engine.executors.rank_state._blocks_of",
+    "shared.engine.executors.timing_executor.encode",
+    "shared.engine.executors.group.group_executor.encode",
+)
 
 
 class CheckedExecutor(TimingExecutor):
@@ -86,6 +93,7 @@ class CheckedExecutor(TimingExecutor):
         self.most_in_flight = 0
         self.rows: dict[int, list[ScheduledSequence]] = {}
         self.expected: deque[StepInputs] = deque()  # of steps in flight
+        self.rank_state = self._state
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         self.num_runs += 1
@@ -147,20 +155,45 @@ class CheckedExecutor(TimingExecutor):
         return step
 
     def _submit_or_fail(self, rows: list[ScheduledSequence]) -> int:
-        if self.num_submitted not in self.fail_submit_at:
-            return super().submit(rows)
-        in_process = "shared.engine.executors.rank_state._blocks_of"
-        encoded = "shared.engine.executors.timing_executor.encode"
-        error = MemoryError("the device says no")
-        with mock.patch(in_process, side_effect=error), mock.patch(encoded, side_effect=error):
-            return super().submit(rows)
+        with ExitStack() as patches:
+            if self.num_submitted in self.fail_submit_at:
+                for each in SUBMITTING:
+                    error = MemoryError("the device says no")
+                    patches.enter_context(mock.patch(each, side_effect=error))
+            return self.submit_rows(rows)
+
+    def submit_rows(self, rows: list[ScheduledSequence]) -> int:
+        return super().submit(rows)
+
+    @property
+    def steps_in_flight(self) -> list[int]:
+        return sorted(self._steps)
 
     def check_draws_alone(self) -> None:
         """A row that draws in one step in flight is in no later one."""
         drawing: set[Sequence] = set()
-        for step in sorted(self._steps):
+        for step in self.steps_in_flight:
             assert drawing.isdisjoint(row.sequence for row in self.rows[step])
             drawing.update(row.sequence for row in self.rows[step] if row.completes)
+
+
+class CheckedGroup(CheckedExecutor):
+    """The same, as the rank of a group: a step fails after the rank has recorded it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.group = group_in_process(self, VirtualClock(), STEP_S)
+        self.rank_state = self.group._steps.rank_state
+        self.check, self.result = self.group.check, self.group.result
+        self.forget_ended, self.submit_rows = self.group.forget_ended, self.group.submit
+
+    @property
+    def steps_in_flight(self) -> list[int]:
+        return sorted(self.group._in_flight)
+
+    @property
+    def _num_in_flight(self) -> int:
+        return len(self.group._in_flight)
 
 
 class Worker:
@@ -293,6 +326,7 @@ def forked(submission: Submission, num_choices: int) -> Submission:
 
 CASES = given(
     shape=st.sampled_from(SHAPES),
+    is_group=st.booleans(),
     submissions=st.lists(SUBMISSIONS, min_size=1, max_size=5),
     forks=st.lists(st.builds(forked, SUBMISSIONS, st.integers(2, 3)), max_size=1),
     embedded=st.lists(PROMPTS, max_size=2),
@@ -321,6 +355,7 @@ def test_tokens_do_not_depend_on_the_steps_in_flight_of_many_schedules(**case: A
 
 def check_case(
     shape: tuple[int, int],
+    is_group: bool,
     submissions: list[Submission],
     forks: list[Submission],
     embedded: list[list[int]],
@@ -336,9 +371,12 @@ def check_case(
         submissions[-1].is_poisonous = True
         fail_at = frozenset()
 
+    if is_group:
+        shape = shape[1], shape[1]
+
     async def scenario() -> None:
         worker = Worker(
-            CheckedExecutor(
+            (CheckedGroup if is_group else CheckedExecutor)(
                 num_blocks * len(reaches), fail_at, reaches, shape, fails_in_submit=fails_in_submit
             ),
             max_batch_tokens=budget,
@@ -352,8 +390,11 @@ def check_case(
         await worker.idle()
         assert worker.engine.pool.num_free_blocks == num_blocks * len(reaches)
         assert worker.executor.most_in_flight <= shape[0]
+        await asyncio.sleep(2 * IDLE_TICK_S)
         await worker.loop.stop()
         assert worker.executor.wrongs == []
+        assert worker.executor.rank_state._special == {}
+        assert not worker.executor.rank_state._num_blocks.any(), "no row is left on an idle rank"
         for each in [*submissions, *forks]:
             each.check(worker)
         for ids, sequence in zip(embedded, embeddings, strict=True):
