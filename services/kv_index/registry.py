@@ -237,12 +237,15 @@ class PrefixRegistry:
             await self._store.write([*deletions, ("ZREM", key, *removed)])
 
     def _commands(self, batch: Sequence[_Delta]) -> list[Command]:
+        """Without the records that raise."""
         commands: list[Command] = []
+        sets: dict[str, Command] = {}
         for delta in batch:
-            commands += self._record_commands(delta)
-        for tenant_id in dict.fromkeys(delta.record.tenant_id for delta in batch):
-            commands.append(("EXPIRE", _set_key(tenant_id), self._ttl_s))
-        return commands
+            tenant_id = delta.record.tenant_id
+            with failing_alone("prefix_record_not_written", tenant=tenant_id):
+                commands += list(self._record_commands(delta))  # all of them, or none
+                sets[tenant_id] = ("EXPIRE", _set_key(tenant_id), self._ttl_s)
+        return [*commands, *sets.values()]
 
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
         record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)

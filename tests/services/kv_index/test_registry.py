@@ -403,6 +403,17 @@ def test_rejected_batch_is_not_written_again() -> None:
     assert store.data[key(1)][b"hits"] == b"1"
 
 
+def test_record_that_cannot_be_written_fails_alone() -> None:
+    store = MemoryStore()
+    registry = registry_on(store)
+    store_run(registry, 1)
+    store_run(registry, 2, tenant=None)  # type: ignore[arg-type]  # has no key
+    store_run(registry, 3, tenant="u")
+    assert run(registry.flush())
+    assert {key(1), key(3, "u")} <= store.data.keys()
+    assert not registry.num_pending
+
+
 def test_record_with_2500_holders_is_written_completely() -> None:
     store = MemoryStore()
     registry = registry_on(store)
