@@ -95,6 +95,7 @@ class LoadedTexts:
             raise loaded
         await loaded.renderer.load_tokenizer()  # else a second request waits for a turn
         self._alive[source] = loaded
+        self._recent.put(source, loaded)  # its requests may have waited for MAX_WAIT_S and left
         log.info("model_text_loaded", source=source.place, seconds=seconds)
         return loaded
 
