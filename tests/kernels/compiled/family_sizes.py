@@ -116,6 +116,7 @@ def _heads(num: int) -> dict[str, Any]:
 VARIANTS: dict[str, tuple[str, Variant]] = {
     "DeepSeek V3, 16 heads": ("DeepSeek V3", Variant(fields=_heads(16))),
     "DeepSeek V3, 8 heads": ("DeepSeek V3", Variant(fields=_heads(8))),
+    "DeepSeek V3, FP8 KV": ("DeepSeek V3", Variant(kv_dtype=FP8)),
     "Llama 3.1 8B, split weights": ("Llama 3.1 8B", Variant(is_split=True)),
     "Llama 3.1 8B, FP8 KV": ("Llama 3.1 8B", Variant(kv_dtype=FP8)),
     "Llama 3.1 8B, BF16 exchange": ("Llama 3.1 8B", Variant(activations="bf16-exchange")),

@@ -41,6 +41,7 @@ RELEASES = tables.releases()
 GPU = Path(__file__).parents[3] / "kernels" / "gpu"
 SHORT = ("DeepSeek V3", "Llama 3.1 8B", "Llama 3.1 8B, split weights")
 LATENTS = ("DeepSeek V3", "Kimi K2", "DeepSeek V3, 16 heads", "DeepSeek V3, 8 heads")
+FP8_LATENTS = "DeepSeek V3, FP8 KV"  # converted in the loop, where registers spill
 LATENT_BYTES = 200 << 10
 AFTER_LOOP = {"triton-3.6.0": 0, "triton-3.9.0": 41}  # local loads, none of them in a loop
 DECODE = "attention.decode_attention._decode_attention_kernel"
@@ -112,16 +113,17 @@ def test_every_class_fits_and_operands_are_copied_wide(release: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "mode"), [each for each in cases(SHORT) if each.values[0] in LATENTS]
+    ("case", "mode"), [each for each in cases(SHORT) if each.values[0] in (*LATENTS, FP8_LATENTS)]
 )
 def test_attention_over_latents_fits(case: str, mode: Mode, release: Path) -> None:
-    """The fast mode spills nothing in its loop."""
+    """The fast mode spills nothing in its loop over BF16."""
     table = recorded(release)
     for each in classes_of(case, mode).values():
         if each.name in (DECODE, PREFILL):
             row = table[each.name][each.key]
             assert row.shared_bytes <= LATENT_BYTES
-            assert row.local_loads <= AFTER_LOOP[release.stem] or mode == "exact"
+            if mode == "fast" and case != FP8_LATENTS:
+                assert row.local_loads <= AFTER_LOOP[release.stem]
 
 
 def test_readme_is_of_the_tables() -> None:
