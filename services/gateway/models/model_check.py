@@ -28,15 +28,13 @@ from shared.errors import ConfigError, HearthError
 CPU_LIMIT_S = 60
 PROGRAM_LIMIT_S = 2.0  # CPU time, of compiling templates and patterns
 MEMORY_LIMIT_BYTES = 3 << 30
+MAX_REPLY_BYTES = 48 << 20  # the tokens of the largest vocabularies take 10 MB
 MAX_REASON_CHARS = 300
 MAX_MARK_CHARS = 256
 MAX_ADDED_AROUND = 64  # tokens that a tokenizer adds to any text
 # Of the steps that the gateway takes again while its event loop waits.
 MAX_PATTERNS_S = 0.5
 MAX_TOKENIZER_S = 30.0  # a vocabulary of 260,000 tokens takes 7 s
-
-
-MAX_REPLY_BYTES = 48 << 20  # the tokens of the largest vocabularies take 10 MB
 
 
 class CheckedModel(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Turns a validated request into the wire `Request`: tokenize, hash, fix a seed."""
+"""Turns a validated and tokenized request into the wire `Request`: hash, fix a seed."""
 
 from __future__ import annotations
 

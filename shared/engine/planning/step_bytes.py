@@ -7,7 +7,8 @@
     last stage   the parts of the logits, gathered
 
 A sum of few tokens is gathered: each rank sends its node of the lane tree to all others. A larger
-one is halved, as in `rank_mesh.py`: nodes of half the elements, a quarter and so on, then parts.
+one is halved, as in shared/engine/parallel/rank_mesh.py: nodes of half the elements, a quarter and
+so on, then parts.
 """
 
 from __future__ import annotations

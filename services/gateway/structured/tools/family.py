@@ -28,7 +28,8 @@ CallFormat = Literal[
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """`response_template`: Hugging Face's declarative format, which `parser.py` executes.
+    """`response_template`: Hugging Face's declarative format, which `parsing/response_parser.py`
+    executes.
 
     `trigger`: the text that always opens a call or a section of calls; a grammar can start after it
     where it is one token. Empty: calls are recognised only at the start of an answer.
