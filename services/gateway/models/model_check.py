@@ -22,6 +22,7 @@ from services.gateway.structured.tools.family import Family
 from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.structured.tools.parsing.parsing import ResponseParsing
 from services.gateway.text.checkpoint.tokenizer_costs import check_size, check_token_lengths
+from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles, ModelText, read_tokenizer
 from shared.errors import ConfigError, HearthError
 
@@ -102,7 +103,8 @@ def _checked(model_dir: Path, choice: str, tool_format: str) -> CheckedModel:
         check_token_lengths(files.tokenizer.tokenizer.get_vocab(with_added_tokens=True))
         if files.tokenizer.num_added_around > MAX_ADDED_AROUND:
             raise ConfigError(f"it adds more than {MAX_ADDED_AROUND} tokens to any text")
-    except ConfigError as error:
+        _check_decoding(files.tokens)
+    except HearthError as error:
         raise ConfigError(f"tokenizer: {error.message}") from None
     signal.setitimer(signal.ITIMER_PROF, PROGRAM_LIMIT_S)
     if files.chat_template is not None:
@@ -115,6 +117,15 @@ def _checked(model_dir: Path, choice: str, tool_format: str) -> CheckedModel:
         if len(mark) > MAX_MARK_CHARS:
             raise ConfigError(f"response_template: a mark of {len(mark)} characters is too long")
     return checked_files(files, family)
+
+
+def _check_decoding(tokens: TokenTable) -> None:
+    """Raises HearthError for a decoder that fails on no token, or on one: each of its steps takes
+    each token by itself, or the text of all.
+    """
+    tokens.decode(())
+    for token_id in range(len(tokens.spellings)):
+        tokens.decode((token_id,))
 
 
 def checked_files(files: ModelFiles, family: Family) -> CheckedModel:

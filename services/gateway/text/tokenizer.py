@@ -51,23 +51,26 @@ class PromptTokenizer:
         from, for one that cannot be read.
         """
         try:
-            self.tokenizer = Tokenizer.from_str(text)
-            self.markers = _markers(self.tokenizer, chat_template)
-            self._steps = steps = read_steps(text)
-            check_steps(steps)
-            self._literal = _literal_of(self.tokenizer, steps.added_tokens, self.markers)
-            vocab = vocabulary(text)
-            added = self.tokenizer.get_added_tokens_decoder()
-            self._added_ids = {each.content: token_id for token_id, each in added.items()}
-            self.longest_token_chars = longest_token_chars(steps, (*vocab, *self._added_ids))
-            most_slow = 0
-            if is_known := has_known_cost(steps):
-                most_slow = MAX_SLOW_CHARS // most_chars_of_one(steps)
-            self._prepends = prepends_text(steps)
+            self._load(text, chat_template)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # tokenizers raises a bare Exception; its panic is none
             raise ConfigError(f"cannot read the tokenizer of {place}: {error}") from error
+
+    def _load(self, text: str, chat_template: str) -> None:
+        self.tokenizer = Tokenizer.from_str(text)
+        self.markers = _markers(self.tokenizer, chat_template)
+        self._steps = steps = read_steps(text)
+        check_steps(steps)
+        self._literal = _literal_of(self.tokenizer, steps.added_tokens, self.markers)
+        vocab = vocabulary(text)
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._added_ids = {each.content: token_id for token_id, each in added.items()}
+        self.longest_token_chars = longest_token_chars(steps, (*vocab, *self._added_ids))
+        most_slow = 0
+        if is_known := has_known_cost(steps):
+            most_slow = MAX_SLOW_CHARS // most_chars_of_one(steps)
+        self._prepends = prepends_text(steps)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         # The cache speeds up known words of any tenant, so timing would leak the words of others.

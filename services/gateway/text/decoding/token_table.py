@@ -15,6 +15,7 @@ from tokenizers.decoders import Decoder
 
 from services.gateway.text.decoding.packed_texts import PackedTexts, RecentTexts
 from services.gateway.text.decoding.token_bytes import TokenBytes
+from shared.errors import HearthError
 
 _EMPTY_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 
@@ -44,9 +45,18 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return TokenBytes(self.spellings, self.added_ids, is_byte_level=self.is_byte_level)
 
     def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
-        """Decodes all tokens at once; what has no token has no text."""
-        tokens, decoder = self.tokens_of(token_ids, skips_special=skips_special), self._decoder
-        return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))
+        """Decodes all tokens at once; what has no token has no text. Raises HearthError for tokens
+        on which the library fails: its panic is no Exception, and would end any task.
+        """
+        tokens = self.tokens_of(token_ids, skips_special=skips_special)
+        try:
+            decoder = self._decoder
+            return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            reason = f"the model's decoder fails on {len(tokens)} tokens: {error}"
+            raise HearthError(reason) from error
 
     def tokens_of(self, token_ids: Sequence[int], *, skips_special: bool = False) -> list[str]:
         """What a decoder gets."""

@@ -157,6 +157,13 @@ def _tokenizer_steps() -> Iterator[tuple[str, Spoil]]:
         "growing_decoder",
         _changed("tokenizer.json", decoder={"type": "Sequence", "decoders": [double] * 40}),
     )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 1}
+    for name, steps in {"joined": [byte_level, strip], "single": [strip]}.items():
+        stripping = {"type": "Sequence", "decoders": steps}
+        yield f"stripping_{name}_decoder", _changed("tokenizer.json", decoder=stripping)
+    untried = {"type": "Precompiled", "precompiled_charsmap": "AAAAAGIA"}  # a trie of no bytes
+    yield "panicking_normalizer", _changed("tokenizer.json", normalizer=untried)
     long = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * (1 << 20)}
     yield "long_replacement", _changed("tokenizer.json", normalizer=long)
     prepend = {"type": "Prepend", "prepend": "a" * 1_000_000}

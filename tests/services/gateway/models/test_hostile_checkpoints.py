@@ -32,6 +32,8 @@ FEW = (
     "render_0",
     "normalizer_regex_0",
     "pattern_0",
+    "stripping_joined_decoder",
+    "panicking_normalizer",
     "tokenizer.json_fifo",
     "generation_config.json_endless",
 )
@@ -120,6 +122,8 @@ async def test_gateway_serves_beside_some(fleet: Fleet, tmp_path: Path) -> None:
     assert "MemoryError" in found["compile_2"]
     assert "exceeded 2 s" in found["render_0"]
     assert "the tokenizer" in found["normalizer_regex_0"]
+    assert "decoder fails on 0 tokens: index out of" in found["stripping_joined_decoder"]
+    assert "cannot read the tokenizer" in found["panicking_normalizer"]
     assert "is not a regular file" in found["tokenizer.json_fifo"]
     assert "is not a regular file" in found["generation_config.json_endless"]
     assert watch.seconds  # each answered: `watched` fails at the first that is not

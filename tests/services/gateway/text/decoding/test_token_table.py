@@ -14,7 +14,7 @@ from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.decoding.packed_texts import PackedTexts, packed
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.tokenizer import PromptTokenizer
-from shared.errors import ConfigError
+from shared.errors import ConfigError, HearthError
 
 PIECES = ("▁a", "▁", "b", "##c", "d</w>", "Ġe", "ðŁ", "ĺĢ", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>")
 LLAMA = [
@@ -75,6 +75,20 @@ def test_any_tokens_have_the_library_s_text(
         text += detokenizer.flush()
         if tokenizer.decoder is not None:  # words alone have no spaces between them
             assert text == expected
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_panic_of_a_decoder_is_an_error_of_its_caller(is_joined: bool) -> None:
+    """The library's `Strip` fails on a text that has no more than it strips."""
+    strip = decoders.Strip(" ", 1, 1)
+    decoder = decoders.Sequence([decoders.Fuse(), strip]) if is_joined else strip
+    tokenizer = tokenizer_of(decoder)
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in (" ", "  a ")])
+    tokens = PromptTokenizer(tokenizer.to_str()).table()
+    first, second = (tokens.added_ids[each] for each in (" ", "  a "))
+    assert tokens.decode([second]) == " a"
+    with pytest.raises(HearthError, match="decoder fails on 1 tokens: "):
+        tokens.decode([first])
 
 
 def test_texts_by_number() -> None:
