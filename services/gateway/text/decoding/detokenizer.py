@@ -104,6 +104,8 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids:
             return ""
+        if len(token_ids) == 1:
+            return self._tokens.text_alone(token_ids[0], skips_special=self._skips)
         return self._tokens.decode(token_ids, skips_special=self._skips)
 
 

@@ -63,6 +63,11 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         texts = self._shown if skips_special else self._spelled
         return [text for each in token_ids if (text := texts[each]) is not None]
 
+    def text_alone(self, token_id: int, *, skips_special: bool = False) -> str:
+        """As `decode` of this token."""
+        recent = self._shown_alone if skips_special else self._spelled_alone
+        return recent[token_id] or ""
+
     @cached_property
     def complete(self) -> RecentTexts:
         """As `complete_texts`, faster."""
@@ -76,6 +81,14 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def _shown(self) -> RecentTexts:
         skipped = self.special_ids
         return RecentTexts(lambda each: None if each in skipped else self.spellings[each])
+
+    @cached_property
+    def _spelled_alone(self) -> RecentTexts:
+        return RecentTexts(lambda each: self.decode((each,)))
+
+    @cached_property
+    def _shown_alone(self) -> RecentTexts:
+        return RecentTexts(lambda each: self.decode((each,), skips_special=True))
 
     def spelled(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it, for example `Ġhello`."""

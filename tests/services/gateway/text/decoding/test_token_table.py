@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -89,6 +90,20 @@ def test_panic_of_a_decoder_is_an_error_of_its_caller(is_joined: bool) -> None:
     assert tokens.decode([second]) == " a"
     with pytest.raises(HearthError, match="decoder fails on 1 tokens: "):
         tokens.decode([first])
+
+
+def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the one before it: what this one decodes to alone is known since its last use."""
+    tokens = PromptTokenizer(tokenizer_of(DECODERS["Llama"]).to_str()).table()
+    decode, decoded = TokenTable.decode, []
+
+    def recorded(self: TokenTable, token_ids: Sequence[int], **options: bool) -> str:
+        decoded.append(token_ids)
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(TokenTable, "decode", recorded)
+    Detokenizer(tokens).feed([0, 4, 0, 4] * 25)
+    assert len(decoded) <= 100 + 2
 
 
 def test_texts_by_number() -> None:
