@@ -40,7 +40,7 @@ from services.gateway.request.preparer import Preparer
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
-from services.gateway.streams.queued_openings import Opening, num_at_once
+from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
@@ -103,7 +103,6 @@ class Submission:
         self.begin = telemetry.begin  # call when a request arrives
         self._states = states
         self._num_prompts: Counter[str] = Counter()  # by tenant
-        self._num_responses: Counter[str] = Counter()  # that have prompts
         self._reservations: set[Reservation] = set()
 
     async def reserve(self, tenant: TenantRecord, record: RequestRecord) -> Reservation:
@@ -259,7 +258,6 @@ class Submission:
             raise Overloaded("this tenant has too many prompts under way", retry_after_s=1.0)
         reservation.num_prompts = num_prompts
         self._num_prompts[tenant_id] += num_prompts
-        self._num_responses[tenant_id] += num_prompts > 0
 
     async def choose(self, reservation: Reservation, name: str) -> ServedModel:
         """Returns the model of all prompts of the response. Raises UnknownModel, ModelNotAllowed,
@@ -311,18 +309,9 @@ class Submission:
         """
         self._capacity.check()
         openings = [_opening(prepared, output) for output, prepared in outputs.items()]
-        self._driver.open(openings, self._num_at_once(reservation))
+        self._driver.open(openings, self._capacity.num_free)
         for output in outputs:  # last: it waits for the end of what was opened
             reservation.opened(output)
-
-    def _num_at_once(self, reservation: Reservation) -> int:
-        """Of the prompts of a response: its share beside others of the tenant, for which the
-        gateway has room.
-        """
-        tenant_id = reservation.tenant.tenant_id
-        all_prompts, num_responses = self._num_prompts[tenant_id], self._num_responses[tenant_id]
-        share = num_at_once(reservation.num_prompts, all_prompts, num_responses)
-        return max(1, min(share, self._capacity.num_free))
 
     def _cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:
         error = error or ClientDisconnected("the client closed the connection")
@@ -349,9 +338,8 @@ class Submission:
         """Settles limits after the last byte of a response has left."""
         outputs, tenant_id = reservation.outputs, reservation.tenant.tenant_id
         self._num_prompts[tenant_id] -= reservation.num_prompts
-        self._num_responses[tenant_id] -= reservation.num_prompts > 0
         if not self._num_prompts[tenant_id]:
-            del self._num_prompts[tenant_id], self._num_responses[tenant_id]
+            del self._num_prompts[tenant_id]
         self._limits.settle(reservation.lease, sum(each.num_output_tokens for each in outputs))
         self._telemetry.closed(reservation.record, reservation.model_name, outputs)
 

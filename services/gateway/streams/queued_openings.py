@@ -1,7 +1,7 @@
 """The requests of one response: they open in their order, some at once.
 
 A scheduler queues 1,024 requests, and each open one takes a task and messages: a response of 1,000
-prompts would leave no room to others.
+prompts, or many such responses of a tenant, would leave no room to others.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from services.gateway.streams.receiver import Receiver
 from shared.messages import Request
 
 MAX_OPEN = 256  # of a response: as many as a worker runs at once
-
-
-def num_at_once(num_prompts: int, all_prompts: int, num_responses: int) -> int:
-    """Of one response, its share by prompts, or by responses if that is more: all responses of a
-    tenant have at most twice MAX_OPEN, or one each. `all_prompts`, `num_responses`: of its tenant.
-    """
-    by_prompts = MAX_OPEN * num_prompts // max(1, all_prompts)
-    return max(1, by_prompts, MAX_OPEN // max(1, num_responses))
+MAX_TENANT_OPEN = 2 * MAX_OPEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +32,69 @@ class Opening:
         return self.request.request_id
 
 
-class QueuedOpenings:
-    """Requests of one response that are not open yet. Their deadlines count from `now`."""
+class TenantOpenings:
+    """The responses of one tenant. At most MAX_TENANT_OPEN of their requests are open, and one of
+    each further response: the room that one leaves goes to the response with the fewest.
+    """
 
-    def __init__(self, openings: Iterable[Opening], now: float) -> None:
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.waiting: set[QueuedOpenings] = set()  # responses with requests that are not open
+
+    def num_at_once(self, most: int) -> int:
+        """Of a new response. `most`: for which the gateway has room."""
+        return max(1, min(most, MAX_OPEN, MAX_TENANT_OPEN - self.num_open))
+
+    def next_after(self, ended: QueuedOpenings) -> QueuedOpenings | None:
+        """The response whose next request opens after one of `ended` has ended, if any."""
+        if ended in self.waiting and not ended.num_open:
+            return ended
+        if self.num_open >= MAX_TENANT_OPEN:
+            return None
+        fewest = min(self.waiting, key=lambda each: each.num_open, default=None)
+        return fewest if fewest is not None and fewest.num_open < MAX_OPEN else None
+
+
+class QueuedOpenings:
+    """Requests of one response that are not open yet. Their deadlines count from `now`. `num_open`:
+    those that are.
+    """
+
+    def __init__(self, openings: Iterable[Opening], now: float, tenant: TenantOpenings) -> None:
+        self.tenant = tenant
+        self.num_open = 0
         self._began_at = now
         self._waiting = {each.request_id: each for each in openings}
+        tenant.waiting.add(self)
+        self._note_left()
 
     def take_next(self, now: float) -> Opening | None:
+        """It counts as open until `ended`."""
         for each in self._waiting.values():
-            del self._waiting[each.request_id]
+            self.take(each.request_id)
+            self._count(1)
             left_s = max(0.0, each.request.deadline_s - (now - self._began_at))
             request = msgspec.structs.replace(each.request, deadline_s=left_s)
             return Opening(request, each.receiver, each.affinity_key, each.is_queueable)
         return None
 
+    def ended(self) -> None:
+        self._count(-1)
+
     def take(self, request_id: str) -> Opening:
-        return self._waiting.pop(request_id)
+        opening = self._waiting.pop(request_id)
+        self._note_left()
+        return opening
 
     def take_all(self) -> list[Opening]:
         waiting, self._waiting = self._waiting, {}
+        self._note_left()
         return list(waiting.values())
+
+    def _count(self, change: int) -> None:
+        self.num_open += change
+        self.tenant.num_open += change
+
+    def _note_left(self) -> None:
+        if not self._waiting:
+            self.tenant.waiting.discard(self)

@@ -16,8 +16,8 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
   cut where it was. If no choice is left, the request fails.
 - A request for which steps raised twice, alone, ends: on two workers where there are two.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
-- Of the requests of one response some are open at once: each that ends opens the next one; one that
-  fails ends those that wait.
+- Of the requests of one response, and of a tenant, some are open at once: each that ends opens the
+  next one of the tenant's; one that fails ends those of its response that wait.
 - Every stream ends once, through `_end`; a request that still waits, through `_end_waiting`.
 """
 
@@ -36,7 +36,12 @@ from services.gateway.streams.actions import (
 )
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
-from services.gateway.streams.queued_openings import MAX_OPEN, Opening, QueuedOpenings
+from services.gateway.streams.queued_openings import (
+    MAX_OPEN,
+    Opening,
+    QueuedOpenings,
+    TenantOpenings,
+)
 from services.gateway.streams.receiver import GuardedReceiver, StreamEnd
 from services.gateway.streams.stream import (
     CurrentPlacement,
@@ -104,6 +109,7 @@ class Streams:
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
         self._waiting: dict[str, QueuedOpenings] = {}  # by request: not open yet
+        self._tenants: dict[str, TenantOpenings] = {}  # with open requests
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
         self._actions = Actions(gateway_id)
@@ -130,9 +136,11 @@ class Streams:
 
     def open(self, openings: Sequence[Opening], now: float, most: int = MAX_OPEN) -> None:
         """Opens the requests of one response, at most `most` at once."""
-        queue = QueuedOpenings(openings, now)
+        tenant_id = openings[0].request.tenant_id
+        tenant = self._tenants.setdefault(tenant_id, TenantOpenings())
+        queue = QueuedOpenings(openings, now, tenant)
         self._waiting |= dict.fromkeys((each.request_id for each in openings), queue)
-        for _ in openings[:most]:
+        for _ in openings[: tenant.num_at_once(most)]:
             self._open_next(queue, now)
 
     def _open_next(self, queue: QueuedOpenings, now: float, *, is_later: bool = False) -> None:
@@ -567,10 +575,19 @@ class Streams:
         stream.receiver.on_end(
             StreamEnd(error, stream.last_worker_id, stream.num_resubmissions, tuple(stream.tries))
         )
-        if error is None:
-            self._open_next(stream.queue, now, is_later=True)
-        else:
+        if error is not None:
             self._end_waiting(stream.queue.take_all(), error)
+        self._open_after(stream, now)
+
+    def _open_after(self, stream: Stream, now: float) -> None:
+        """Gives the room of an ended request to another one of its tenant."""
+        queue, tenant = stream.queue, stream.queue.tenant
+        queue.ended()
+        found = tenant.next_after(queue)
+        if found is not None:
+            self._open_next(found, now, is_later=True)
+        elif not tenant.num_open:
+            self._tenants.pop(stream.request.tenant_id, None)
 
     def _end_waiting(self, openings: Sequence[Opening], error: HearthError) -> None:
         for each in openings:

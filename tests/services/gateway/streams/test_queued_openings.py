@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from services.gateway.streams.actions import Submit
-from services.gateway.streams.queued_openings import MAX_OPEN, Opening, num_at_once
+from services.gateway.streams.queued_openings import MAX_OPEN, MAX_TENANT_OPEN, Opening
 from services.gateway.streams.streams import Streams
 from shared.errors import HearthError, Overloaded
 from shared.messages import Placed, Request, TokenBatch, TokenEntry
@@ -15,11 +15,12 @@ from tests.services.gateway.streams.test_streams import STOP, Recorder, request
 
 
 class Response:
-    """Of `count` requests, `r0` and so on."""
+    """Of `count` requests, `r0` and so on. `streams`: also of other responses."""
 
-    def __init__(self, count: int) -> None:
-        self.streams, self.now = Streams("g"), 10.0
-        self.clients = {f"r{number}": Recorder() for number in range(count)}
+    def __init__(self, count: int, streams: Streams | None = None, name: str = "r") -> None:
+        self.streams = Streams("g") if streams is None else streams
+        self.now = 10.0
+        self.clients = {f"{name}{number}": Recorder() for number in range(count)}
         openings = [Opening(request(name), client) for name, client in self.clients.items()]
         self.streams.open(openings, self.now)
 
@@ -102,10 +103,32 @@ def test_deadline_ends_those_that_wait() -> None:
     assert response.num_ended == MAX_OPEN + 1
 
 
-@pytest.mark.parametrize("sizes", [[1000], [1000] * 2, [1000, 8], [100] * 100, [1] * 900 + [500]])
+@pytest.mark.parametrize(
+    "sizes", [[600], [600] * 3, [600, 600, 8], [40] * 100, [300] * 63, [1] * 600 + [500, 500]]
+)
 def test_responses_of_one_tenant_have_a_bounded_number_open(sizes: list[int]) -> None:
-    shares = [num_at_once(each, sum(sizes), len(sizes)) for each in sizes]
-    opened = [min(pair) for pair in zip(sizes, shares, strict=True)]
-    assert min(opened) >= 1
-    assert sum(opened) <= 2 * MAX_OPEN + len(sizes)
-    assert opened[-1] == 8 or sizes[-1] != 8  # a small response does not wait for a large one
+    streams = Streams("g")
+    responses = [Response(size, streams, f"{n}-") for n, size in enumerate(sizes)]
+    for _ in range(min(sum(sizes), 3000)):
+        running = streams.request_ids()
+        assert len(running) <= MAX_TENANT_OPEN + len(sizes) - 1
+        responses[0].finish(running[0])
+    assert all(each.num_ended for each in responses)
+
+
+def test_room_of_one_response_goes_to_another() -> None:
+    """Of the same tenant, after a failure, too."""
+    streams = Streams("g")
+    first, second, third = (Response(600, streams, name) for name in "abc")
+    assert [*map(num_running, (first, second, third))] == [MAX_OPEN, MAX_OPEN, 1]
+    for number in range(100):
+        first.finish(f"a{number}")
+    assert [*map(num_running, (first, second, third))] == [MAX_OPEN - 100, MAX_OPEN, 100]
+    for name in [each for each in streams.request_ids() if each.startswith("b")]:
+        streams.close(name, "client_gone", HearthError("the client is gone"), 10.0)
+    assert second.num_ended == 600
+    assert [*map(num_running, (first, third))] == [MAX_OPEN, MAX_OPEN]
+
+
+def num_running(response: Response) -> int:
+    return sum(each in response.clients for each in response.streams.request_ids())

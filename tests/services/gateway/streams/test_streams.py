@@ -25,7 +25,7 @@ from services.gateway.streams.early_entries import (
     EarlyEntries,
     RetiredPlacements,
 )
-from services.gateway.streams.queued_openings import Opening, QueuedOpenings
+from services.gateway.streams.queued_openings import Opening, QueuedOpenings, TenantOpenings
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.stream import (
     TRANSITIONS,
@@ -833,7 +833,9 @@ def test_unrequested_logprobs_fail_request() -> None:
 def test_illegal_transitions_raise() -> None:
     for state, allowed in TRANSITIONS.items():
         for target in StreamState:
-            stream = Stream(Opening(request(), Recorder()), 0.0, queue=QueuedOpenings((), 0.0))
+            stream = Stream(
+                Opening(request(), Recorder()), 0.0, queue=QueuedOpenings((), 0.0, TenantOpenings())
+            )
             stream.state = state
             if target in allowed:
                 stream.transition_to(target)
