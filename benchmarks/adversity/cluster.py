@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,19 +14,22 @@ from typing import Any
 import httpx
 import msgspec
 
-from benchmarks.adversity.worker import ROLES, StepFaults
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.local.processes.environ import thread_environ
+from benchmarks.adversity.worker import StepFaults
 from shared.subjects import CredentialRole, credential_of
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from shared.transport.server_config import NatsUser
+from tests.support.cluster.service_processes import (
+    MODEL,
+    OPERATOR,
+    OPERATOR_TOKEN,
+    known_processes,
+    start_python,
+)
+from tests.support.cluster.timing import ROLES
 from tests.support.servers import PASSWORD, NatsServer, RedisServer, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
-OPERATOR_TOKEN = "of-the-benchmark"
-OPERATOR = {"authorization": f"Bearer {OPERATOR_TOKEN}"}
 NO_FAULTS = StepFaults()
 SERVICES: tuple[CredentialRole, ...] = ("kv_index", "scheduler", "gateway")
 
@@ -94,7 +95,7 @@ class Cluster:
     ) -> Process:
         """`step_s` and `faults` are for workers. `nats_port`: of a relay. Returns at once."""
         url = f"http://127.0.0.1:{free_port()}" if role == "gateway" else ""
-        command = [sys.executable, *_command(role, step_s, faults)]
+        command = _command(role, step_s, faults)
         chosen = {**_identity(process_id), **options}
         if url:
             chosen["http-port"] = url.rpartition(":")[2]
@@ -103,14 +104,7 @@ class Cluster:
             command += [f"--{name}", str(value)]
         port = self.nats.port if nats_port is None else nats_port
         log_path = self.folder / f"{len(self.processes)}-{process_id}.log"
-        with log_path.open("wb") as log_file:
-            popen = subprocess.Popen(
-                command,
-                env={**self._environ(process_id, port), **environ},
-                cwd=ROOT,
-                stdout=log_file,
-                stderr=log_file,
-            )
+        popen = start_python(command, self._environ(process_id, port) | environ, log_path)
         self.processes.append(Process(process_id, popen, log_path, url))
         return self.processes[-1]
 
@@ -129,7 +123,7 @@ class Cluster:
             asyncio.timeout(START_TIMEOUT_S),
             httpx.AsyncClient(timeout=2, headers=OPERATOR, trust_env=False) as http,
         ):
-            while not wanted <= await _known(http, gateway.url):
+            while not wanted <= await known_processes(http, gateway.url):
                 for each in (gateway, *others):
                     if not each.is_running:
                         raise RuntimeError(f"{each.process_id} ended: {each.output()[-2000:]}")
@@ -143,14 +137,10 @@ class Cluster:
         self.redis.stop()
 
     def _environ(self, process_id: str, nats_port: int) -> dict[str, str]:
-        clean = {name: v for name, v in os.environ.items() if not name.startswith("HEARTH_")}
         credential = credential_of(process_id)
         return {
-            **clean,
-            **thread_environ(1),
             "HEARTH_NATS_URL": f"nats://{credential}:{PASSWORD}@127.0.0.1:{nats_port}",
             "HEARTH_REDIS_URL": self.redis.url,
-            "PYTHONPATH": str(ROOT),
         }
 
 
@@ -181,28 +171,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _known(http: httpx.AsyncClient, url: str) -> set[str]:
-    """Processes that a gateway knows, itself excluded; none while it does not accept requests."""
-    try:
-        response = await http.get(f"{url}/ready")
-    except httpx.HTTPError:
-        return set()
-    if response.status_code != 200:
-        return set()
-    body = response.json()
-    workers = body["workers"]
-    return {"", *workers["prefill"], *workers["decode"], *body["scheduler"], *body["kv_index"]}
-
-
 def _identity(process_id: str) -> dict[str, object]:
     credential, _, instance = process_id.partition(".")
     return {"process-id": credential, "instance": instance or "-"}
 
 
 def _command(role: CredentialRole, step_s: float, faults: StepFaults) -> list[str]:
-    model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
     if role in ROLES:
         module = ["-m", "benchmarks.adversity.worker", role]
-        return [*module, str(step_s), str(faults.after_s), str(faults.poison_seed), *model]
+        return [*module, str(step_s), str(faults.after_s), str(faults.poison_seed), *MODEL]
     command = ["-m", "services", role.replace("_", "-")]
-    return command + model if role == "gateway" else command
+    return [*command, *MODEL] if role == "gateway" else command

@@ -30,10 +30,11 @@ from benchmarks.adversity.attacks import unread
 from benchmarks.adversity.cores import pinned
 from benchmarks.adversity.turns import Victim
 from benchmarks.report import Bar, at_least, at_most
-from benchmarks.serving.hearth import ROOT, SPLIT, hearth
+from benchmarks.serving.hearth import SPLIT, hearth
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
+from tests.support.cluster.service_processes import ROOT
 from tests.support.servers import RedisServer
 
 NUM_TENANTS = 20

@@ -15,8 +15,8 @@ import msgspec
 
 from benchmarks.report import Bar, at_most
 from benchmarks.serving.closed_loop import Target
-from benchmarks.serving.hearth import ROOT
 from services.client.http_client import Connection, http_request
+from tests.support.cluster.service_processes import ROOT
 
 NUM_TOKENS = 4
 MAX_RATIO = 1.5

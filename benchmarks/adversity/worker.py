@@ -11,25 +11,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-import msgspec
-import typer
-from tokenizers import Tokenizer
-
-from services.cli.cluster.service_options import service_command
-from services.worker.worker import build_worker
-from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor
+from shared.engine.executors.timing_executor import StepCost
 from shared.engine.step import StepInputs, StepOutput
-from shared.lifecycle.process import run_service
-from shared.messages import Role
+from tests.support.cluster.timing import DemoTimingExecutor, run_worker
 
 POISON_OUTPUT_POSITION = 20  # by then, requests that arrived together share their steps
-ROLES: dict[str, tuple[Role, ...]] = {
-    "prefill": ("prefill",),
-    "decode": ("decode",),
-    "worker": ("prefill", "decode"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +38,11 @@ class StepFaults:
             raise RuntimeError("a row breaks the step")
 
 
-class FaultyExecutor(TimingExecutor):
+class FaultyExecutor(DemoTimingExecutor):
     """Its check passes, so that only failed steps tell the state of the device."""
 
-    revision = "timing"
-    eos_token_ids: tuple[int, ...] = (4,)
-    has_head = True
-
     def __init__(self, config: WorkerConfig, step_s: float, faults: StepFaults) -> None:
-        tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
-        assert config.kv_cache_bytes is not None
-        super().__init__(
-            MonotonicClock(),
-            num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
-            block_size=config.block_size,
-            vocab_size=tokenizer.get_vocab_size(),
-            cost=StepCost(base_s=step_s),
-        )
+        super().__init__(config, StepCost(base_s=step_s))
         self._faults = faults
         self._first_step_at: float | None = None
 
@@ -82,20 +57,7 @@ class FaultyExecutor(TimingExecutor):
 def main() -> None:
     role, step_s, after_s, poison_seed = (sys.argv.pop(1) for _ in range(4))
     faults = StepFaults(after_s=float(after_s), poison_seed=int(poison_seed))
-
-    def run(config: WorkerConfig) -> int:
-        config = msgspec.structs.replace(config, device="cpu")
-        return run_service(
-            config.process_id,
-            lambda: build_worker(
-                config, ROLES[role], lambda each: FaultyExecutor(each, float(step_s), faults)
-            ),
-            drain_timeout_s=config.drain_timeout_s,
-        )
-
-    app = typer.Typer(add_completion=False)
-    app.command()(service_command(WorkerConfig, role, run))
-    app()
+    run_worker(role, lambda config: FaultyExecutor(config, float(step_s), faults))
 
 
 if __name__ == "__main__":

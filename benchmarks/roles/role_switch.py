@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.report import at_most, write_result
 from benchmarks.serving.closed_loop import Target, body_of
-from benchmarks.serving.hearth import CLIENT, OPERATOR, hearth
+from benchmarks.serving.hearth import CLIENT, OPERATOR_NAME, hearth
 from services.cli.cluster.role_change import change_roles
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
@@ -116,8 +116,8 @@ async def switch(operator: NatsBus) -> float:
 
 
 async def measure(target: Target, options: argparse.Namespace) -> dict[str, object]:
-    url = target.nats_url.replace(CLIENT, OPERATOR)
-    operator = await NatsBus.connect(url, process_id=OPERATOR)
+    url = target.nats_url.replace(CLIENT, OPERATOR_NAME)
+    operator = await NatsBus.connect(url, process_id=OPERATOR_NAME)
     loads: dict[str, WorkerLoad] = {}
 
     def on_heartbeat(beat: Heartbeat) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,16 +13,22 @@ import httpx
 import psutil
 
 from benchmarks.serving.closed_loop import Target
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.local.processes.environ import thread_environ
+from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
+from tests.support.cluster.service_processes import (
+    MODEL,
+    OPERATOR,
+    OPERATOR_TOKEN,
+    known_processes,
+    start_python,
+)
+from tests.support.cluster.timing import ROLES
 from tests.support.servers import NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
-OPERATOR = "benchmark-operator"
-OPERATOR_TOKEN = "of-the-benchmark"
+OPERATOR_NAME = "benchmark-operator"
 TENANT, CLIENT = "benchmark", "benchmark-client"  # the client over NATS is one of the tenant
 Processes = dict[str, psutil.Process]
 
@@ -64,7 +68,7 @@ async def hearth(
             if role == "gateway":
                 command += ["--http-port", url.rpartition(":")[2]]
                 environ["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
-            started[name] = _start(command, environ, folder / f"{name}.log")
+            started[name] = start_python(command, environ, folder / f"{name}.log")
         await _ready(url, set(services) - {"gateway"})
         found = {name: psutil.Process(process.pid) for name, process in started.items()}
         template, *_ = found["gateway"].children()  # others are for grammars
@@ -82,43 +86,22 @@ async def hearth(
 def credentials(services: dict[str, CredentialRole]) -> list[tuple[CredentialRole, str]]:
     """Of the services and of who measures them."""
     roles = [(role, name) for name, role in services.items()]
-    return [*roles, ("client", CLIENT), ("operator", OPERATOR)]
-
-
-def _start(command: list[str], environ: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
-    with log_path.open("wb") as log_file:
-        return subprocess.Popen(
-            [sys.executable, *command],
-            env={**clean, **thread_environ(1), **environ, "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            stdout=log_file,
-            stderr=log_file,
-        )
+    return [*roles, ("client", CLIENT), ("operator", OPERATOR_NAME)]
 
 
 def _command(role: CredentialRole, step_s: float) -> list[str]:
-    model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
-    if role in ("prefill", "decode", "worker"):
+    if role in ROLES:
         room = ["--max-batch-tokens", "8192", "--max-sequences", "1024"]
-        return ["-m", "benchmarks.serving.worker", str(step_s), role, *model, *room]
+        return ["-m", "benchmarks.serving.worker", str(step_s), role, *MODEL, *room]
     command = ["-m", "services", role.replace("_", "-")]
-    return command + model if role == "gateway" else command
+    return [*command, *MODEL] if role == "gateway" else command
 
 
 async def _ready(url: str, wanted: set[str]) -> None:
     """Waits until the gateway has every other process."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    headers = {"authorization": f"Bearer {OPERATOR_TOKEN}"}
-    async with httpx.AsyncClient(timeout=2, headers=headers, trust_env=False) as client:
-        known: set[str] = set()
-        while not wanted <= known:
+    async with httpx.AsyncClient(timeout=2, headers=OPERATOR, trust_env=False) as client:
+        while missing := wanted - await known_processes(client, url):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not ready: {wanted - known}")
+                raise TimeoutError(f"not ready: {missing}")
             await asyncio.sleep(0.05)
-            try:
-                told = (await client.get(f"{url}/ready")).json()
-            except httpx.HTTPError:
-                continue
-            workers = told["workers"]
-            known = {*workers["prefill"], *workers["decode"], *told["scheduler"], *told["kv_index"]}

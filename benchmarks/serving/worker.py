@@ -10,42 +10,22 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-import typer
 from tokenizers import Tokenizer
 
 from benchmarks.roles.step_costs import cost_of
-from services.cli.cluster.service_options import service_command
-from services.worker.worker import build_worker
-from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor
+from shared.engine.executors.timing_executor import StepCost
 from shared.engine.step import StepInputs, StepOutput
-from shared.lifecycle.process import run_service
-from shared.messages import Role, TokenLogprobs
-
-ROLES: dict[str, tuple[Role, ...]] = {
-    "prefill": ("prefill",),
-    "decode": ("decode",),
-    "worker": ("prefill", "decode"),
-}
+from shared.messages import TokenLogprobs
+from tests.support.cluster.timing import DemoTimingExecutor, run_worker
 
 
-class IdleExecutor(TimingExecutor):
+class IdleExecutor(DemoTimingExecutor):
     revision = "idle"
-    eos_token_ids = (4,)
-    has_head = True
 
     def __init__(self, config: WorkerConfig, cost: StepCost) -> None:
+        super().__init__(config, cost)
         tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
-        assert config.kv_cache_bytes is not None
-        super().__init__(
-            MonotonicClock(),
-            num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
-            block_size=config.block_size,
-            vocab_size=tokenizer.get_vocab_size(),
-            cost=cost,
-        )
         self._tokens = whole_tokens(tokenizer)
 
     async def run(self, inputs: StepInputs) -> StepOutput:
@@ -78,18 +58,7 @@ def whole_tokens(tokenizer: Tokenizer) -> list[int]:
 
 def main() -> None:
     cost, role = cost_of(sys.argv.pop(1)), sys.argv.pop(1)
-
-    def run(config: WorkerConfig) -> int:
-        config = msgspec.structs.replace(config, device="cpu")
-        return run_service(
-            config.process_id,
-            lambda: build_worker(config, ROLES[role], lambda each: IdleExecutor(each, cost)),
-            drain_timeout_s=config.drain_timeout_s,
-        )
-
-    app = typer.Typer(add_completion=False)
-    app.command()(service_command(WorkerConfig, role, run))
-    app()
+    run_worker(role, lambda config: IdleExecutor(config, cost))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,17 +18,20 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.local.processes.environ import thread_environ
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.cluster.monitored_process import STEP_VARIABLE
+from tests.support.cluster.service_processes import (
+    MODEL,
+    OPERATOR,
+    OPERATOR_TOKEN,
+    known_processes,
+    start_python,
+)
 from tests.support.servers import PASSWORD, Server, find_binary, free_port
 
-ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
-OPERATOR_TOKEN = "of-the-operator"  # shows the names of processes
 POLL_S = 0.05
 
 SERVICES: dict[str, CredentialRole] = {
@@ -121,8 +123,7 @@ class ChaosCluster:
 
     async def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
-        headers = {"authorization": f"Bearer {OPERATOR_TOKEN}"}
-        async with httpx.AsyncClient(timeout=2, headers=headers, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=2, headers=OPERATOR, trust_env=False) as client:
             while missing := await self._missing(client):
                 assert time.monotonic() < deadline, f"not ready: {missing}"
                 await asyncio.sleep(POLL_S)
@@ -131,13 +132,8 @@ class ChaosCluster:
         """Names of processes that some gateway does not know."""
         wanted = {name for name, role in self.services.items() if role != "gateway"}
         missing: set[str] = set()
-        for gateway, url in self.urls.items():
-            try:
-                body = (await client.get(f"{url}/ready")).json()
-            except (httpx.HTTPError, ValueError):
-                return {gateway}
-            known = {*body["workers"]["prefill"], *body["workers"]["decode"]}
-            missing |= wanted - known - {*body["scheduler"], *body["kv_index"]}
+        for url in self.urls.values():
+            missing |= wanted - await known_processes(client, url)
         return missing
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
@@ -232,38 +228,27 @@ class ChaosCluster:
         return f"nats://{name}:{PASSWORD}@127.0.0.1:{self._servers['nats-server'].port}"
 
     def _launch(self, name: str) -> None:
-        with (self.folder / f"{name}.log").open("ab") as log_file:
-            self._processes[name] = subprocess.Popen(
-                [*self._command(name)],
-                env=self._environ(name),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-            )
+        log_path = self.folder / f"{name}.log"
+        self._processes[name] = start_python(self._command(name), self._environ(name), log_path)
 
     def _command(self, name: str) -> list[str]:
         role = self.services[name]
         options = {"process-id": name, "instance": "-", **self._options.get(role, {})}
         options |= self._options_of.get(name, {})
-        if role in ("gateway", "prefill", "decode"):
-            options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
         if role == "gateway":
             options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
             options |= {"operator-token": OPERATOR_TOKEN}
-        command = [sys.executable, "-m", "tests.support.cluster.monitored_process"]
-        command += [str(self._census_folder), role.replace("_", "-")]
+        command = ["-m", "tests.support.cluster.monitored_process", str(self._census_folder)]
+        command.append(role.replace("_", "-"))
+        if role in ("gateway", "prefill", "decode"):
+            command += MODEL
         for option, value in options.items():
             command += [f"--{option}", value]
         return command
 
     def _environ(self, name: str) -> dict[str, str]:
-        clean = {n: v for n, v in os.environ.items() if not n.startswith("HEARTH_")}
         environ = {
-            **clean,
-            **thread_environ(1),
             "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # otherwise decode computes these short prompts
-            "PYTHONPATH": str(ROOT),
             "HEARTH_NATS_URL": self._nats_url_of(name),
             "HEARTH_REDIS_URL": self.redis_url,
         }

@@ -1,10 +1,10 @@
-"""A worker on the timing engine, with the demo model's name and vocabulary."""
+"""Workers on the timing engine, with the demo model's name and vocabulary."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from typing import Literal
+from collections.abc import Callable
 
 import msgspec
 import typer
@@ -16,17 +16,39 @@ from shared.config import WorkerConfig
 from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, TimingExecutor
 from shared.engine.step import StepInputs, StepOutput
 from shared.lifecycle.process import run_service
+from shared.messages import Role
 
 VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways use
 SECONDS_PER_TOKEN = 60e-6
+ROLES: dict[str, tuple[Role, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "worker": ("prefill", "decode"),
+}
 
 
-class ModelledTimingExecutor(TimingExecutor):
-    """After SIGUSR2 its device fails: every step and check raises."""
+class DemoTimingExecutor(TimingExecutor):
+    """Its steps take the time of `cost`; a token depends on all KV before it."""
 
     revision = "timing"
-    eos_token_ids = (4,)
+    eos_token_ids: tuple[int, ...] = (4,)
     has_head = True
+
+    def __init__(self, config: WorkerConfig, cost: StepCost) -> None:
+        assert config.kv_cache_bytes is not None
+        super().__init__(
+            MonotonicClock(),
+            num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
+            block_size=config.block_size,
+            vocab_size=VOCAB_SIZE,
+            cost=cost,
+            mode="exact" if config.mode == "auto" else config.mode,
+        )
+
+
+class BreakableExecutor(DemoTimingExecutor):
+    """After SIGUSR2 its device fails: every step and check raises."""
+
     has_device = True
 
     async def run(self, inputs: StepInputs) -> StepOutput:
@@ -48,31 +70,28 @@ def _break_device_on_signal() -> None:
 
     def wait() -> None:
         signal.sigwait({signal.SIGUSR2})
-        ModelledTimingExecutor.has_device = False
+        BreakableExecutor.has_device = False
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None:
+def run_timing_worker(role: str, step_s: float) -> None:
     """Takes the options of `hearth ROLE` from the command line."""
     _break_device_on_signal()
+    cost = StepCost(base_s=step_s, per_token_s=SECONDS_PER_TOKEN)
+    run_worker(role, lambda config: BreakableExecutor(config, cost))
 
-    def load(config: WorkerConfig) -> ModelledTimingExecutor:
-        assert config.kv_cache_bytes is not None
-        return ModelledTimingExecutor(
-            MonotonicClock(),
-            num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
-            block_size=config.block_size,
-            vocab_size=VOCAB_SIZE,
-            cost=StepCost(base_s=step_s, per_token_s=SECONDS_PER_TOKEN),
-            mode="exact" if config.mode == "auto" else config.mode,
-        )
+
+def run_worker(role: str, load: Callable[[WorkerConfig], TimingExecutor]) -> None:
+    """Runs a worker of `ROLES[role]` until it is told to leave. Takes the options of `hearth ROLE`
+    from the command line.
+    """
 
     def run(config: WorkerConfig) -> int:
         config = msgspec.structs.replace(config, device="cpu")
         return run_service(
             config.process_id,
-            lambda: build_worker(config, (role,), load),
+            lambda: build_worker(config, ROLES[role], load),
             drain_timeout_s=config.drain_timeout_s,
         )
 
