@@ -14,75 +14,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import uvloop
 
 from benchmarks.report import at_most, write_result
 from benchmarks.serving.closed_loop import Target, body_of
-from benchmarks.serving.hearth import CLIENT, OPERATOR_NAME, hearth
+from benchmarks.serving.hearth import CLIENT, OPERATOR_NAME, SERVICES, hearth
 from services.cli.cluster.role_change import change_roles
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import ChangeRoles, Heartbeat, WorkerLoad
 from shared.subjects import HEARTBEATS, CredentialRole
 from shared.transport.bus import NatsBus
+from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.cluster.service_processes import MODEL
 
-SERVICES: dict[str, CredentialRole] = {
-    "kv_index": "kv_index",
-    "scheduler": "scheduler",
-    "gateway": "gateway",
-    "worker-1": "worker",
-    "worker-2": "worker",
-}
+WORKERS: dict[str, CredentialRole] = {"worker-1": "worker", "worker-2": "worker"}
 NUM_BEFORE = 8  # tokens of each stream when the roles change
-MODEL = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
+POLL_S = 0.01
+TEXT, NO_TEXT = b'"content":"', b'"content":""'
 COMMANDS = {
     "worker-1": ["-m", "services", "worker", *MODEL, "--device", "cpu", "--announce", "decode"],
     "worker-2": ["-m", "services", "worker", *MODEL, "--device", "cpu", "--announce", "prefill"],
     "scheduler": ["-m", "services", "scheduler", "--max-local-prefill-tokens", "4"],
 }
-
-
-@dataclass
-class Stream:
-    texts: list[str] = field(default_factory=list)
-    usage: dict[str, object] = field(default_factory=dict)
-    first_at: float = 0.0
-    finish_reason: str | None = None
-    error: str = ""
-    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def take(self, event: dict[str, object]) -> None:
-        if "error" in event:
-            self.error = str(event["error"])
-        self.usage = event.get("usage") or self.usage  # type: ignore[assignment]
-        for choice in event.get("choices", []):  # type: ignore[attr-defined]
-            text = choice["delta"].get("content")
-            if text:
-                self.first_at = self.first_at or time.perf_counter()
-                self.texts.append(text)
-                if len(self.texts) >= NUM_BEFORE:
-                    self.has_begun.set()
-            self.finish_reason = choice["finish_reason"] or self.finish_reason
-
-
-async def run_stream(client: httpx.AsyncClient, target: Target, body: dict, stream: Stream) -> None:
-    headers = {"authorization": f"Bearer {target.api_key}"}
-    try:
-        async with client.stream("POST", target.path, json=body, headers=headers) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    stream.take(json.loads(line.removeprefix("data: ")))
-    except httpx.HTTPError as error:
-        stream.error = repr(error)
 
 
 def bodies(target: Target, num_streams: int, num_tokens: int) -> list[dict]:
@@ -96,18 +55,24 @@ def bodies(target: Target, num_streams: int, num_tokens: int) -> list[dict]:
     ]
 
 
-async def run_all(client: httpx.AsyncClient, target: Target, options: argparse.Namespace) -> list:
-    """The streams, each with its task."""
-    started = []
-    for body in bodies(target, options.streams, options.tokens):
-        stream = Stream()
-        started.append((stream, asyncio.create_task(run_stream(client, target, body, stream))))
-    return started
+def send(target: Target, body: dict) -> tuple[Exchange, asyncio.Task]:
+    exchange = Exchange(body, target.url)
+    run = run_exchange(exchange, target.url, target.api_key, target.path)
+    return exchange, asyncio.create_task(run)
+
+
+def send_all(target: Target, options: argparse.Namespace) -> list[tuple[Exchange, asyncio.Task]]:
+    return [send(target, body) for body in bodies(target, options.streams, options.tokens)]
+
+
+def text_times(exchange: Exchange) -> list[float]:
+    events = zip(exchange.events, exchange.arrivals, strict=True)
+    return [at for event, at in events if TEXT in event and NO_TEXT not in event]
 
 
 async def switch(operator: NatsBus) -> float:
     """Returns the time at which the first command was sent."""
-    began = time.perf_counter()
+    began = time.monotonic()
     await asyncio.gather(
         change_roles(operator, "worker-2", ChangeRoles(roles=("decode",))),
         change_roles(operator, "worker-1", ChangeRoles(roles=("prefill",))),
@@ -125,25 +90,20 @@ async def measure(target: Target, options: argparse.Namespace) -> dict[str, obje
             loads[beat.process_id] = beat.load
 
     await operator.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=target.url, limits=limits, timeout=120, trust_env=False
-    ) as client:
-        undisturbed = await run_all(client, target, options)
-        await asyncio.gather(*(task for _, task in undisturbed))
-        streams = await run_all(client, target, options)
-        await asyncio.gather(*(stream.has_begun.wait() for stream, _ in streams))
-        num_before = [len(stream.texts) for stream, _ in streams]
-        began = await switch(operator)
-        changed_at = time.perf_counter()
-        num_open = sum(not task.done() for _, task in streams)
-        first = Stream()
-        body = bodies(target, 1, 8)[0] | {
-            "messages": [{"role": "user", "content": "Which worker reads this new question first?"}]
-        }
-        await run_stream(client, target, body, first)
-        await asyncio.gather(*(task for _, task in streams))
-        await asyncio.sleep(2 * HEARTBEAT_INTERVAL_S)
+    undisturbed = send_all(target, options)
+    await asyncio.gather(*(task for _, task in undisturbed))
+    streams = send_all(target, options)
+    while any(len(text_times(each)) < NUM_BEFORE for each, _ in streams):  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+    num_before = [len(text_times(each)) for each, _ in streams]
+    began = await switch(operator)
+    changed_at = time.monotonic()
+    num_open = sum(not task.done() for _, task in streams)
+    question = {"role": "user", "content": "Which worker reads this new question first?"}
+    first, sending = send(target, bodies(target, 1, 8)[0] | {"messages": [question]})
+    await sending
+    await asyncio.gather(*(task for _, task in streams))
+    await asyncio.sleep(2 * HEARTBEAT_INTERVAL_S)
     await operator.close()
     pairs = [(a, b) for (a, _), (b, _) in zip(undisturbed, streams, strict=True)]
     return {
@@ -151,25 +111,25 @@ async def measure(target: Target, options: argparse.Namespace) -> dict[str, obje
         "tokens": options.tokens,
         "open_at_switch": num_open,
         "tokens_before_switch_max": max(num_before),
-        "dropped": sum(bool(b.error) or b.finish_reason != "length" for _, b in pairs),
-        "altered": sum("".join(a.texts) != "".join(b.texts) for a, b in pairs),
-        "other_token_counts": sum(_num_tokens(a) != _num_tokens(b) for a, b in pairs),
-        "failed_undisturbed": sum(a.finish_reason != "length" for a, _ in pairs),
+        "dropped": sum(not is_full(b) for _, b in pairs),
+        "altered": sum(a.output != b.output for a, b in pairs),
+        "other_token_counts": sum(a.usage != b.usage for a, b in pairs),
+        "failed_undisturbed": sum(not is_full(a) for a, _ in pairs),
         "tokens_pushed_by_the_new_prefill_worker": loads["worker-1"].num_pushed_tokens,
         "tokens_sampled_by_the_new_decode_worker": loads["worker-2"].num_generated_tokens,
         "commands_ms": round(1e3 * (changed_at - began), 1),
-        "first_token_in_new_roles_s": round(first.first_at - began, 4),
-        "first_request_error": first.error,
+        "first_token_in_new_roles_s": round(next(iter(text_times(first)), began) - began, 4),
+        "first_request_error": "" if is_full(first) else str(first),
     }
 
 
-def _num_tokens(stream: Stream) -> object:
-    return stream.usage.get("completion_tokens")
+def is_full(exchange: Exchange) -> bool:
+    return exchange.is_successful and exchange.output[0].finish_reasons == ["length"]
 
 
 async def run(options: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
-        cluster = hearth(SERVICES, Path(folder), step_s=0.0, commands=COMMANDS)
+        cluster = hearth(SERVICES | WORKERS, Path(folder), step_s=0.0, commands=COMMANDS)
         async with cluster as (target, _):
             return await measure(target, options)
 

@@ -1,6 +1,7 @@
 """A closed loop of clients that only count events, so that the server's cost is what is measured.
 
-The first response shows how many events carry text; every other one must have as many events.
+Over HTTP, or over NATS if the target says so. The first response shows how many events carry text;
+every other one must have as many events.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.serving.nats_client import NatsConnection
 from services.client.http_client import (
     CountingConnection,
     EventCount,
@@ -34,7 +36,7 @@ class ClientKind:
 @dataclass(frozen=True)
 class Target:
     """`path`: of chat completions, of another endpoint that takes the same body, or of responses.
-    `nats_url`: of the same tenant's client.
+    `nats_url`: of the same tenant's client; `is_nats`: chat completions are requested there.
     """
 
     url: str
@@ -43,9 +45,21 @@ class Target:
     path: str = "/v1/chat/completions"
     nats_url: str = ""
     is_stored: bool = False  # of responses
+    is_nats: bool = False
 
-    def request(self, prompt: str, num_output_tokens: int) -> bytes:
+    async def connect(self, number: int, kind: ClientKind) -> CountingConnection:
+        if self.is_nats:
+            return await NatsConnection.to(self.nats_url, number)
+        return await CountingConnection.open(
+            self.url, has_quickack=kind.has_quickack, parses=kind.parses
+        )
+
+    def request(
+        self, prompt: str, num_output_tokens: int, connection: CountingConnection | None = None
+    ) -> bytes:
         body = body_of(self.model, prompt, num_output_tokens)
+        if isinstance(connection, NatsConnection):
+            return connection.message(body)
         if self.path == RESPONSES:
             body |= {"input": body.pop("messages"), "max_output_tokens": body.pop("max_tokens")}
             body["store"] = self.is_stored
@@ -83,6 +97,13 @@ class Tally:
 
 async def num_events_of(target: Target, prompt: str, num_output_tokens: int) -> int:
     """Events of a response, of which one for each token carries text. Raises ValueError if not."""
+    if target.is_nats:
+        connection = await target.connect(0, ClientKind())
+        count = await connection.request(target.request(prompt, num_output_tokens, connection))
+        connection.close()
+        if count.num_events < num_output_tokens:
+            raise ValueError(f"{count.num_events} events for {num_output_tokens} tokens")
+        return count.num_events
     parts = urlsplit(target.url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(target.request(prompt, num_output_tokens))
@@ -110,24 +131,22 @@ async def load(
     duration_s: float,
     num_output_tokens: int,
     num_events: int,
-    kind: ClientKind,
+    kind: ClientKind = ClientKind(),
 ) -> Tally:
     """Each client sends its next request when the response to the last one has ended."""
     tally = Tally(num_events)
     until = time.perf_counter() + duration_s
 
-    async def client() -> None:
-        connection = await CountingConnection.open(
-            target.url, has_quickack=kind.has_quickack, parses=kind.parses
-        )
+    async def client(number: int) -> None:
+        connection = await target.connect(number, kind)
         try:
             while time.perf_counter() < until:
-                message = target.request(next(prompts), num_output_tokens)
+                message = target.request(next(prompts), num_output_tokens, connection)
                 tally.record(await connection.request(message))
         except OSError as error:
             tally.faults.append(str(error))
         finally:
             connection.close()
 
-    await asyncio.gather(*(client() for _ in range(concurrency)))
+    await asyncio.gather(*map(client, range(concurrency)))
     return tally

@@ -32,13 +32,13 @@ OPERATOR_NAME = "benchmark-operator"
 TENANT, CLIENT = "benchmark", "benchmark-client"  # the client over NATS is one of the tenant
 Processes = dict[str, psutil.Process]
 
-_SERVICES: dict[str, CredentialRole] = {
+SERVICES: dict[str, CredentialRole] = {
     "kv_index": "kv_index",
     "scheduler": "scheduler",
     "gateway": "gateway",
 }
-SPLIT: dict[str, CredentialRole] = {**_SERVICES, "prefill": "prefill", "decode": "decode"}
-ONE_WORKER: dict[str, CredentialRole] = {**_SERVICES, "worker": "worker"}
+SPLIT: dict[str, CredentialRole] = {**SERVICES, "prefill": "prefill", "decode": "decode"}
+ONE_WORKER: dict[str, CredentialRole] = {**SERVICES, "worker": "worker"}
 
 
 @asynccontextmanager

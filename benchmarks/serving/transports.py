@@ -22,14 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
 
 from benchmarks.control_plane import SHAPES, cpu_s, prompts
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from benchmarks.serving import closed_loop, nats_loop
-from benchmarks.serving.closed_loop import ClientKind, Tally, Target
+from benchmarks.serving.closed_loop import RESPONSES, Tally, Target, load, num_events_of
 from benchmarks.serving.hearth import SPLIT, TENANT, Processes, hearth
 
 SHAPE = SHAPES["split"]
@@ -43,61 +43,50 @@ class Load:
     """One dialect and transport of a running cluster."""
 
     def __init__(self, name: str, target: Target, concurrency: int) -> None:
-        if name == "workers_ai":
-            path = f"/client/v4/accounts/{TENANT}/ai/run/{target.model}"
-            target = replace(target, path=path)
-        elif name == "messages":
-            target = replace(target, path="/v1/messages")
-        elif name in ("responses", "stored"):
-            target = replace(target, path=closed_loop.RESPONSES, is_stored=name == "stored")
         self.name = name
-        self._target = target
-        self._nats = nats_loop.NatsTarget(target.nats_url, target.model)
+        self._target = replace(target, **_changes(name, target))
         self._concurrency = concurrency
         self._num_events = 0
 
     async def count_events(self, prompt: str) -> None:
         """Events of one response, before all others."""
         num_tokens = SHAPE.num_output_tokens
-        if self.name == "nats":
-            self._num_events = await nats_loop.num_events_of(self._nats, prompt, num_tokens)
-        else:
-            self._num_events = await closed_loop.num_events_of(self._target, prompt, num_tokens)
+        self._num_events = await num_events_of(self._target, prompt, num_tokens)
 
     async def run(self, source: Iterator[str], duration_s: float) -> Tally:
-        if self.name == "nats":
-            return await nats_loop.load(
-                self._nats,
-                source,
-                concurrency=self._concurrency,
-                duration_s=duration_s,
-                num_output_tokens=SHAPE.num_output_tokens,
-                num_events=self._num_events,
-            )
-        return await closed_loop.load(
+        return await load(
             self._target,
             source,
             concurrency=self._concurrency,
             duration_s=duration_s,
             num_output_tokens=SHAPE.num_output_tokens,
             num_events=self._num_events,
-            kind=ClientKind(),
         )
 
 
-async def measured(load: Load, processes: Processes, seed: int, duration_s: float) -> Row:
+def _changes(name: str, target: Target) -> dict[str, Any]:
+    """What of the target is unlike chat completions over HTTP."""
+    if name == "nats":
+        return {"is_nats": True}
+    if name in ("responses", "stored"):
+        return {"path": RESPONSES, "is_stored": name == "stored"}
+    run = f"/client/v4/accounts/{TENANT}/ai/run/{target.model}"
+    return {"path": {"workers_ai": run, "messages": "/v1/messages"}.get(name, target.path)}
+
+
+async def measured(one: Load, processes: Processes, seed: int, duration_s: float) -> Row:
     source = prompts(SHAPE.num_input_tokens, seed)
-    await load.count_events(next(source))
-    await load.run(source, WARM_UP_S)
+    await one.count_events(next(source))
+    await one.run(source, WARM_UP_S)
     before, started = cpu_s(processes), time.perf_counter()
-    tally = await load.run(source, duration_s)
+    tally = await one.run(source, duration_s)
     elapsed_s, after = time.perf_counter() - started, cpu_s(processes)
     for fault in tally.faults[:3]:
         print(fault, file=sys.stderr)
     num = tally.num_requests
     spent = {f"{name}_cpu_ms": round(1e3 * (after[name] - before[name]) / num, 3) for name in after}
     return {
-        "transport": load.name,
+        "transport": one.name,
         "requests_per_s": round(num / elapsed_s, 1),
         "ttft_p50_ms": round(1e3 * statistics.median(tally.ttft_s), 2),
         "num_requests": num,
@@ -111,11 +100,11 @@ async def run(options: argparse.Namespace) -> list[Row]:
     seeds = itertools.count(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         async with hearth(SPLIT, Path(folder), step_s=0.0) as (target, processes):
-            loads = [Load(name, target, options.concurrency) for name in options.transport]
+            targets = [Load(name, target, options.concurrency) for name in options.transport]
             for number in range(options.rounds):
-                first = number % len(loads)  # what is measured first finds the machine rested
-                for load in loads[first:] + loads[:first]:
-                    row = await measured(load, processes, next(seeds), options.duration_s)
+                first = number % len(targets)  # what is measured first finds the machine rested
+                for each in targets[first:] + targets[:first]:
+                    row = await measured(each, processes, next(seeds), options.duration_s)
                     rows.append({"round": number, **row})
                     print(msgspec.json.encode(rows[-1]).decode(), file=sys.stderr)
                     await asyncio.sleep(0)

@@ -214,7 +214,8 @@ class EventCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountingConnection(_KeepAlive):
-    """Counts the events of a chunked response by their blank lines.
+    """Counts the events of a chunked response by their blank lines. Subclasses may count those of
+    another protocol.
 
     `parses`: decodes the JSON of every event, as an application's client does.
     """

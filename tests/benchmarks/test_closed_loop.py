@@ -78,3 +78,31 @@ async def test_every_token_must_have_one_event(num_tokens: int, is_valid: bool) 
         else:
             with pytest.raises(ValueError, match="2 events with text for 3 tokens"):
                 await num_events_of(target, "?", num_tokens)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3, 50, 1000])
+async def test_events_are_counted_over_nats_for_any_size_of_data(num_bytes: int) -> None:
+    """The server's INFO and PING come before the messages, of which the last one has no event."""
+    sent = [b'INFO {"headers":true}\r\nPING\r\n']
+    for text in (b"a", b"b"):
+        event = b'{"choices":[{"delta":{"content":"%b"}}]}\n' % text
+        sent.append(b"MSG inbox 1 %d\r\n%b\r\n" % (len(event), event))
+    sent.append(b"HMSG inbox 1 31 31\r\nNATS/1.0\r\nHearth-End: done\r\n\r\n\r\n")
+    received = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.append(await reader.readuntil(b"PUB "))
+        response = b"".join(sent)
+        for start in range(0, len(response), num_bytes):
+            writer.write(response[start : start + num_bytes])
+            await asyncio.sleep(0)
+        received.append(await reader.readuntil(b"PONG\r\n"))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        url = f"nats://client-1:secret@{host}:{port}"
+        target = Target("", "", "model", nats_url=url, is_nats=True)
+        assert await num_events_of(target, "?", 2) == 2
+    assert b'"user":"client-1","pass":"secret"' in received[0]
