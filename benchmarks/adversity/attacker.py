@@ -41,7 +41,7 @@ class Client:
                 self._streams = await asyncio.open_connection(self._host, self._port)
             reader, writer = self._streams
             writer.write(message)
-            status = await _response(reader)
+            status = await read_response(reader)
             await writer.drain()
         except (OSError, EOFError):
             self.close()
@@ -54,7 +54,7 @@ class Client:
             self._streams = None
 
 
-async def _response(reader: asyncio.StreamReader) -> str:
+async def read_response(reader: asyncio.StreamReader) -> str:
     """Reads one response; of a chunked one only its end. Raises EOFError, OSError."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     if b"\r\ntransfer-encoding: chunked" in head:

@@ -18,9 +18,10 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -29,8 +30,7 @@ import psutil
 from benchmarks.adversity.attacks import NUM_STREAMS, messages, stored_records
 from benchmarks.adversity.cores import pinned
 from benchmarks.adversity.redis_loss import up
-from benchmarks.adversity.tenants import cpu_s
-from benchmarks.adversity.turns import Victim, Waits, attacker, by_turns, p99
+from benchmarks.adversity.turns import Victim, Waits, attacker, by_turns, cpu_s, p99, watched
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import SPLIT, hearth
@@ -199,7 +199,7 @@ async def stored_state(run: Run) -> list[Bar]:
     await store.stop()
     idle = run.gateway.memory_info().rss
     async with attacker("continued", run.target.url, api_key, num_connections=24) as attack:
-        gap_ms, rss = await _watched(run, lambda: attack.turn(TURN_S))
+        gap_ms, rss = await _watched(run, attack.turn(TURN_S))
     print(f"C3: {dict(attack.statuses)}", flush=True)
     return [
         at_most("C3: gateway's RSS above idle", (rss - idle) / MIB, MAX_RSS_MIB, "MiB"),
@@ -241,7 +241,7 @@ async def leavers(run: Run) -> list[Bar]:
         await asyncio.gather(*(leave() for _ in range(NUM_LEAVERS)))
 
     victim = Victim(run.target)
-    watching = asyncio.create_task(_watched(run, attack))
+    watching = asyncio.create_task(_watched(run, attack()))
     ttft_s: list[float] = []
     while not watching.done():
         ttft_s += (await victim.turn(0.001))[0]
@@ -253,21 +253,5 @@ async def leavers(run: Run) -> list[Bar]:
     ]
 
 
-async def _watched(run: Run, attack: Callable[[], object]) -> tuple[float, int]:
-    """The most CPU milliseconds between a probe and its answer, and the largest RSS in bytes."""
-    attacking = asyncio.ensure_future(attack())  # type: ignore[arg-type]
-    parts = urlsplit(run.target.url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    longest_s, rss = 0.0, 0
-    while not attacking.done():
-        before = cpu_s(run.gateway.pid)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]
-        await reader.readexactly(int(length))
-        longest_s = max(longest_s, cpu_s(run.gateway.pid) - before)
-        rss = max(rss, run.gateway.memory_info().rss)
-        await asyncio.sleep(0.002)
-    await attacking
-    writer.close()
-    return longest_s * 1e3, rss
+async def _watched(run: Run, attack: Coroutine[Any, Any, Any]) -> tuple[float, int]:
+    return await watched(run.target.url, run.gateway, attack, pause_s=0.002)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.support.cluster.service_processes import (
 )
 from tests.support.cluster.timing import ROLES
 from tests.support.servers import PASSWORD, NatsServer, RedisServer, free_port
+from tests.support.waiting import NotReached, until
 
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -47,8 +48,8 @@ class Process:
 
     async def ended(self, timeout_s: float = 30.0) -> int | None:
         """Returns the exit status; None if the process still runs after `timeout_s`."""
-        with suppress(TimeoutError):
-            await until(lambda: not self.is_running, timeout_s)
+        with suppress(NotReached):
+            await until(lambda: not self.is_running, timeout_s=timeout_s)
         return self.popen.poll()
 
     def output(self) -> str:
@@ -162,13 +163,6 @@ async def cluster(
             yield started
         finally:
             started.stop()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (processes and logs send no event)
-            await asyncio.sleep(POLL_S)
 
 
 def _identity(process_id: str) -> dict[str, object]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.adversity.cluster import Cluster, Process, cluster, until
+from benchmarks.adversity.cluster import Cluster, Process, cluster
 from benchmarks.adversity.load import (
     completion,
     is_full,
@@ -31,6 +31,7 @@ from benchmarks.adversity.load import (
 from benchmarks.report import Bar, at_least, at_most
 from shared.lifecycle.process import HEARTH_ERROR_STATUS
 from tests.support.cluster.clients import Exchange
+from tests.support.waiting import until
 
 NUM_REQUESTS, EVERY_S = 60, 0.05
 THAW_AFTER_S = 0.5
@@ -78,7 +79,7 @@ async def _doubled_identity() -> list[Bar]:
 
 
 async def _one_left(processes: Sequence[Process]) -> Process:
-    """Waits until all but one process have ended. Raises TimeoutError."""
+    """Waits until all but one process have ended. Raises NotReached."""
     await until(lambda: sum(each.is_running for each in processes) <= 1)
     (left,) = (each for each in processes if each.is_running)
     return left

@@ -9,7 +9,6 @@ the ratios say little.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 from redis.asyncio import Redis
 
 from benchmarks.adversity.attacker import Client
 from benchmarks.adversity.attacks import NUM_PREFIXES, rejected
 from benchmarks.adversity.cores import pinned
-from benchmarks.adversity.turns import Victim, attacker, by_turns
+from benchmarks.adversity.turns import Victim, attacker, by_turns, watched
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import SPLIT, hearth
@@ -50,7 +50,7 @@ class Run:
     admin: TenantAdmin
     redis: Redis
     victim: Victim
-    gateway: int  # process id
+    gateway: psutil.Process
 
     async def new_key(self, tenant_id: str, **limits: int) -> str:
         api_key = new_api_key()
@@ -83,7 +83,7 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
             store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
             connection, victim = Redis.from_url(redis.url), Victim(target)
             admin = TenantAdmin(store, time.time)
-            run = Run(target, admin, connection, victim, processes["gateway"].pid)
+            run = Run(target, admin, connection, victim, processes["gateway"])
             try:
                 await victim.turn(2.0)
                 for row in rows:
@@ -156,33 +156,11 @@ async def rejected_requests(run: Run) -> list[Bar]:
 
 
 async def longest_gap_ms(run: Run, kind: str) -> float:
-    """The most CPU time that the gateway uses between a small request and its response.
-
-    Seen from outside: a request waits for the loop's iteration that is under way, and for its own.
-    CPU time of the process, which other processes on the machine do not change.
-    """
     api_key = await run.new_key(f"gap-{kind}")
     async with attacker(kind, run.target.url, api_key) as attack:
         await attack.turn(1.0)
-        attacking = asyncio.create_task(attack.turn(GAP_TURN_S))
-        longest_s = 0.0
-        parts = urlsplit(run.target.url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        while not attacking.done():
-            before = cpu_s(run.gateway)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]
-            await reader.readexactly(int(length))
-            longest_s = max(longest_s, cpu_s(run.gateway) - before)
-        await attacking
-        writer.close()
-    return longest_s * 1e3
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process, to the nanosecond (`clock_getcpuclockid`)."""
-    return time.clock_gettime((~pid << 3) | 2)
+        gap_ms, _ = await watched(run.target.url, run.gateway, attack.turn(GAP_TURN_S))
+    return gap_ms
 
 
 async def used_mib(redis: Redis, tenant_id: str) -> float:

@@ -6,13 +6,18 @@ import asyncio
 import itertools
 import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 
+from benchmarks.adversity.attacker import read_response
 from benchmarks.report import Bar, at_most
 from benchmarks.serving.closed_loop import Target
 from services.client.http_client import Connection, http_request
@@ -20,6 +25,7 @@ from tests.support.cluster.service_processes import ROOT
 
 NUM_TOKENS = 4
 MAX_RATIO = 1.5
+PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 PATIENCE_S = 60.0  # for the end of an attacker's turn
 
 
@@ -162,3 +168,33 @@ async def by_turns(
 
 def p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[98]
+
+
+async def watched(
+    url: str, gateway: psutil.Process, attack: Coroutine[Any, Any, Any], *, pause_s: float = 0.0
+) -> tuple[float, int]:
+    """Returns the longest gap of the gateway's event loop in milliseconds, and its largest RSS in
+    bytes, until `attack` has ended. `pause_s`: between two requests.
+
+    A gap is the CPU time, which others on the machine do not change, between a small request and
+    its response: that waits for the loop's iteration that is under way, and for its own.
+    """
+    parts = urlsplit(url)
+    attacking = asyncio.create_task(attack)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    longest_s, rss = 0.0, 0
+    while not attacking.done():
+        before = cpu_s(gateway.pid)
+        writer.write(PROBE)
+        await read_response(reader)
+        longest_s = max(longest_s, cpu_s(gateway.pid) - before)
+        rss = max(rss, gateway.memory_info().rss)
+        await asyncio.sleep(pause_s)
+    await attacking
+    writer.close()
+    return longest_s * 1e3, rss
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, to the nanosecond (`clock_getcpuclockid`)."""
+    return time.clock_gettime((~pid << 3) | 2)
