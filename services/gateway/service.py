@@ -30,6 +30,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
 from services.gateway.models.checked_model import checked_model
+from services.gateway.models.encoding_pools import EncodingPools
 from services.gateway.models.live_models import Catalog, Readiness
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.model_check import CheckedModel
@@ -154,13 +155,17 @@ class GatewayService:
         self._pool = preparation_pool(setup) if pool is None else pool
         check_pool = grammar_pool(setup) if check_pool is None else check_pool
         self._checks = GrammarChecks(check_pool)
-        self.metrics.watch_preparation(lambda: preparation_loads(self._pool, check_pool))
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock, self._num_gateways)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
         loader = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
+        self.metrics.watch_preparation(
+            lambda: preparation_loads(
+                requests=self._pool, prompts=loader.encoding, grammars=check_pool
+            )
+        )
         self._texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
         self._own = None if own is None or setup is None else loader.text(own, setup)
         self._catalogue = CatalogueReader(self._prefix_redis, clock)
@@ -564,8 +569,8 @@ def grammar_pool(setup: ProcessSetup | None) -> PreparationPool:
     )
 
 
-def preparation_loads(pool: PreparationPool, check_pool: PreparationPool) -> dict[str, PoolLoad]:
+def preparation_loads(**pools: PreparationPool | EncodingPools) -> dict[str, PoolLoad]:
     return {
         name: PoolLoad(each.num_waiting, each.num_running, each.num_lost)
-        for name, each in (("requests", pool), ("grammars", check_pool))
+        for name, each in pools.items()
     }

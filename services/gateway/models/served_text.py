@@ -9,6 +9,7 @@ from weakref import finalize
 import msgspec
 
 from services.gateway.models.checked_model import checked_model
+from services.gateway.models.encoding_pools import EncodingPools
 from services.gateway.models.model_check import CheckedModel
 from services.gateway.models.model_source import source_dir
 from services.gateway.preparation.preparation_pool import PreparationPool
@@ -22,9 +23,6 @@ from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelText
 from services.gateway.text.process_jobs import ProcessSetup
 from shared.messages import ModelCard
-
-ENCODING_PROCESS = "services.gateway.preparation.encoding_process"
-MAX_LOAD_S = 180.0  # of a tokenizer that has passed its check, on a busy machine
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -50,7 +48,9 @@ class ServedModel:
 
 
 class TextLoader:
-    """Makes `ServedText`s that share the processes. May be called from any thread."""
+    """Makes `ServedText`s that share the processes. May be called from any thread. `encoding`: the
+    processes that they do not share.
+    """
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class TextLoader:
         self._renderers = renderers
         self._checks = checks
         self._tool_format = tool_format
+        self.encoding = EncodingPools()
         self._next_key = count(1).__next__
 
     def load(self, source: str) -> ServedText:
@@ -71,26 +72,21 @@ class TextLoader:
 
     def text(self, model: CheckedModel, setup: ProcessSetup) -> ServedText:
         """Raises ConfigError for a response template that is not valid."""
+        parsing = ResponseParsing(model.family, model.text.tokens.added_ids)
         most = model.text.max_known_chars
-        encoding = _encoding_pool() if most else None
+        encoding = self.encoding.open() if most else None
         renderer = Renderer(self._renderers, setup, encoding, max_known_chars=most)
         text = ServedText(
             model.text,
             model.family,
             model.spellings,
-            ResponseParsing(model.family, model.text.tokens.added_ids),
+            parsing,
             renderer,
             RequestGrammars(self._checks, setup),
         )
-        finalize(text, renderer.end_process)
+        if encoding is not None:
+            finalize(text, self.encoding.end, encoding)
         return text
-
-
-def _encoding_pool() -> PreparationPool:
-    """One process, which starts with its first job."""
-    return PreparationPool(
-        None, num_processes=1, module=ENCODING_PROCESS, hang_s=MAX_LOAD_S, is_costly=True
-    )
 
 
 def process_setup(model: CheckedModel, tool_format: str, *, key: str = "") -> ProcessSetup:

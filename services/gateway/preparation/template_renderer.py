@@ -104,11 +104,6 @@ class Renderer:
         if self._encoding is not None:
             await self._encoding.close()
 
-    def end_process(self) -> None:
-        """Ends the model's own process, which nothing waits for. May be called on any thread."""
-        if self._encoding is not None:
-            self._encoding.kill()
-
 
 def _flagged(parts: Sequence[str]) -> list[tuple[bool, str]]:
     return [(isinstance(each, LiteralText), str(each)) for each in parts]

@@ -22,7 +22,9 @@ from services.gateway.models.loaded_texts import (
     Source,
 )
 from services.gateway.models.served_text import ServedText, TextLoader
+from services.gateway.observability.metrics.preparation import PoolLoad
 from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.service import preparation_loads
 from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
@@ -81,7 +83,8 @@ async def test_process_of_a_text_ends_with_it_and_with_no_client(
     """It alone makes the tokenizer, which takes this one's time."""
     monkeypatch.setattr(PromptTokenizer, "__init__", None)
     pool = PreparationPool(None)
-    text = TextLoader(pool, GrammarChecks(pool), tool_format="template").load(str(dirs[0]))
+    loader = TextLoader(pool, GrammarChecks(pool), tool_format="template")
+    text = loader.load(str(dirs[0]))
     tenant = {"tenant_id": "acme"}
     (token_ids,) = (await text.renderer.encode([["hello world"]], **tenant)).token_ids
     assert text.files.tokens.decode(token_ids) == "hello world"
@@ -91,10 +94,13 @@ async def test_process_of_a_text_ends_with_it_and_with_no_client(
     leaving.cancel()
     assert (await text.renderer.encode([["hello world"]], **tenant)).token_ids == [token_ids]
     assert text.renderer._encoding is not None
+    text.renderer._encoding.num_lost = 2
     seats, (pid,) = text.renderer._encoding._seats, text.renderer._encoding.process_ids
     del text, leaving
     gc.collect()
     assert seats[0].process is not None and seats[0].process.pid == pid
+    loads = preparation_loads(prompts=loader.encoding)
+    assert loads == {"prompts": PoolLoad(0, 0, 2)}  # a counter: it remembers those that have left
     async with asyncio.timeout(10):
         assert await seats[0].process.process.wait() == -signal.SIGKILL
 

@@ -34,3 +34,5 @@ async def test_metrics_are_open_without_configured_token(
     async with running_cluster(nats_server, gateway_config, model_files) as cluster:
         response = await cluster.http.get("/metrics", headers={"authorization": given})
         assert response.status_code == 200
+        for pool in ("requests", "prompts", "grammars"):
+            assert f'hearth_preparation_processes_lost_total{{pool="{pool}"}} 0' in response.text
