@@ -30,15 +30,22 @@ from services.gateway.request.preparation_slots import (
     RequestCapacity,
 )
 from services.gateway.request.prepared_bodies import tokenized
-from services.gateway.request.prompt import ChatPrompt, naming_field_of
+from services.gateway.request.prompt import (
+    ChatPrompt,
+    PackedPrompt,
+    TokenPrompt,
+    naming_field_of,
+)
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.tenancy.tenant import TenantRecord
 
+MAX_INLINE_CHARS = 8192  # of a small request, before it is tokenized
 # Longer prompts are hashed on a thread, so that running streams do not wait.
-MAX_INLINE_CHARS = 8192
+MAX_INLINE_TOKENS = 2048
+MAX_INLINE_ECHO = 64  # tokens that are converted to text, of 16 to 70 µs each
 
 
 class Preparer:
@@ -102,9 +109,7 @@ class Preparer:
                 checked=checked,
                 bad_words=bad_words,
             )
-            if generation.prompt.num_chars > MAX_INLINE_CHARS:
-                return await asyncio.to_thread(prepare)
-            return prepare()
+            return prepare() if _is_short(generation) else await asyncio.to_thread(prepare)
 
     async def prepare_body(
         self,
@@ -194,5 +199,15 @@ class Preparer:
 
     def _slots_of(self, generation: GenerationRequest) -> PreparationSlots:
         is_checked = generation.output is not None or generation.tools is not None
-        is_small = generation.prompt.num_chars <= MAX_INLINE_CHARS and not is_checked
-        return self._small if is_small else self._slots
+        return self._small if _is_short(generation) and not is_checked else self._slots
+
+
+def _is_short(generation: GenerationRequest) -> bool:
+    """Whether its prompt needs no thread and no process for itself."""
+    prompt = generation.prompt
+    match prompt:
+        case TokenPrompt() if generation.has_echo:
+            return prompt.num_chars <= MAX_INLINE_ECHO
+        case TokenPrompt() | PackedPrompt():
+            return prompt.num_chars <= MAX_INLINE_TOKENS
+    return prompt.num_chars <= MAX_INLINE_CHARS

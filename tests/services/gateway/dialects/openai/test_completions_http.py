@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from services.gateway.dialects.openai import completion_response
+from services.gateway.request import preparer
+from services.gateway.request.preparation import PreparedRequest
+from services.gateway.request.preparer import MAX_INLINE_ECHO
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import Overloaded
 from shared.messages import TokenEntry
@@ -259,6 +263,30 @@ async def test_prompt_of_token_ids_is_echoed_as_text(cluster: Cluster) -> None:
     assert choice["text"].startswith("<|im_start|>")
     assert choice["logprobs"]["text_offset"][:2] == [0, len("<|im_start|>")]
     assert choice["logprobs"]["tokens"][0] == "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "echo", "is_inline"),
+    [(MAX_INLINE_ECHO, True, True), (65, True, False), (65, False, True), (101, False, False)],
+)
+async def test_long_prompt_is_prepared_on_a_thread(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    echo: bool,
+    is_inline: bool,
+) -> None:
+    preparation, threads = cluster.gateway.preparer._preparation, []
+    prepare = preparation.prepare
+
+    def recorded(*args: Any, **options: Any) -> PreparedRequest:
+        threads.append(threading.current_thread())
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(preparation, "prepare", recorded)
+    monkeypatch.setattr(preparer, "MAX_INLINE_TOKENS", 100)
+    await complete(cluster, [260] * num_tokens, echo=echo)
+    assert [each is threading.main_thread() for each in threads] == [is_inline]
 
 
 async def test_openai_sdk(cluster: Cluster) -> None:

@@ -331,7 +331,7 @@ async def test_prompts_in_preparation_count_as_open_requests(
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(preparation, "prepare", slow_prepare)
-    monkeypatch.setattr(preparer, "MAX_INLINE_CHARS", 100)
+    monkeypatch.setattr(preparer, "MAX_INLINE_TOKENS", 10)
     long = {"messages": [{"role": "user", "content": "x" * 101}]}
     first = asyncio.create_task(cluster.http.post(CHAT, json=long))
     await is_preparing.wait()
