@@ -86,7 +86,6 @@ class Preparer:
         record: RequestRecord | None = None,
     ) -> PreparedRequest:
         """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
-        self._capacity.check()
         check_dimensions(generation, model.text.files.limits.hidden_size)
         check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
@@ -122,7 +121,6 @@ class Preparer:
         """Decodes, renders and tokenizes a large body in a preparation process. `read`: reads the
         stored state that the body refers to, once the tenant has a slot.
         """
-        self._capacity.check()
         card = model.card
         async with self._preparing(tenant.tenant_id):
             stored = b"" if read is None else await read()
@@ -143,7 +141,7 @@ class Preparer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[int]:
-        """Renders and tokenizes a conversation. Counts as one request in preparation meanwhile."""
+        """Renders and tokenizes a conversation. Raises the HearthError that rejects it."""
         async with self._preparing(tenant_id):
             parts = await text.renderer.render(
                 messages,
@@ -153,6 +151,16 @@ class Preparer:
                 variables=variables,
             )
             return (await text.renderer.encode([parts], tenant_id=tenant_id)).token_ids[0]
+
+    async def tokenize_text(
+        self, text: ServedText, tenant_id: str, prompt: str, *, adds_special_tokens: bool
+    ) -> list[int]:
+        """As `tokenize`, of a small text."""
+        async with self._preparing(tenant_id, self._small):
+            found = await text.renderer.encode(
+                [[prompt]], tenant_id=tenant_id, adds_special_tokens=adds_special_tokens
+            )
+            return found.token_ids[0]
 
     async def _rendered_and_checked(
         self, generation: GenerationRequest, tenant_id: str, text: ServedText
@@ -192,7 +200,10 @@ class Preparer:
     async def _preparing(
         self, tenant_id: str, slots: PreparationSlots | None = None
     ) -> AsyncIterator[None]:
-        """Holds one of the tenant's slots (default: one of a large request). Raises Overloaded."""
+        """Holds one of the tenant's slots (default: one of a large request). Counts as one request
+        in preparation meanwhile. Raises Overloaded, and NoCapacity if the gateway is draining.
+        """
+        self._capacity.check()
         with self._capacity.preparing():
             async with (slots or self._slots).slot(tenant_id):
                 yield

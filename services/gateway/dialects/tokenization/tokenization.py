@@ -79,12 +79,12 @@ class Tokenization:
     ) -> list[int]:
         check_tokenize(body)
         if body.messages is None:
-            found = await text.renderer.encode(
-                [[body.prompt or ""]],
-                tenant_id=tenant.tenant_id,
+            return await self._preparer.tokenize_text(
+                text,
+                tenant.tenant_id,
+                body.prompt or "",
                 adds_special_tokens=body.add_special_tokens is not False,
             )
-            return found.token_ids[0]
         prompt = prompt_of(body)
         return await self._preparer.tokenize(
             text,

@@ -13,7 +13,7 @@ from services.gateway.dialects import endpoint_handlers
 from services.gateway.dialects.tokenization import tokenization
 from services.gateway.dialects.tokenization.tokenization import MAX_BODY_BYTES, Tokenization
 from services.gateway.request import prepared_bodies
-from services.gateway.request.preparer import Preparer
+from services.gateway.request.preparation_slots import PreparationSlots
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import PayloadTooLarge
@@ -176,22 +176,27 @@ async def test_aliases_of_the_tenant_name_the_model(acme: Acme) -> None:
     assert (await acme.http.post("/detokenize", json=body)).status_code == 200
 
 
-async def test_messages_take_a_preparation_slot(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("body", "is_small"),
+    [({"prompt": "a"}, True), ({"messages": MESSAGES}, False), ({"prompt": "a " * 5000}, False)],
+)
+async def test_body_takes_a_preparation_slot(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, body: Any, is_small: bool
 ) -> None:
-    taken: list[int] = []
-    render = Preparer._preparing
+    taken: list[bool] = []
+    slot, small = PreparationSlots.slot, cluster.gateway.preparer._small
 
-    def counting(self: Preparer, tenant_id: str) -> Any:
-        taken.append(1)
-        return render(self, tenant_id)
+    def counting(self: PreparationSlots, tenant_id: str) -> Any:
+        taken.append(self is small)
+        return slot(self, tenant_id)
 
-    monkeypatch.setattr(Preparer, "_preparing", counting)
-    await cluster.http.post("/tokenize", json={"prompt": "a"})
-    assert not taken
-    await cluster.http.post("/tokenize", json={"messages": MESSAGES})
-    await cluster.http.post("/tokenize", json={"prompt": "a " * 5000})
-    assert len(taken) == 2
+    monkeypatch.setattr(PreparationSlots, "slot", counting)
+    assert (await cluster.http.post("/tokenize", json=body)).status_code == 200
+    assert taken == [is_small]
+    monkeypatch.setattr(cluster.gateway.capacity, "_max_requests", 0)
+    check_envelope(await cluster.http.post("/tokenize", json=body), 429, "overloaded", None)
+    monkeypatch.setattr(cluster.gateway.capacity, "is_draining", True)
+    check_envelope(await cluster.http.post("/tokenize", json=body), 503, "no_capacity", None)
 
 
 async def test_running_requests_are_answered_together(cluster: Cluster) -> None:
