@@ -37,7 +37,6 @@ from services.gateway.structured.tools.parsing.output_assembler import OutputAss
 from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.model_files import GenerationDefaults
 from services.gateway.text.stop_strings import StopAutomaton
-from services.gateway.text.text_assembler import TextAssembler
 from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
@@ -173,10 +172,8 @@ def check_min_tokens_of(
     )
 
 
-def assembler_of(
-    prepared: PreparedRequest, choice_index: int = 0
-) -> TextAssembler | OutputAssembler:
-    """One that splits calls and reasoning off, where the response can have them."""
+def assembler_of(prepared: PreparedRequest, choice_index: int = 0) -> OutputAssembler:
+    """Splits calls and reasoning off, where the response can have them."""
     context = prepared.prompt_token_ids if prepared.generation.continues_text else []
     text = prepared.model.text
     tokens = text.files.tokens
@@ -185,7 +182,7 @@ def assembler_of(
     min_tokens = prepared.request.sampling.min_tokens
     generation = prepared.generation
     if generation.continues_text or not text.parsing.applies(generation.tools):
-        return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+        return OutputAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
     prompt, tail = generation.prompt, _tail(prepared.prompt_token_ids, text)
     thinking = thinking_at_end(tail, text.family)
     parser = text.parsing.parser(
@@ -200,10 +197,9 @@ def assembler_of(
     )
     return OutputAssembler(
         detokenizer,
+        prepared.stop,
         parser,
         text.parsing.markers,
-        prepared.stop,
-        choice_index,
         min_tokens=min_tokens,
         shows_reasoning=generation.reasoning.is_shown,
     )

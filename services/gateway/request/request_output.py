@@ -10,28 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.output.events import (
-    EndReason,
-    Event,
-    Finished,
-    TextDelta,
-    bytes_of_event,
-    bytes_of_texts,
-    bytes_of_tokens,
-)
+from services.gateway.output.choice_output import MAX_DELTA_TOKENS, ChoiceOutput
+from services.gateway.output.events import EndReason, Event, Finished, TextDelta, bytes_of_event
 from services.gateway.request.preparation import PreparedRequest
 from services.gateway.streams.receiver import StreamEnd
-from services.gateway.structured.tools.parsing.choice_events import ChoiceEvents
 from services.gateway.structured.tools.parsing.output_assembler import OutputAssembler
-from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
-from services.gateway.text.text_assembler import TextAssembler
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.packed_logprobs import PackedLogprobs
 
-MAX_TEXTS = 64  # buffered texts of a choice; more are joined
-MAX_DELTA_TOKENS = 64  # tokens with logprobs of a delta: up to 130 KiB with 20 top tokens each
 MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # of all choices together
 
 
@@ -48,117 +36,31 @@ class ClientSlow(ClientDisconnected):
     code = "client_slow"
 
 
-class _ChoiceText:
-    """The text and tokens of one choice since the last delta."""
-
-    def __init__(self, assembler: TextAssembler) -> None:
-        self.assembler = assembler
-        self.finish_reason: EndReason | None = None
-        self.is_taken = False  # including the finish reason
-        self.served: Served | None = None
-        self.last_token_at: float | None = None
-        self._texts: list[str] = []
-        self._tokens: ScoredTokens | None = None  # of a choice with logprobs
-        self._num_taken_chars = 0
-
-    @property
-    def has_output(self) -> bool:
-        return bool(self._texts) or self._tokens is not None
-
-    @property
-    def num_calls(self) -> int:
-        """Complete calls."""
-        return 0
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return 0
-
-    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
-        """Returns the bytes that the new output takes until it is in a delta."""
-        fresh = self.assembler.feed(token_ids, logprobs)
-        scored = self.assembler.take_scored() if logprobs else ()
-        return self._add(fresh, scored) if fresh or scored else 0
-
-    def flush(self) -> int:
-        """At the end of the choice; returns bytes as `feed`."""
-        fresh = self.assembler.flush()
-        return self._add((fresh,) if fresh else (), self.assembler.take_scored())
-
-    def _add(self, texts: Sequence[str], tokens: Sequence[ScoredToken]) -> int:
-        self._texts += texts
-        if tokens:
-            if self._tokens is None:
-                self._tokens = ScoredTokens()
-            self._tokens.extend(tokens)
-        return bytes_of_texts(texts) + bytes_of_tokens(tokens)
-
-    def take(self, choice_index: int) -> list[Event]:
-        """Returns at most MAX_DELTA_TOKENS tokens that have logprobs; the end after all text."""
-        if self._tokens is not None and len(self._tokens) > MAX_DELTA_TOKENS:
-            return [self._take_part(choice_index, self._tokens)]
-        events: list[Event] = [self._take_rest(choice_index)] if self.has_output else []
-        if self.finish_reason is not None and not self.is_taken:
-            self.is_taken = True
-            stop_sequence = self.assembler.stop_sequence
-            events.append(Finished(choice_index, self.finish_reason, stop_sequence))
-        return events
-
-    def _take_rest(self, choice_index: int) -> TextDelta:
-        """The texts of tokens with logprobs are joined, since one delta holds these tokens
-        together.
-        """
-        texts, self._texts = self._texts, []
-        tokens: Sequence[ScoredToken] = ()
-        if self._tokens is not None:
-            tokens, self._tokens = self._tokens, None
-            self._num_taken_chars += sum(map(len, texts))
-        if tokens or len(texts) > MAX_TEXTS:
-            texts = ["".join(texts)]
-        return TextDelta(choice_index, texts, tokens)
-
-    def _take_part(self, choice_index: int, buffered: ScoredTokens) -> TextDelta:
-        tokens, rest = buffered[:MAX_DELTA_TOKENS], buffered[MAX_DELTA_TOKENS:]
-        self._tokens = rest
-        text = "".join(self._texts)
-        num_chars = rest[0].text_offset - self._num_taken_chars
-        self._num_taken_chars += len(text[:num_chars])
-        self._texts = [text[num_chars:]]
-        return TextDelta(choice_index, [text[:num_chars]], tokens)
-
-
-class _ChoiceParts:
-    """The content, reasoning and calls of one choice since the last delta."""
+class _Choice:
+    """One choice: what makes its output, and what the client has not taken of it."""
 
     def __init__(self, assembler: OutputAssembler) -> None:
         self.assembler = assembler
+        self.output = ChoiceOutput()
         self.finish_reason: EndReason | None = None
         self.is_taken = False  # including the finish reason
         self.served: Served | None = None
         self.last_token_at: float | None = None
-        self._events = ChoiceEvents()
-
-    @property
-    def has_output(self) -> bool:
-        return bool(self._events)
-
-    @property
-    def num_calls(self) -> int:
-        return self.assembler.num_calls
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self.assembler.num_reasoning_tokens
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
-        return self._events.add(self.assembler.feed(token_ids, logprobs))
+        """Returns the bytes that the new output takes until it is taken."""
+        fresh = self.assembler.feed(token_ids, logprobs)
+        scored = self.assembler.take_scored() if logprobs else ()
+        return self.output.add(fresh, scored) if fresh or scored else 0
 
     def flush(self) -> int:
-        return self._events.add(self.assembler.flush())
+        """At the end of the choice; returns bytes as `feed`."""
+        return self.output.add(self.assembler.flush(), self.assembler.take_scored())
 
     def take(self, choice_index: int) -> list[Event]:
-        events = self._events.take(choice_index)
-        if not self.has_output and self.finish_reason is not None and not self.is_taken:
+        """The end comes after all output."""
+        events = self.output.take(choice_index)
+        if self.finish_reason is not None and not self.is_taken and not self.output:
             self.is_taken = True
             stop_sequence = self.assembler.stop_sequence
             events.append(Finished(choice_index, self.finish_reason, stop_sequence))
@@ -174,7 +76,7 @@ class RequestOutput:
     def __init__(
         self,
         prepared: PreparedRequest,
-        assemblers: Sequence[TextAssembler | OutputAssembler],
+        assemblers: Sequence[OutputAssembler],
         metrics: GatewayMetrics,
         clock: Clock,
         *,
@@ -195,7 +97,7 @@ class RequestOutput:
         self.first_choice_index = 0
         self.on_update: Callable[[], None] = lambda: None
         self.num_buffered_bytes = 0  # of the texts that `take` would return
-        self._texts = [_choice(each) for each in assemblers]
+        self._texts = [_Choice(each) for each in assemblers]
         self.has_more = False
         self._first_taken = 0  # the choice that `take` returns first
         self._shows_output = prepared.generation.shows_output
@@ -221,7 +123,7 @@ class RequestOutput:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        return sum(text.num_reasoning_tokens for text in self._texts)
+        return sum(text.assembler.num_reasoning_tokens for text in self._texts)
 
     @property
     def served(self) -> Served | None:
@@ -260,7 +162,7 @@ class RequestOutput:
             events = text.take(self.first_choice_index + index)
             taken += events
             num_tokens += sum(len(e.tokens) for e in events if isinstance(e, TextDelta))
-            self.has_more = self.has_more or text.has_output
+            self.has_more = self.has_more or bool(text.output)
         self._count_taken(taken)
         return taken
 
@@ -278,7 +180,7 @@ class RequestOutput:
             self.num_buffered_bytes += num_bytes
             self.on_update()
         if text.assembler.is_stopped:
-            text.finish_reason = "tool_calls" if text.num_calls else "stop"
+            text.finish_reason = "tool_calls" if text.assembler.num_calls else "stop"
             self.on_update()
             return False
         return True
@@ -334,7 +236,8 @@ class RequestOutput:
             output=self.num_output_tokens,
             reasoning=self.num_reasoning_tokens,
         )
-        self._metrics.count_tool_calls("complete", sum(each.num_calls for each in self._texts))
+        num_calls = sum(text.assembler.num_calls for text in self._texts)
+        self._metrics.count_tool_calls("complete", num_calls)
 
     def _count_taken(self, taken: Sequence[Event]) -> None:
         if self.has_more:
@@ -342,14 +245,14 @@ class RequestOutput:
         else:
             self.num_buffered_bytes = 0
 
-    def _finish_reason(self, text: _ChoiceText | _ChoiceParts, finish: Finish) -> EndReason:
+    def _finish_reason(self, text: _Choice, finish: Finish) -> EndReason:
         if not self._shows_output:  # the client requested no tokens
             return "length"
         if text.assembler.is_stopped or finish.reason == "stop":
-            return "tool_calls" if text.num_calls else "stop"
+            return "tool_calls" if text.assembler.num_calls else "stop"
         return "length"  # also of a choice that failed beside others: its output is cut
 
-    def _observe_gap(self, text: _ChoiceText | _ChoiceParts) -> None:
+    def _observe_gap(self, text: _Choice) -> None:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""
         now = self._clock.now()
         if text.last_token_at is not None:
@@ -357,9 +260,3 @@ class RequestOutput:
         elif all(each.last_token_at is None for each in self._texts):
             self._ttft.observe(now - self._opened_at)
         text.last_token_at = now
-
-
-def _choice(assembler: TextAssembler | OutputAssembler) -> _ChoiceText | _ChoiceParts:
-    if isinstance(assembler, OutputAssembler):
-        return _ChoiceParts(assembler)
-    return _ChoiceText(assembler)

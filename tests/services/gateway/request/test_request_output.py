@@ -8,11 +8,12 @@ import pytest
 
 from services.gateway.models.served_text import ServedModel
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.output.choice_output import MAX_DELTA_TOKENS, MAX_TEXTS
 from services.gateway.output.events import Finished
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation, assembler_of
 from services.gateway.request.prompt import TokenPrompt
-from services.gateway.request.request_output import MAX_DELTA_TOKENS, MAX_TEXTS, RequestOutput
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock

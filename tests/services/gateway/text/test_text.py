@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from services.gateway.structured.tools.parsing.output_assembler import OutputAssembler
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.decoding.detokenizer import Detokenizer, decode_with_offsets
 from services.gateway.text.decoding.packed_texts import PackedTexts
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopAutomaton
-from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
@@ -204,7 +204,7 @@ def test_scored_tokens_arrive_with_their_text(
     token_ids = model_files.tokenizer.encode([LiteralText(text)])
     spelled = model_files.tokens.token_bytes
     detokenizer = Detokenizer(model_files.tokens)
-    assembler = TextAssembler(detokenizer, StopAutomaton(stops), min_tokens=0)
+    assembler = OutputAssembler(detokenizer, StopAutomaton(stops))
     shown, scored, left = "", [], token_ids
 
     def check() -> None:
@@ -218,9 +218,10 @@ def test_scored_tokens_arrive_with_their_text(
 
     for size in [*sizes, len(token_ids) + 1]:
         fresh, left = left[:size], left[size:]
-        shown += "".join(assembler.feed(fresh, [TokenLogprobs(float(each)) for each in fresh]))
+        scores = [TokenLogprobs(float(each)) for each in fresh]
+        shown += "".join(map(str, assembler.feed(fresh, scores)))
         check()
-    shown += assembler.flush()
+    shown += "".join(map(str, assembler.flush()))
     scored += assembler.take_scored()
     assert [each.token_id for each in scored] == token_ids[: assembler.num_tokens]
     assert [each.logprobs.logprob for each in scored] == token_ids[: assembler.num_tokens]
@@ -258,7 +259,7 @@ def test_assembler_counts_tokens_up_to_stop_string(model_files: ModelFiles) -> N
     tokenizer = model_files.tokenizer.tokenizer
     token_ids = [tokenizer.token_to_id(letter) for letter in "ababab"]
     detokenizer = Detokenizer(model_files.tokens)
-    assembler = TextAssembler(detokenizer, StopAutomaton(["b"]), min_tokens=3)
+    assembler = OutputAssembler(detokenizer, StopAutomaton(["b"]), min_tokens=3)
     assert assembler.feed(token_ids) == ["a", "b", "a"]
     assert assembler.is_stopped
     assert assembler.num_tokens == 4

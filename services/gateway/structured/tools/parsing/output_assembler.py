@@ -1,34 +1,37 @@
-"""Converts the tokens of one choice to content, reasoning and calls: detokenizer, parser, stop
-strings. Stop strings and logprobs are of content only.
+"""Converts the tokens of one choice to what the client may see: detokenizer, parser, stop strings.
+Stop strings and logprobs are of content only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.gateway.output.choice_output import Part
 from services.gateway.output.events import Event, ReasoningDelta, TextDelta
 from services.gateway.structured.tools.parsing.marker_tokens import MarkerTokens
 from services.gateway.structured.tools.parsing.response_parser import ResponseParser
 from services.gateway.text.decoding.detokenizer import Detokenizer
-from services.gateway.text.scored_tokens import HeldTokens
+from services.gateway.text.scored_tokens import HeldTokens, ScoredToken
 from services.gateway.text.stop_strings import StopAutomaton, StopStrings
 from shared.messages import TokenLogprobs
 
+NO_MARKERS = MarkerTokens()
+
 
 class OutputAssembler:
-    """`num_tokens`: all, up to the end of a stop string. `shows_reasoning`: false drops it; it is
-    counted all the same.
+    """Stop strings are matched only from `min_tokens` tokens on. `parser`: splits calls and
+    reasoning off; None: all text is content. `shows_reasoning`: false drops it; it is counted all
+    the same. `num_tokens`: all, up to the end of a stop string.
     """
 
     def __init__(
         self,
         detokenizer: Detokenizer,
-        parser: ResponseParser,
-        markers: MarkerTokens,
         stop: StopAutomaton,
-        choice_index: int,
+        parser: ResponseParser | None = None,
+        markers: MarkerTokens = NO_MARKERS,
         *,
-        min_tokens: int,
+        min_tokens: int = 0,
         shows_reasoning: bool = True,
     ) -> None:
         self.num_tokens = 0
@@ -37,10 +40,10 @@ class OutputAssembler:
         self._parser = parser
         self._markers = markers.by_token
         self._stop_strings = StopStrings(stop)
-        self._choice = choice_index
+        self._is_bare = parser is None and not stop.strings  # all text is shown at once
         self._min_tokens = min_tokens
         self._shows_reasoning = shows_reasoning
-        self._held = HeldTokens()
+        self._held: HeldTokens | None = None  # of a choice with logprobs
         self._unplaced: list[tuple[int, TokenLogprobs]] = []  # of text that the parser holds back
 
     @property
@@ -49,46 +52,92 @@ class OutputAssembler:
 
     @property
     def stop_sequence(self) -> str | None:
+        """The stop string that matched."""
         return self._stop_strings.matched
 
     @property
     def num_calls(self) -> int:
         """Complete calls."""
-        return self._parser.num_calls
+        return 0 if self._parser is None else self._parser.num_calls
 
-    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[Event]:
-        """`logprobs`: of all tokens, or empty. Tokens after a stop string are not counted."""
-        events: list[Event] = []
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[Part]:
+        """Returns a text for each token with content to show, and the events between them. Tokens
+        after a stop string are neither shown nor counted. `logprobs`: of all tokens, or empty.
+        """
+        if self._is_bare and not logprobs:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.feed(token_ids)  # type: ignore[return-value]  # nobody adds
+        if logprobs and self._held is None:
+            self._held = HeldTokens()
+        held, parser = self._held if logprobs else None, self._parser
+        parts: list[Part] = []
         for index, token_id in enumerate(token_ids):
-            if self.is_stopped:
+            if self._stop_strings.matched is not None:
                 break
             self.num_tokens += 1
-            was_reasoning = self._parser.is_reasoning
-            text = self._text_of(token_id)
-            parsed = self._parser.feed(text)
-            self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
-            if logprobs:
-                self._unplaced.append((token_id, logprobs[index]))
-                self._place(parsed, is_partial=not text)
-            events += self._shown(parsed)
+            if parser is not None:
+                scored = None if held is None else logprobs[index]
+                self._feed_parser(parser, token_id, scored, parts)
+                continue
+            text = "".join(self._detokenizer.feed((token_id,)))
+            if held is not None:
+                held.add(token_id, logprobs[index], text)
+            self._show(text, parts)
         if self.is_stopped:
-            self._held.show_all()
-        return events + self._scored() if logprobs else events
+            self._show_all_tokens()
+        return parts
 
-    def flush(self) -> list[Event]:
-        """Returns what was held back, after the last token."""
+    def flush(self) -> list[Part]:
+        """Returns what was held back, after the last token; may still find a match in it."""
         if self.is_stopped:
             return []
-        parsed = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
-        events = self._shown(parsed)
+        text, parts = self._detokenizer.flush(), list[Part]()
+        if self._parser is None:
+            self._show(text, parts)
+        else:
+            self._add_parsed(self._parser.feed(text) + self._parser.finish(), parts)
+            if self._held is not None and self._parser.is_in_content:
+                for token_id, logprobs in self._unplaced:
+                    self._held.add(token_id, logprobs, "")
+        self._show_all_tokens()
         rest = self._stop_strings.flush()
-        if self._parser.is_in_content:
-            for token_id, logprobs in self._unplaced:
-                self._held.add(token_id, logprobs, "")
-        self._held.show_all()
         if rest:
-            events.append(TextDelta(self._choice, (rest,)))
-        return events + self._scored()
+            parts.append(rest)
+        return parts
+
+    def take_scored(self) -> Sequence[ScoredToken]:
+        """Returns the tokens whose text was released since the last call."""
+        return () if self._held is None else self._held.take()
+
+    def _show(self, text: str, parts: list[Part]) -> None:
+        if self.num_tokens >= self._min_tokens:
+            text = self._stop_strings.feed(text)
+        if text:
+            parts.append(text)
+            if self._held is not None:
+                self._held.show(len(text))
+
+    def _show_all_tokens(self) -> None:
+        if self._held is not None:
+            self._held.show_all()
+
+    # ── with a parser ────────────────────────────────────────────────────────────────────────────
+
+    def _feed_parser(
+        self,
+        parser: ResponseParser,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        parts: list[Part],
+    ) -> None:
+        was_reasoning = parser.is_reasoning
+        text = self._text_of(token_id)
+        parsed = parser.feed(text)
+        self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        if logprobs is not None and self._held is not None:
+            self._unplaced.append((token_id, logprobs))
+            self._place(parser, self._held, parsed, is_partial=not text)
+        self._add_parsed(parsed, parts)
 
     def _text_of(self, token_id: int) -> str:
         marker = self._markers.get(token_id)
@@ -96,30 +145,29 @@ class OutputAssembler:
             return self._detokenizer.flush() + marker
         return "".join(self._detokenizer.feed((token_id,)))
 
-    def _shown(self, parsed: Sequence[Event]) -> list[Event]:
-        events: list[Event] = []
+    def _add_parsed(self, parsed: Sequence[Event], parts: list[Part]) -> None:
         for event in parsed:
             if self.is_stopped:
                 break
             if isinstance(event, TextDelta):
-                self._show(event.text, events)
+                self._show(event.text, parts)
                 continue
             held = self._stop_strings.flush()  # a stop string is not around a call
             if held:
-                self._held.show(len(held))
-                events.append(TextDelta(self._choice, (held,)))
+                parts.append(held)
+                if self._held is not None:
+                    self._held.show(len(held))
             if self._shows_reasoning or not isinstance(event, ReasoningDelta):
-                events.append(event)
-        return events
+                parts.append(event)
 
-    def _show(self, text: str, events: list[Event]) -> None:
-        if self.num_tokens >= self._min_tokens:
-            text = self._stop_strings.feed(text)
-        if text:
-            self._held.show(len(text))
-            events.append(TextDelta(self._choice, (text,)))
-
-    def _place(self, parsed: Sequence[Event], *, is_partial: bool) -> None:
+    def _place(
+        self,
+        parser: ResponseParser,
+        held: HeldTokens,
+        parsed: Sequence[Event],
+        *,
+        is_partial: bool,
+    ) -> None:
         """Tokens are of content if the text that the parser releases with the last one is.
         `is_partial`: the last token only begins a character.
         """
@@ -127,12 +175,7 @@ class OutputAssembler:
         if text:
             last = len(self._unplaced) - 1
             for index, (token_id, logprobs) in enumerate(self._unplaced):
-                self._held.add(token_id, logprobs, text if index == last else "")
-        may_show = self._parser.is_in_content and (is_partial or self._parser.holds_text)
+                held.add(token_id, logprobs, text if index == last else "")
+        may_show = parser.is_in_content and (is_partial or parser.holds_text)
         if text or not may_show:
             self._unplaced = []
-
-    def _scored(self) -> list[Event]:
-        """The tokens whose text is shown, in a delta without text."""
-        tokens = self._held.take()
-        return [TextDelta(self._choice, (), tokens)] if tokens else []

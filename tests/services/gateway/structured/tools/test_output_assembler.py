@@ -13,12 +13,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.models.served_text import ServedModel
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.output.choice_output import MAX_DELTA_TOKENS
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.request.conversation import ReasoningOptions
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation, assembler_of
 from services.gateway.request.prompt import PackedPrompt
-from services.gateway.request.request_output import MAX_DELTA_TOKENS, RequestOutput
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.families import HARMONY, HERMES, LLAMA_JSON, with_thinking
