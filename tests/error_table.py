@@ -1,7 +1,7 @@
-"""The tables of errors in the gateway's README, generated from the error classes.
+"""The tables of errors in the pages of the API, generated from the error classes.
 
 python -m tests.error_table            print the tables
-python -m tests.error_table --write    put them into services/gateway/README.md
+python -m tests.error_table --write    put them into the API.md of services/gateway/dialects
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.readme_table import replaced
 from services.gateway.dialects.workers_ai.errors import number_of
 from shared.errors import HearthError
 
-README = Path(__file__).resolve().parent.parent / "services" / "gateway" / "README.md"
+DIALECTS = Path(__file__).resolve().parent.parent / "services" / "gateway" / "dialects"
 MARKER = "errors (tests/error_table.py)"
 WORKERS_AI_MARKER = "errors of Workers AI (tests/error_table.py)"
 MODULES = (
@@ -138,15 +138,19 @@ def workers_ai_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def written() -> str:
-    """The README with the current tables."""
-    text = replaced(README.read_text(), MARKER, table())
-    return replaced(text, WORKERS_AI_MARKER, workers_ai_table())
+def written() -> dict[Path, str]:
+    """Pages with the current tables."""
+    api, workers_ai = DIALECTS / "API.md", DIALECTS / "workers_ai" / "API.md"
+    return {
+        api: replaced(api.read_text(), MARKER, table()),
+        workers_ai: replaced(workers_ai.read_text(), WORKERS_AI_MARKER, workers_ai_table()),
+    }
 
 
 def main() -> None:
     if "--write" in sys.argv:
-        README.write_text(written())
+        for path, text in written().items():
+            path.write_text(text)
     else:
         print(table())
         print(workers_ai_table())
