@@ -22,7 +22,7 @@ from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.dialects.prefixes.store import PrefixStore
 from services.gateway.dialects.responses.dialect import CREATE
-from services.gateway.dialects.responses.storage.completion import Completion
+from services.gateway.dialects.responses.storage.completion import BodyCompletion
 from services.gateway.dialects.responses.storage.seal import Seal
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from services.gateway.dialects.workers_ai.dialect import RUN, RunState
@@ -48,7 +48,7 @@ from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.observability.telemetry.tracing import open_tracing
 from services.gateway.operator.cluster.feed import ClusterFeed
 from services.gateway.operator.cluster.routes import ClusterRoutes
-from services.gateway.operator.cluster.state import ClusterState
+from services.gateway.operator.cluster.state import ClusterView
 from services.gateway.operator.cluster.tenants import TenantUsage
 from services.gateway.operator.server_info import ServerInfo
 from services.gateway.preparation.preparation_pool import PreparationPool
@@ -149,7 +149,7 @@ class GatewayService:
             store=store.load,
         )
         fleet = self._health_monitor.fleet
-        self._cluster = ClusterFeed(ClusterState(fleet, clock.now, wall_clock))
+        self._cluster = ClusterFeed(ClusterView(fleet, clock.now, wall_clock))
         public = PublicPrefixes(root_key(config.cluster_secret))
         setup = None if own is None else process_setup(own, config.tool_format)
         self._pool = preparation_pool(setup) if pool is None else pool
@@ -320,7 +320,7 @@ class GatewayService:
         secret = self._config.cluster_secret
         seal = Seal(secret, self._randomness.bytes) if secret else None
         run_state = RunState(self._randomness.bytes if self._config.padding else None)
-        completion = Completion(self.response_store, seal, self._config.max_body_bytes)
+        completion = BodyCompletion(self.response_store, seal, self._config.max_body_bytes)
         return {
             MESSAGES.name: signing_state(root_key(secret)),
             CREATE.name: completion.state,

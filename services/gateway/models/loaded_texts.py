@@ -34,7 +34,7 @@ MAX_WAIT_S = 30.0  # of a request, for a load
 NUM_THREADS = 4  # a source that hangs, such as one on a lost network drive, delays no other
 
 
-class Source(NamedTuple):
+class TextSource(NamedTuple):
     """`digest`: of the weights, since a directory may have other contents as another revision."""
 
     place: str
@@ -46,17 +46,17 @@ class LoadedTexts:
         """`load`: reads the files of a source, on a thread. `max_loaded`: beside those in use."""
         self._load = load
         self._clock = clock
-        self._recent: RecentlyUsed[Source, ServedText] = RecentlyUsed(max_loaded)
-        self._alive: WeakValueDictionary[Source, ServedText] = WeakValueDictionary()
-        self._loading: dict[Source, asyncio.Task[ServedText]] = {}
-        self._failures: dict[Source, float] = {}  # until when
+        self._recent: RecentlyUsed[TextSource, ServedText] = RecentlyUsed(max_loaded)
+        self._alive: WeakValueDictionary[TextSource, ServedText] = WeakValueDictionary()
+        self._loading: dict[TextSource, asyncio.Task[ServedText]] = {}
+        self._failures: dict[TextSource, float] = {}  # until when
         examine_struct_types()  # several threads decode the same files of different models
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="model-text")
 
     def __len__(self) -> int:
         return len(self._alive)
 
-    async def get(self, source: Source) -> ServedText:
+    async def get(self, source: TextSource) -> ServedText:
         """Raises NoCapacity if its files cannot be read: paths and reasons are for operators, and
         in the log.
         """
@@ -73,7 +73,7 @@ class LoadedTexts:
         for text in [*self._alive.values()]:
             await text.renderer.close()
 
-    async def _loaded(self, source: Source) -> ServedText:
+    async def _loaded(self, source: TextSource) -> ServedText:
         self._check_pause(source)
         task = self._loading.get(source)
         if task is None:
@@ -86,7 +86,7 @@ class LoadedTexts:
             reason = "the files of this model are still being read"
             raise NoCapacity(reason, retry_after_s=RETRY_S) from None
 
-    async def _read(self, source: Source) -> ServedText:
+    async def _read(self, source: TextSource) -> ServedText:
         loop = asyncio.get_running_loop()
         loaded, seconds = await loop.run_in_executor(self._threads, self._timed_load, source.place)
         if isinstance(loaded, Exception):
@@ -108,14 +108,14 @@ class LoadedTexts:
             loaded = error
         return loaded, self._clock.now() - began_at
 
-    def _fail(self, source: Source, reason: str, load_s: float) -> None:
+    def _fail(self, source: TextSource, reason: str, load_s: float) -> None:
         now = self._clock.now()
         pause_s = min(MAX_PAUSE_S, max(RETRY_S, PAUSE_FACTOR * load_s))
         self._failures = {key: until for key, until in self._failures.items() if until > now}
         self._failures[source] = now + pause_s
         log.warning("model_text_unreadable", source=source.place, reason=reason)
 
-    def _check_pause(self, source: Source) -> None:
+    def _check_pause(self, source: TextSource) -> None:
         left_s = self._failures.get(source, 0.0) - self._clock.now()
         if left_s > 0:
             raise NoCapacity(

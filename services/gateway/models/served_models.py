@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from services.gateway.models.live_models import Catalog
-from services.gateway.models.loaded_texts import LoadedTexts, Source
+from services.gateway.models.loaded_texts import LoadedTexts, TextSource
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.tenancy.permissions import check_model, may_use
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
@@ -141,7 +141,7 @@ class ServedModels:
         raise NoCapacity(reason, retry_after_s=self._catalog.start_s(model.name))
 
     async def _served(self, model: CatalogueModel, revision: CatalogueRevision) -> ServedModel:
-        text = await self._texts.get(Source(revision.source, revision.digest))
+        text = await self._texts.get(TextSource(revision.source, revision.digest))
         return ServedModel(self._card(model, revision), text)
 
     def _card(self, model: CatalogueModel, revision: CatalogueRevision) -> ModelCard:

@@ -26,7 +26,7 @@ from services.gateway.nats_api.endpoints import (
     error_encoder_of,
 )
 from services.gateway.nats_api.errors import RequestCancelled
-from services.gateway.nats_api.reply import GATEWAY, Reply
+from services.gateway.nats_api.reply import GATEWAY, NatsReply
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
 from services.gateway.request.supported_fields import SupportedFields
 from shared.background import Background, is_logged
@@ -177,10 +177,10 @@ class NatsApi:
         most = max(1, self._max_requests // MAX_CLIENT_SHARE)
         return "of this client" if self._num_running[client_id] >= most else ""
 
-    def _reply(self, subject: str, encode_error: EncodeError = encode_openai_error) -> Reply:
+    def _reply(self, subject: str, encode_error: EncodeError = encode_openai_error) -> NatsReply:
         request_id = self._new_request_id()
         gateway_id = two_tokens(self._process_id)
-        return Reply(self._messages, subject, request_id, gateway_id, encode_error)
+        return NatsReply(self._messages, subject, request_id, gateway_id, encode_error)
 
     async def _serve(self, request: ServedRequest) -> None:
         message = request.message

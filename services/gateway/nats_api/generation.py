@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Iterator
 
 from services.gateway.http.response import begun, joined
-from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.reply import NatsReply
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.output.results import Results
 from services.gateway.request.output_merger import OutputMerger
@@ -17,7 +17,7 @@ from shared.errors import Overloaded, PayloadTooLarge
 
 
 async def write_response(
-    opened: OpenResponse, reply: Reply, max_reply_bytes: int, clock: Clock
+    opened: OpenResponse, reply: NatsReply, max_reply_bytes: int, clock: Clock
 ) -> None:
     """Raises the HearthError that ended the request. The caller sends it."""
     merger = opened.merger
@@ -36,7 +36,7 @@ async def write_response(
         merger.close()
 
 
-async def _write_events(opened: OpenResponse, reply: Reply, clock: Clock) -> None:
+async def _write_events(opened: OpenResponse, reply: NatsReply, clock: Clock) -> None:
     merger, encoder, reason = opened.merger, opened.encoder, ""
     while events := await merger.next():
         reason = reason or _reason_of(events)
@@ -63,7 +63,7 @@ def _reason_of(events: list[Event]) -> str:
 
 
 async def _write_body(
-    opened: OpenResponse, reply: Reply, max_reply_bytes: int, clock: Clock
+    opened: OpenResponse, reply: NatsReply, max_reply_bytes: int, clock: Clock
 ) -> None:
     results, merger = Results(), opened.merger
     while events := await merger.next():

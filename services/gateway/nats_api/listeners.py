@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.reply import NatsReply
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
@@ -36,7 +36,7 @@ class Listener:
     connection when the request came.
     """
 
-    reply: Reply
+    reply: NatsReply
     on_lost: Callable[[], None]
     num_reconnects: int
     checked_at: float
@@ -57,7 +57,7 @@ class Listeners:
         """Returns what ends it. `run` sends the checks."""
         return await self._messages.listen(f"{self._prefix}.*.*", self._on_answer)
 
-    def open(self, reply: Reply, on_lost: Callable[[], None]) -> str:
+    def open(self, reply: NatsReply, on_lost: Callable[[], None]) -> str:
         """Returns the name for `close`."""
         now, num_reconnects = self._clock.now(), self._messages.num_reconnects
         self._num_opened += 1

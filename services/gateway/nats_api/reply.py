@@ -29,7 +29,7 @@ MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent
 _encode = msgspec.json.Encoder().encode
 
 
-class Reply:
+class NatsReply:
     """`limit_headers`: the state of the tenant's limits, in the first and the last message. The
     first one names the gateway, too.
     """

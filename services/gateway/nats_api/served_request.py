@@ -22,7 +22,7 @@ from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.gateway.nats_api.generation import write_response
 from services.gateway.nats_api.listeners import Listeners
-from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.reply import NatsReply
 from services.gateway.nats_api.request_headers import RequestHeaders, decode_headers
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.framing import LINES
@@ -75,7 +75,7 @@ class GatewayParts:
 class ServedRequest:
     """One task runs it; others may cancel it."""
 
-    def __init__(self, parts: GatewayParts, message: RequestMessage, reply: Reply) -> None:
+    def __init__(self, parts: GatewayParts, message: RequestMessage, reply: NatsReply) -> None:
         self.message = message
         self._parts = parts
         self._reply = reply

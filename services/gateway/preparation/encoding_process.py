@@ -12,7 +12,7 @@ from pathlib import Path
 from services.gateway.preparation.template_process import BodyHandler, loading, main
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import prompt_tokenizer
-from services.gateway.text.process_jobs import BodyJob, EncodeJob, ProcessSetup, Rejected, Reply
+from services.gateway.text.process_jobs import BodyJob, EncodeJob, JobRejected, ProcessSetup, Reply
 from services.gateway.text.tokenizer import PromptTokenizer, encoded
 
 
@@ -25,7 +25,7 @@ def make_encoder(setup: ProcessSetup, _: ChatTemplate | None) -> BodyHandler:
 def _answer(tokenizer: PromptTokenizer, job: BodyJob | EncodeJob) -> Reply:
     if isinstance(job, EncodeJob):
         return encoded(job, tokenizer)
-    return Rejected("this process prepares no bodies", None)
+    return JobRejected("this process prepares no bodies", None)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from services.gateway.text.process_jobs import (
     MAX_SETUPS,
     SIZE,
     EncodeJob,
-    Finished,
     Job,
+    JobFinished,
     ProcessSetup,
     RenderJob,
     Reply,
@@ -64,7 +64,7 @@ OVER_LIMIT = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
 
 log = structlog.get_logger(__name__)
 
-_decoder: msgspec.msgpack.Decoder[Finished] = msgspec.msgpack.Decoder(Finished)
+_decoder: msgspec.msgpack.Decoder[JobFinished] = msgspec.msgpack.Decoder(JobFinished)
 
 Process = asyncio.subprocess.Process
 
@@ -121,7 +121,7 @@ class _PoolProcess:
         assert self.process.stdin is not None, "its input is a pipe"
         self.process.stdin.write(frames)
 
-    async def finished(self) -> Finished:
+    async def finished(self) -> JobFinished:
         assert self.process.stdout is not None, "its output is a pipe"
         (size,) = SIZE.unpack(await self.process.stdout.readexactly(SIZE.size))
         return _decoder.decode(await self.process.stdout.readexactly(size))

@@ -25,10 +25,10 @@ from services.gateway.text.process_jobs import (
     BodyJob,
     CheckJob,
     EncodeJob,
-    Finished,
     Job,
+    JobFinished,
+    JobRejected,
     ProcessSetup,
-    Rejected,
     Rendered,
     RenderJob,
     Reply,
@@ -130,67 +130,67 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
                 write_frame(_answered(models, job))
 
 
-def _answered(models: _Models, job: Job | Rejected) -> bytes:
+def _answered(models: _Models, job: Job | JobRejected) -> bytes:
     try:
         is_tokenized = isinstance(job, BodyJob | EncodeJob)
         handle_body = models.body_handler() if is_tokenized else None
         template = models.template
     except ConfigError as error:
-        return frame(Finished(Unavailable(error.message), 0.0))
+        return frame(JobFinished(Unavailable(error.message), 0.0))
     signal.setitimer(signal.ITIMER_PROF, limit_s(job))
     reply = encoded_reply(template, job, handle_body)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     return reply
 
 
-def decoded(data: bytes) -> Message | Rejected:
+def decoded(data: bytes) -> Message | JobRejected:
     """Returns the message, or the rejection of a job that this process cannot decode."""
     try:
         return _decoder.decode(data)
     except Exception as error:  # of a client's data, such as RecursionError
-        return Rejected(f"the chat template fails on these messages: {type(error).__name__}")
+        return JobRejected(f"the chat template fails on these messages: {type(error).__name__}")
 
 
 def encoded_reply(
-    template: ChatTemplate | None, job: Job | Rejected, handle_body: BodyHandler | None = None
+    template: ChatTemplate | None, job: Job | JobRejected, handle_body: BodyHandler | None = None
 ) -> bytes:
-    """Returns the frame of a `Finished`. Rejects a job on any error: an end of the process would
+    """Returns the frame of a `JobFinished`. Rejects a job on any error: an end of the process would
     delay the jobs of other clients.
     """
     began_s = time.process_time()
     try:
         reply = _reply_to(template, job, handle_body)
-        return frame(Finished(reply, time.process_time() - began_s))
+        return frame(JobFinished(reply, time.process_time() - began_s))
     except BaseException as error:  # of a template, a tokenizer that panics, or a client's data
-        return frame(Finished(_failed(job, error), time.process_time() - began_s))
+        return frame(JobFinished(_failed(job, error), time.process_time() - began_s))
 
 
 def _reply_to(
-    template: ChatTemplate | None, job: Job | Rejected, handle_body: BodyHandler | None
+    template: ChatTemplate | None, job: Job | JobRejected, handle_body: BodyHandler | None
 ) -> Reply:
     match job:
-        case Rejected():
+        case JobRejected():
             return job
         case RenderJob():
             return _rendered(template, job)
         case BodyJob() | EncodeJob():
             return _body(handle_body, job)
         case CheckJob():
-            return Rejected("this process checks no grammars", None)
+            return JobRejected("this process checks no grammars", None)
 
 
-def _failed(job: Job | Rejected, error: BaseException) -> Rejected:
+def _failed(job: Job | JobRejected, error: BaseException) -> JobRejected:
     name = type(error).__name__
     if isinstance(job, EncodeJob):
-        return Rejected(f"the tokenizer fails on this text: {name}", None)
+        return JobRejected(f"the tokenizer fails on this text: {name}", None)
     if isinstance(job, BodyJob):
-        return Rejected(f"the body cannot be prepared: {name}", None)
-    return Rejected(f"the chat template fails on these messages: {name}")
+        return JobRejected(f"the body cannot be prepared: {name}", None)
+    return JobRejected(f"the chat template fails on these messages: {name}")
 
 
 def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
     if template is None:
-        return Rejected("this model has no chat template")
+        return JobRejected("this model has no chat template")
     given = template_values(job)
     try:
         parts = template.render(
@@ -200,10 +200,10 @@ def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
             variables=given.variables,
         )
     except HearthError as error:
-        return Rejected(error.message, error.param)
+        return JobRejected(error.message, error.param)
     most = max(MAX_PROMPT_CHARS, MAX_CHARS_PER_BYTE * len(job.values))
     if sum(map(len, parts)) > most:
-        return Rejected(f"the rendered prompt has more than {most} characters")
+        return JobRejected(f"the rendered prompt has more than {most} characters")
     return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])
 
 
@@ -212,8 +212,8 @@ def _body(handle: BodyHandler | None, job: BodyJob | EncodeJob) -> Reply:
         if handle is not None:
             return handle(job)
     except HearthError as error:
-        return Rejected(error.message, error.param, error.code)
-    return Rejected("this process prepares no bodies", None)
+        return JobRejected(error.message, error.param, error.code)
+    return JobRejected("this process prepares no bodies", None)
 
 
 def read_frame() -> bytes | None:

@@ -14,9 +14,9 @@ from services.gateway.text.process_jobs import (
     BodyJob,
     Encoded,
     EncodeJob,
+    JobRejected,
     PreparedBody,
     ProcessSetup,
-    Rejected,
     Rendered,
     Reply,
     Unavailable,
@@ -111,13 +111,13 @@ def _flagged(parts: Sequence[str]) -> list[tuple[bool, str]]:
 
 def _check(reply: Reply) -> None:
     """Raises the error that rejects the job, or NoCapacity."""
-    if isinstance(reply, Rejected):
+    if isinstance(reply, JobRejected):
         raise _error_of(reply)
     if isinstance(reply, Unavailable):
         raise NoCapacity(reply.reason, retry_after_s=1.0)
 
 
-def _error_of(reply: Rejected) -> HearthError:
+def _error_of(reply: JobRejected) -> HearthError:
     """An error of the class that the process raised."""
     classes = {each.code: each for each in _subclasses(InvalidRequest)}
     return classes.get(reply.code, InvalidRequest)(reply.reason, param=reply.param)

@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 Pointer = str
 
 
-class Document:
+class SchemaDocument:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._known: dict[Pointer, Any] = {"": root}

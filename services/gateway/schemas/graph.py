@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
-from services.gateway.schemas.document import Document, Pointer
+from services.gateway.schemas.document import Pointer, SchemaDocument
 from services.gateway.schemas.instances import fits, lists_disjoint
 from services.gateway.schemas.shapes import (
     Kind,
@@ -32,7 +32,7 @@ class SchemaGraph:
     """All methods raise InvalidRequest for what is no JSON Schema, GrammarTooComplex."""
 
     def __init__(self, root: Any) -> None:
-        self.document = Document(root)
+        self.document = SchemaDocument(root)
         self._alternatives: dict[Node, list[Shape]] = {}
         self._finite: set[Node] = set()
         self._is_searched: set[Node] = set()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import regex
 
-from services.gateway.schemas.document import Document
+from services.gateway.schemas.document import SchemaDocument
 from services.gateway.schemas.shapes import Node, Shape, items, key_of, keys_of, kind_of, members
 
 MATCH_TIMEOUT_S = 0.05
@@ -16,7 +16,7 @@ MATCH_TIMEOUT_S = 0.05
 
 class Alternatives(Protocol):
     @property
-    def document(self) -> Document: ...
+    def document(self) -> SchemaDocument: ...
 
     def count_step(self) -> None: ...
 

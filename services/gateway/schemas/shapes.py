@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.schemas.document import Document, Pointer
+from services.gateway.schemas.document import Pointer, SchemaDocument
 from services.gateway.schemas.formats import FORMATS
 from shared.errors import InvalidRequest
 
@@ -88,7 +88,7 @@ class Shape(msgspec.Struct, kw_only=True):
         return self.meant & self.kinds or self.kinds
 
 
-def shape_of(document: Document, node: Node) -> Shape:
+def shape_of(document: SchemaDocument, node: Node) -> Shape:
     """Of schemas without applicators such as `anyOf`. Raises InvalidRequest."""
     shape = Shape()
     for pointer in node:
@@ -131,7 +131,7 @@ def _is_about(place: Pointer, kinds: frozenset[Kind]) -> bool:
     return kind is None or kind in kinds
 
 
-def _add(shape: Shape, document: Document, pointer: Pointer, schema: dict[str, Any]) -> None:
+def _add(shape: Shape, document: SchemaDocument, pointer: Pointer, schema: dict[str, Any]) -> None:
     if "type" in schema:
         _add_type(shape, pointer, schema["type"])
     else:
@@ -213,7 +213,9 @@ def _text(value: Any, pointer: Pointer) -> str:
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def members(document: Document, shape: Shape) -> tuple[dict[str, Node], set[str], Node | None]:
+def members(
+    document: SchemaDocument, shape: Shape
+) -> tuple[dict[str, Node], set[str], Node | None]:
     """Of an object: the schemas of its named properties in their order, the required ones, and the
     schema of all other properties, or None where they are not mentioned.
     """
@@ -236,7 +238,7 @@ def members(document: Document, shape: Shape) -> tuple[dict[str, Node], set[str]
     return nodes, set(required), _joined(others) if others else None
 
 
-def items(document: Document, shape: Shape) -> tuple[list[Node], Node]:
+def items(document: SchemaDocument, shape: Shape) -> tuple[list[Node], Node]:
     """Of an array: the schemas of its first items, and of the rest."""
     lists, rests = [], []
     for pointer in shape.arrays:
@@ -257,7 +259,7 @@ def items(document: Document, shape: Shape) -> tuple[list[Node], Node]:
     return heads, _joined(rests)
 
 
-def _of_member(document: Document, shape: Shape, name: str) -> Iterator[Pointer]:
+def _of_member(document: SchemaDocument, shape: Shape, name: str) -> Iterator[Pointer]:
     for pointer in shape.objects:
         schema = _dict(document, pointer)
         if name in schema.get("properties", {}):
@@ -273,7 +275,7 @@ def _mapping(schema: dict[str, Any], pointer: Pointer) -> dict[str, Any]:
     return properties
 
 
-def _dict(document: Document, pointer: Pointer) -> dict[str, Any]:
+def _dict(document: SchemaDocument, pointer: Pointer) -> dict[str, Any]:
     schema = document.schema(pointer)
     assert isinstance(schema, dict)
     return schema

@@ -142,7 +142,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
     plan: bytes
 
 
-class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class JobRejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """`code`: of an InvalidRequest or of one of its subclasses."""
 
     reason: str
@@ -157,10 +157,10 @@ class Unavailable(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Job = RenderJob | BodyJob | EncodeJob | CheckJob
-Reply = Rendered | PreparedBody | Encoded | Checked | Rejected | Unavailable
+Reply = Rendered | PreparedBody | Encoded | Checked | JobRejected | Unavailable
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True):
+class JobFinished(msgspec.Struct, frozen=True, array_like=True):
     """`cpu_s`: CPU seconds that the job used."""
 
     reply: Reply
@@ -180,7 +180,7 @@ def template_values(job: RenderJob) -> TemplateValues:
     return _values_decoder.decode(job.values)
 
 
-def limit_s(job: Job | ProcessSetup | Rejected) -> float:
+def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
     """CPU seconds after which the process is killed."""
     match job:
         case EncodeJob():
@@ -193,19 +193,19 @@ def limit_s(job: Job | ProcessSetup | Rejected) -> float:
             return LIMIT_S
 
 
-def over_limit(job: Job) -> Rejected:
+def over_limit(job: Job) -> JobRejected:
     """The reply for a job whose process exceeded a limit."""
     match job:
         case BodyJob():
-            return Rejected(BODY_TIMEOUT, None)
+            return JobRejected(BODY_TIMEOUT, None)
         case EncodeJob():
-            return Rejected(ENCODE_TIMEOUT, None)
+            return JobRejected(ENCODE_TIMEOUT, None)
         case CheckJob():
-            return Rejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
+            return JobRejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
         case RenderJob():
-            return Rejected(RENDER_TIMEOUT)
+            return JobRejected(RENDER_TIMEOUT)
 
 
-def frame(message: ProcessSetup | SelectModel | Job | Finished) -> bytes:
+def frame(message: ProcessSetup | SelectModel | Job | JobFinished) -> bytes:
     data = _encode(message)
     return SIZE.pack(len(data)) + data

@@ -22,7 +22,7 @@ class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     source: Any = None
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicSource(msgspec.Struct, frozen=True, kw_only=True):
     """Of a document. `data`: of the type `text`; `content`: of the type `content`."""
 
     type: str
@@ -31,7 +31,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
-    source: Source
+    source: AnthropicSource
     title: str | None = None
     context: str | None = None
 
@@ -156,12 +156,12 @@ Block = (
 )
 
 
-class Message(msgspec.Struct, frozen=True):
+class AnthropicMessage(msgspec.Struct, frozen=True):
     """A `system` message is among the others, unlike the field of that name."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-Messages = Annotated[list[Message], Meta(min_length=1)]
+Messages = Annotated[list[AnthropicMessage], Meta(min_length=1)]
 SystemField = str | list[TextBlock]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.dialects.anthropic.errors import ErrorEnvelope, encode_error
+from services.gateway.dialects.anthropic.errors import AnthropicErrorEnvelope, encode_error
 from services.gateway.dialects.anthropic.request import (
     MESSAGES_FIELDS,
     MessagesRequest,
@@ -52,7 +52,7 @@ DIALECT = Dialect(
     name="anthropic",
     endpoints=(MESSAGES, COUNT),
     encode_error=encode_error,
-    error=ErrorEnvelope,
+    error=AnthropicErrorEnvelope,
     owns=lambda path: path == PATH or path.startswith(f"{PATH}/"),
     request_id_headers=(REQUEST_ID, "request-id"),  # the second is where its clients look
     jobs={COUNT_TOKENS: lambda job, files, template: count_large(job, files.tokenizer, template)},

@@ -54,14 +54,14 @@ TYPES: dict[type[HearthError], ErrorType] = {
 }
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
     type: str
     message: str
 
 
-class ErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "error"
-    error: ErrorBody
+    error: AnthropicErrorBody
     request_id: str
 
 
@@ -77,12 +77,12 @@ def type_of(error: HearthError) -> ErrorType:
     return ErrorType("api_error", max(error.http_status, 500))
 
 
-def envelope(error: HearthError, request_id: str) -> ErrorEnvelope:
-    body = ErrorBody(type_of(error).name, shortened(_message(error)))
-    return ErrorEnvelope(error=body, request_id=request_id)
+def envelope(error: HearthError, request_id: str) -> AnthropicErrorEnvelope:
+    body = AnthropicErrorBody(type_of(error).name, shortened(_message(error)))
+    return AnthropicErrorEnvelope(error=body, request_id=request_id)
 
 
-def encode_error(error: HearthError, request_id: str) -> tuple[int, ErrorEnvelope]:
+def encode_error(error: HearthError, request_id: str) -> tuple[int, AnthropicErrorEnvelope]:
     return type_of(error).status, envelope(error, request_id)
 
 

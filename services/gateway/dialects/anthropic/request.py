@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.dialects.anthropic.blocks import Message, Messages, SystemField
-from services.gateway.dialects.anthropic.tools import ChoiceField, Tools, tool_options
+from services.gateway.dialects.anthropic.blocks import AnthropicMessage, Messages, SystemField
+from services.gateway.dialects.anthropic.tools import AnthropicChoiceField, Tools, tool_options
 from services.gateway.dialects.anthropic.turns import turns_of
 from services.gateway.request.conversation import (
     Conversation,
@@ -76,7 +76,7 @@ class Metadata(msgspec.Struct, frozen=True):
     user_id: str | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+class ThinkingField(msgspec.Struct, frozen=True, kw_only=True):
     """`budget_tokens`: of thinking, after which it ends. `display`: "omitted" hides it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -101,8 +101,8 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
     messages: Messages
     system: SystemField | None = None
     tools: Tools | None = None
-    tool_choice: ChoiceField | None = None
-    thinking: Thinking | None = None
+    tool_choice: AnthropicChoiceField | None = None
+    thinking: ThinkingField | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older place of `output_config.format`
 
@@ -123,7 +123,7 @@ class MessagesRequest(PromptFields, frozen=True, kw_only=True):
 
 MESSAGES_FIELDS = SupportedFields(MessagesRequest, NEUTRAL_VALUES)
 COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES)
-NO_MESSAGES = [Message("user", "")]
+NO_MESSAGES = [AnthropicMessage("user", "")]
 
 
 def conversation_of(body: PromptFields) -> Conversation:
@@ -183,14 +183,14 @@ def _reasoning(body: PromptFields) -> ReasoningOptions:
     return ReasoningOptions(effort=effort, is_shown=is_shown, max_tokens=_budget(thinking))
 
 
-def _budget(thinking: Thinking | None) -> int | None:
+def _budget(thinking: ThinkingField | None) -> int | None:
     """A model that does not mark its thinking takes it, and thinks without a limit, since clients
     such as Claude Code send it to every model.
     """
     return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
-def _variables(thinking: Thinking | None) -> dict[str, Any]:
+def _variables(thinking: ThinkingField | None) -> dict[str, Any]:
     """The switch of chat templates, which has two names. Without the field it is not set."""
     if thinking is None or thinking.type == "disabled":  # the latter is an effort
         return {}

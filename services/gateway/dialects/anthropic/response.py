@@ -15,9 +15,15 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.dialects.anthropic.errors import ErrorEnvelope, envelope, type_of
+from services.gateway.dialects.anthropic.errors import AnthropicErrorEnvelope, envelope, type_of
 from services.gateway.dialects.anthropic.request import MessagesRequest
 from services.gateway.dialects.anthropic.response_types import (
+    AnthropicPing,
+    AnthropicStop,
+    AnthropicText,
+    AnthropicTextDelta,
+    AnthropicThinking,
+    AnthropicUsage,
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -28,17 +34,11 @@ from services.gateway.dialects.anthropic.response_types import (
     MessageResponse,
     MessageStart,
     MessageStop,
-    Ping,
     SignatureDelta,
-    Stop,
     StopReason,
     StreamEvent,
-    Text,
-    TextDelta,
-    Thinking,
     ThinkingDelta,
     ToolUse,
-    Usage,
 )
 from services.gateway.dialects.anthropic.signature import Signature
 from services.gateway.dialects.anthropic.tools import warnings_of
@@ -67,7 +67,7 @@ class MessageEncoder:
         self._num_blocks = 0
         self._open: type[Content] | None = None  # the kind of the last block, until it has ended
         self._signature = Signature(context.state or b"")
-        self._stop = Stop("end_turn", None)
+        self._stop = AnthropicStop("end_turn", None)
 
     @classmethod
     def of(cls, body: MessagesRequest, context: ResponseContext) -> MessageEncoder:
@@ -75,13 +75,13 @@ class MessageEncoder:
 
     def keep_alive(self) -> bytes:
         """Also before the message: the vendor's clients skip pings wherever they come."""
-        return self._event(Ping())
+        return self._event(AnthropicPing())
 
     def events(self, events: Sequence[output.Event]) -> Iterator[bytes]:
         if not self._is_begun:
             self._is_begun = True
             yield self._event(MessageStart(self._message([], None, _usage(self._prompt(), 1))))
-            yield self._event(Ping())
+            yield self._event(AnthropicPing())
         for event in events:
             yield self._encoded(event)
 
@@ -96,7 +96,7 @@ class MessageEncoder:
     def error_status(self, error: HearthError) -> int:
         return type_of(error).status
 
-    def error_body(self, error: HearthError) -> ErrorEnvelope:
+    def error_body(self, error: HearthError) -> AnthropicErrorEnvelope:
         return envelope(error, self._context.request_id)
 
     def error_event(self, error: HearthError) -> bytes:
@@ -108,7 +108,7 @@ class MessageEncoder:
         match event:
             case output.TextDelta():
                 texts = [text for text in event.texts if text]
-                return self._within(Text(""), self._texts(texts)) if texts else b""
+                return self._within(AnthropicText(""), self._texts(texts)) if texts else b""
             case output.ReasoningDelta():
                 return self._thinking("".join(event.texts))
             case output.ToolCallStart():
@@ -126,13 +126,17 @@ class MessageEncoder:
                 return self._event(end) + self._event(MessageStop())
 
     def _texts(self, texts: Sequence[str]) -> bytes:
-        index = self._num_blocks - (self._open is Text)
+        index = self._num_blocks - (self._open is AnthropicText)
         return _text_event(self._context.framing, index).of(texts)
 
     def _thinking(self, text: str) -> bytes:
         if not text:
             return b""
-        before = b"" if self._open is Thinking else self._end() + self._begin(Thinking("", ""))
+        before = (
+            b""
+            if self._open is AnthropicThinking
+            else self._end() + self._begin(AnthropicThinking("", ""))
+        )
         self._signature.add(text)
         return before + self._delta(ThinkingDelta(text))
 
@@ -153,7 +157,7 @@ class MessageEncoder:
         if self._open is None:
             return b""
         signed = b""
-        if self._open is Thinking:
+        if self._open is AnthropicThinking:
             signed = self._delta(SignatureDelta(self._signature.take()))
         self._open = None
         return signed + self._event(BlockStop(self._num_blocks - 1))
@@ -166,7 +170,9 @@ class MessageEncoder:
 
     # ── a message ────────────────────────────────────────────────────────────────────────────────
 
-    def _message(self, content: list[Content], stop: Stop | None, usage: Usage) -> MessageResponse:
+    def _message(
+        self, content: list[Content], stop: AnthropicStop | None, usage: AnthropicUsage
+    ) -> MessageResponse:
         return MessageResponse(
             id=f"msg_{self._context.request_id}",
             model=self._context.model,
@@ -182,12 +188,12 @@ class MessageEncoder:
         text = choice.text
         if choice.reasoning:
             self._signature.add(choice.reasoning)
-            content.append(Thinking(choice.reasoning, self._signature.take()))
+            content.append(AnthropicThinking(choice.reasoning, self._signature.take()))
         calls = [(each, _input(each)) for each in choice.tool_calls]
         if choice.finish_reason != "length":  # else the last call is cut
             text += "".join(each.arguments for each, found in calls if found is None)
         if text:
-            content.append(Text(text))
+            content.append(AnthropicText(text))
         for each, found in calls:
             if found is not None:
                 content.append(ToolUse(external_id(each.id), each.name, found))
@@ -204,23 +210,23 @@ class MessageEncoder:
         return output.Usage(sum(each.num_prompt_tokens for each in outputs), cached, 0)
 
 
-def _usage(usage: output.Usage, num_output: int) -> Usage:
+def _usage(usage: output.Usage, num_output: int) -> AnthropicUsage:
     cached = usage.cached or 0
-    return Usage(
+    return AnthropicUsage(
         input_tokens=usage.prompt - cached,
         cache_read_input_tokens=cached,
         output_tokens=num_output,
     )
 
 
-def _usage_of(usage: output.Usage) -> Usage:
+def _usage_of(usage: output.Usage) -> AnthropicUsage:
     return _usage(usage, usage.output)
 
 
-def _stop(reason: str, sequence: str | None) -> Stop:
+def _stop(reason: str, sequence: str | None) -> AnthropicStop:
     if reason == "stop" and sequence is not None:
-        return Stop("stop_sequence", sequence)
-    return Stop(STOP_REASONS.get(reason, "end_turn"), None)
+        return AnthropicStop("stop_sequence", sequence)
+    return AnthropicStop(STOP_REASONS.get(reason, "end_turn"), None)
 
 
 def _input(call: ToolCallResult) -> dict[str, Any] | None:
@@ -245,5 +251,6 @@ def _named(framing: Framing, name: str) -> Framing:
 def _text_event(framing: Framing, index: int) -> TextEvent:
     """Of the text block at this index: equal in all responses."""
     return TextEvent(
-        framing.named("content_block_delta"), lambda text: BlockDelta(index, TextDelta(text))
+        framing.named("content_block_delta"),
+        lambda text: BlockDelta(index, AnthropicTextDelta(text)),
     )

@@ -9,7 +9,7 @@ import msgspec
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
     """`input_tokens`: those that were computed; with those read from a cache they are the prompt.
     `cache_creation_input_tokens`: always 0, as nothing is charged for it.
     """
@@ -20,11 +20,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
 
 
-class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class AnthropicText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
-class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+class AnthropicThinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     thinking: str
     signature: str
 
@@ -35,7 +35,7 @@ class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
-Content = Text | Thinking | ToolUse
+Content = AnthropicText | AnthropicThinking | ToolUse
 
 
 class HearthWarnings(msgspec.Struct, frozen=True):
@@ -54,11 +54,11 @@ class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
     content: list[Content]
     stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: Usage
+    usage: AnthropicUsage
     hearth: HearthWarnings | msgspec.UnsetType = msgspec.UNSET
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+class AnthropicTextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -85,21 +85,21 @@ class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_blo
 
 class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+    delta: AnthropicTextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
     index: int
 
 
-class Stop(msgspec.Struct, frozen=True):
+class AnthropicStop(msgspec.Struct, frozen=True):
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
-    delta: Stop
-    usage: Usage
+    delta: AnthropicStop
+    usage: AnthropicUsage
     hearth: HearthWarnings | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -107,11 +107,13 @@ class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_st
     pass
 
 
-class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
+class AnthropicPing(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
     pass
 
 
-StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
+StreamEvent = (
+    MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | AnthropicPing
+)
 
 
 class TokenCount(msgspec.Struct, frozen=True):

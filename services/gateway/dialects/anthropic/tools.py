@@ -28,7 +28,7 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 CUSTOM = (None, "custom")
 
 
-class ToolField(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicToolField(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     name: str | None = None
     description: str | None = None
@@ -36,7 +36,7 @@ class ToolField(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ChoiceField(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicChoiceField(msgspec.Struct, frozen=True, kw_only=True):
     """`name`: of the type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -44,11 +44,11 @@ class ChoiceField(msgspec.Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-Tools = Annotated[list[ToolField], Meta(max_length=MAX_TOOLS)]
+Tools = Annotated[list[AnthropicToolField], Meta(max_length=MAX_TOOLS)]
 
 
 def tool_options(
-    fields: Sequence[ToolField] | None, choice: ChoiceField | None
+    fields: Sequence[AnthropicToolField] | None, choice: AnthropicChoiceField | None
 ) -> ToolOptions | None:
     """None without tools. Raises InvalidRequest for an invalid tool, and for a choice of a tool
     that is not there; PayloadTooLarge.
@@ -65,7 +65,7 @@ def tool_options(
     return ToolOptions(tools=tools, choice=_choice(choice, tools), is_parallel=is_parallel)
 
 
-def warnings_of(fields: Sequence[ToolField] | None) -> tuple[str, ...]:
+def warnings_of(fields: Sequence[AnthropicToolField] | None) -> tuple[str, ...]:
     """What of the tools the model is not offered."""
     return tuple(
         f"tools[{index}]: {each.type!r} is run by Anthropic's servers alone and is left out"
@@ -74,7 +74,7 @@ def warnings_of(fields: Sequence[ToolField] | None) -> tuple[str, ...]:
     )
 
 
-def _tools(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
+def _tools(fields: Sequence[AnthropicToolField]) -> tuple[Tool, ...]:
     custom = [(index, each) for index, each in enumerate(fields) if each.type in CUSTOM]
     check_values([each.input_schema for _, each in custom if each.input_schema], "tools")
     tools: dict[str, Tool] = {}
@@ -87,7 +87,7 @@ def _tools(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
     return tuple(tools.values())
 
 
-def _tool(field: ToolField, param: str) -> Tool:
+def _tool(field: AnthropicToolField, param: str) -> Tool:
     if field.name is None or TOOL_NAME.fullmatch(field.name) is None:
         place = f"{param}.name"
         reason = "a tool needs a name of 1 to 128 letters, digits, and characters of `_-`"
@@ -108,13 +108,13 @@ def _tool(field: ToolField, param: str) -> Tool:
     )
 
 
-def _choice(choice: ChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
+def _choice(choice: AnthropicChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
     match choice:
-        case None | ChoiceField(type="auto"):
+        case None | AnthropicChoiceField(type="auto"):
             return "auto"
-        case ChoiceField(type="none"):
+        case AnthropicChoiceField(type="none"):
             return "none"
-        case ChoiceField(type="any"):
+        case AnthropicChoiceField(type="any"):
             return "required"
     name, param = choice.name, "tool_choice.name"
     if name is None or all(each.name != name for each in tools):

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from services.gateway.dialects.anthropic.blocks import (
+    AnthropicMessage,
     Block,
     CompactionBlock,
     DocumentBlock,
     ImageBlock,
-    Message,
     RedactedThinkingBlock,
     ResultBlock,
     ResultContent,
@@ -49,7 +49,7 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 OWN_ID, EXTERNAL_ID = "call_", "toolu_"  # the start of a call's id, here and in this dialect
 
 
-def turns_of(system: SystemField | None, messages: Sequence[Message]) -> tuple[Turn, ...]:
+def turns_of(system: SystemField | None, messages: Sequence[AnthropicMessage]) -> tuple[Turn, ...]:
     """Raises InvalidRequest, PayloadTooLarge."""
     check_count("messages", len(messages), MAX_MESSAGES)
     if messages[-1].role == "assistant":
@@ -79,7 +79,7 @@ class _Conversion:
     def __init__(self) -> None:
         self._ids: set[str] = set()
 
-    def turns(self, messages: Sequence[Message]) -> Iterator[Turn]:
+    def turns(self, messages: Sequence[AnthropicMessage]) -> Iterator[Turn]:
         for index, message in enumerate(messages):
             place = f"messages[{index}].content"
             content = message.content

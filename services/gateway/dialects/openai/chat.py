@@ -15,7 +15,7 @@ from services.gateway.dialects.openai.request_fields import (
     RequestFields,
     check_stream_options,
 )
-from services.gateway.dialects.openai.usage import HearthInfo, Usage
+from services.gateway.dialects.openai.usage import HearthInfo, OpenAIUsage
 from services.gateway.request.conversation import (
     Conversation,
     Effort,
@@ -161,7 +161,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: OpenAIUsage
     hearth: HearthInfo
 
 
@@ -186,5 +186,5 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     created: int
     model: str
     choices: Sequence[ChunkChoice]
-    usage: Usage | None = None
+    usage: OpenAIUsage | None = None
     hearth: HearthInfo | None = None

@@ -15,7 +15,7 @@ from services.gateway.dialects.openai.request_fields import (
     RequestFields,
     check_stream_options,
 )
-from services.gateway.dialects.openai.usage import HearthInfo, Usage
+from services.gateway.dialects.openai.usage import HearthInfo, OpenAIUsage
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
 from services.gateway.request.supported_fields import SupportedFields
@@ -119,7 +119,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: Sequence[CompletionChoice]
-    usage: Usage
+    usage: OpenAIUsage
     hearth: HearthInfo
 
 
@@ -129,5 +129,5 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     created: int
     model: str
     choices: Sequence[CompletionChoice]
-    usage: Usage | None = None
+    usage: OpenAIUsage | None = None
     hearth: HearthInfo | None = None

@@ -22,7 +22,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -45,9 +45,9 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-def to_usage(usage: events.Usage) -> Usage:
+def to_usage(usage: events.Usage) -> OpenAIUsage:
     cached, reasoning = usage.cached, usage.reasoning
-    return Usage(
+    return OpenAIUsage(
         prompt_tokens=usage.prompt,
         completion_tokens=usage.output,
         total_tokens=usage.prompt + usage.output,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.dialects.openai.usage import HearthInfo
-from services.gateway.dialects.ranking.pairs import MAX_DOCUMENTS, PLACEHOLDER, Pairs, Text
+from services.gateway.dialects.ranking.pairs import MAX_DOCUMENTS, PLACEHOLDER, Pairs, PairText
 from services.gateway.http.text_fields import TextFields
 from services.gateway.request.sampling import MAX_INT
 
@@ -57,7 +57,7 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
     def pairs(self) -> Pairs:
         """Raises InvalidRequest."""
         documents = texts_of([text_of(each) for each in self.documents], "documents")
-        return Pairs([Text(self.query, "query")], documents, self.instruction)
+        return Pairs([PairText(self.query, "query")], documents, self.instruction)
 
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
@@ -89,10 +89,10 @@ def text_of(document: str | Document) -> str:
     return document if isinstance(document, str) else document.text
 
 
-def texts_of(given: str | Sequence[str], param: str) -> list[Text]:
+def texts_of(given: str | Sequence[str], param: str) -> list[PairText]:
     if isinstance(given, str):
-        return [Text(given, param)]
-    return [Text(each, f"{param}[{place}]") for place, each in enumerate(given)]
+        return [PairText(given, param)]
+    return [PairText(each, f"{param}[{place}]") for place, each in enumerate(given)]
 
 
 def rerank_without_prompts(body: RerankRequest, _: int) -> RerankRequest:

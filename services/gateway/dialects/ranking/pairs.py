@@ -32,7 +32,7 @@ NO_REASONING = {"enable_thinking": False}
 BIAS = 100.0
 
 
-class Text(NamedTuple):
+class PairText(NamedTuple):
     """`param`: the request field that holds the text, such as `documents[3]`."""
 
     text: str
@@ -45,8 +45,8 @@ class Pairs:
     None: the default.
     """
 
-    queries: Sequence[Text]
-    documents: Sequence[Text]
+    queries: Sequence[PairText]
+    documents: Sequence[PairText]
     instruction: str | None = None
 
     def __post_init__(self) -> None:

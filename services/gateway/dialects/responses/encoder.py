@@ -149,7 +149,7 @@ class ResponsesEncoder:
         """The parts of a text's event before its number, its text, and after it: most events of
         most responses differ in these only.
         """
-        delta = items.TextDelta(
+        delta = items.ResponsesTextDelta(
             sequence_number=0,
             item_id=message,
             output_index=self._items.output_index,
@@ -160,8 +160,8 @@ class ResponsesEncoder:
         middle, _, tail = rest.rpartition(b'""')
         return head + number[:-1], middle, tail
 
-    def _delta(self, text: str, logprobs: list[ContentLogprob]) -> items.TextDelta:
-        return items.TextDelta(
+    def _delta(self, text: str, logprobs: list[ContentLogprob]) -> items.ResponsesTextDelta:
+        return items.ResponsesTextDelta(
             sequence_number=next(self._items.numbers),
             item_id=self._items.open_message or "",
             output_index=self._items.output_index,

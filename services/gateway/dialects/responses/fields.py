@@ -118,7 +118,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesReasoning(msgspec.Struct, frozen=True, kw_only=True):
     """`summary` has no effect: reasoning is returned as it is."""
 
     effort: Effort | None = None
@@ -133,7 +133,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponsesReasoning | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str], Meta(max_length=MAX_INCLUDES)] | None = None

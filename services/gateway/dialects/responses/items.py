@@ -23,14 +23,14 @@ class ReasoningText(
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+class ResponsesMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
     status: ItemStatus
     content: tuple[OutputText, ...]
 
 
-class FunctionCall(
+class ResponsesFunctionCall(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
 ):
     id: str
@@ -41,7 +41,7 @@ class FunctionCall(
     namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class CustomCall(
+class ResponsesCustomCall(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
 ):
     id: str
@@ -62,7 +62,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     status: ItemStatus
 
 
-Item = Message | FunctionCall | CustomCall | ReasoningItem
+Item = ResponsesMessage | ResponsesFunctionCall | ResponsesCustomCall | ReasoningItem
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -98,7 +98,7 @@ class PartDone(ContentEvent, frozen=True, kw_only=True, tag="response.content_pa
     part: OutputText
 
 
-class TextDelta(ContentEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
+class ResponsesTextDelta(ContentEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
     logprobs: list[ContentLogprob]
     delta: str
 
@@ -108,7 +108,9 @@ class TextDone(ContentEvent, frozen=True, kw_only=True, tag="response.output_tex
     logprobs: list[ContentLogprob]
 
 
-class ReasoningDelta(ContentEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+class ResponsesReasoningDelta(
+    ContentEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"
+):
     delta: str
 
 

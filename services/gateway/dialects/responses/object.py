@@ -10,7 +10,7 @@ import msgspec
 from services.gateway.dialects.openai.usage import HearthInfo
 from services.gateway.dialects.responses.fields import (
     CompleteRequest,
-    ReasoningOptions,
+    ResponsesReasoning,
     ResponseTool,
     TextFormat,
     TextOptions,
@@ -75,7 +75,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: str | None
     prompt_cache_key: str | None
     safety_identifier: str | None
-    reasoning: ReasoningOptions
+    reasoning: ResponsesReasoning
     service_tier: str = "default"
     store: bool
     text: TextOptions
@@ -137,7 +137,7 @@ def new_object(
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
         safety_identifier=body.safety_identifier,
-        reasoning=body.reasoning or ReasoningOptions(),
+        reasoning=body.reasoning or ResponsesReasoning(),
         store=is_stored,
         text=_text(body.text),
         user=body.user,

@@ -56,7 +56,7 @@ class OutputItems:
     @property
     def open_message(self) -> str | None:
         """The id of the message that is open."""
-        return self._open.id if isinstance(self._open, items.Message) else None
+        return self._open.id if isinstance(self._open, items.ResponsesMessage) else None
 
     @property
     def output_index(self) -> int:
@@ -85,7 +85,7 @@ class OutputItems:
         if self.open_message is not None:
             return
         yield from self._close("completed")
-        made = items.Message(id=self._new_id("msg"), status="in_progress", content=())
+        made = items.ResponsesMessage(id=self._new_id("msg"), status="in_progress", content=())
         yield self._added(made)
         yield items.PartAdded(**self._place(made), part=items.OutputText())
 
@@ -102,14 +102,14 @@ class OutputItems:
             yield self._added(items.ReasoningItem(id=self._new_id("rs"), status="in_progress"))
         assert self._open is not None, "it was opened"
         self._texts.append(text)
-        yield items.ReasoningDelta(**self._place(self._open), delta=text)
+        yield items.ResponsesReasoningDelta(**self._place(self._open), delta=text)
 
     def _start_call(self, event: ToolCallStart) -> Iterator[StreamEvent]:
         yield from self._close("completed")
         namespace, name = self._namespaces.get(event.name, (msgspec.UNSET, event.name))
         if event.is_custom:
             yield self._added(
-                items.CustomCall(
+                items.ResponsesCustomCall(
                     id=self._new_id("ctc"),
                     call_id=event.id,
                     name=name,
@@ -120,7 +120,7 @@ class OutputItems:
             )
         else:
             yield self._added(
-                items.FunctionCall(
+                items.ResponsesFunctionCall(
                     id=self._new_id("fc"),
                     call_id=event.id,
                     name=name,
@@ -133,7 +133,7 @@ class OutputItems:
     def _arguments(self, text: str) -> Iterator[StreamEvent]:
         """The input of a custom tool is sent at the end: it is decoded from all its arguments."""
         self._texts.append(text)
-        if isinstance(self._open, items.FunctionCall):
+        if isinstance(self._open, items.ResponsesFunctionCall):
             yield items.ArgumentsDelta(**self._place(self._open), delta=text)
 
     def _finish(self, event: Finished) -> Iterator[StreamEvent]:
@@ -150,7 +150,7 @@ class OutputItems:
             return
         place, logprobs = self._place(opened), self._logprobs
         match opened:
-            case items.Message():
+            case items.ResponsesMessage():
                 part = items.OutputText(text=text, logprobs=logprobs)
                 yield items.TextDone(**place, text=text, logprobs=logprobs)
                 yield items.PartDone(**self._place(opened), part=part)
@@ -160,10 +160,10 @@ class OutputItems:
                 sealed = None if self._seal is None else self._seal(text)
                 content = (items.ReasoningText(text=text),)
                 changes = {"content": content, "encrypted_content": sealed}
-            case items.FunctionCall():
+            case items.ResponsesFunctionCall():
                 yield items.ArgumentsDone(**place, name=opened.name, arguments=text)
                 changes = {"arguments": text}
-            case items.CustomCall():
+            case items.ResponsesCustomCall():
                 given = input_of(text)
                 yield items.InputDelta(**place, delta=given)
                 yield items.InputDone(**self._place(opened), input=given)

@@ -33,7 +33,7 @@ class Property(msgspec.Struct, frozen=True):
     value: str
 
 
-class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+class WorkersAIModel(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     description: str
@@ -87,11 +87,11 @@ def search_query(params: Mapping[str, str]) -> SearchQuery:
         raise InvalidRequest(f"{name}: {problem}", param=name) from error
 
 
-def model_rows(card: ModelCard, names: Iterable[str]) -> list[ModelRow]:
+def model_rows(card: ModelCard, names: Iterable[str]) -> list[WorkersAIModel]:
     """One row for each name of the model."""
     properties = (Property("context_window", str(card.max_context_tokens)),)
     return [
-        ModelRow(
+        WorkersAIModel(
             id=_id("model", name),
             name=name,
             description=f"{card.name}, revision {card.revision}",
@@ -102,15 +102,15 @@ def model_rows(card: ModelCard, names: Iterable[str]) -> list[ModelRow]:
     ]
 
 
-def search_models(rows: Sequence[ModelRow], query: SearchQuery) -> Success:
+def search_models(rows: Sequence[WorkersAIModel], query: SearchQuery) -> Success:
     return _page([row for row in rows if _is_match(row, query)], query)
 
 
-def search_tasks(rows: Sequence[ModelRow], query: SearchQuery) -> Success:
+def search_tasks(rows: Sequence[WorkersAIModel], query: SearchQuery) -> Success:
     return _page(list(dict.fromkeys(row.task for row in rows)), query)
 
 
-def search_authors(rows: Sequence[ModelRow], query: SearchQuery) -> Success:
+def search_authors(rows: Sequence[WorkersAIModel], query: SearchQuery) -> Success:
     names = dict.fromkeys(author_of(row.name) for row in rows)
     return _page([Author(_id("author", name), name) for name in names], query)
 
@@ -123,7 +123,7 @@ def author_of(name: str) -> str:
     return parts[0] if len(parts) > 1 else NATIVE_AUTHOR
 
 
-def _is_match(row: ModelRow, query: SearchQuery) -> bool:
+def _is_match(row: WorkersAIModel, query: SearchQuery) -> bool:
     return (
         _holds(f"{row.name}\n{row.description}", query.search)
         and query.task.casefold() in ("", row.task.name.casefold(), row.task.id)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.gateway.dialects.dialect import Dialect
-from services.gateway.dialects.workers_ai.embedding_response import EmbeddingEncoder
+from services.gateway.dialects.workers_ai.embedding_response import WorkersAIEmbeddingEncoder
 from services.gateway.dialects.workers_ai.envelope import Success
-from services.gateway.dialects.workers_ai.errors import ErrorEnvelope, encode_error
+from services.gateway.dialects.workers_ai.errors import WorkersAIErrorEnvelope, encode_error
 from services.gateway.dialects.workers_ai.padding import PaddedTextEvent
 from services.gateway.dialects.workers_ai.paths import has_own_envelope
-from services.gateway.dialects.workers_ai.rerank_response import RerankEncoder
+from services.gateway.dialects.workers_ai.rerank_response import WorkersAIRerankEncoder
 from services.gateway.dialects.workers_ai.run_request import (
     DEFAULT_POOLING,
     RUN_FIELDS,
@@ -50,7 +50,7 @@ def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
     """`context.state`: a RunState."""
     pairs = body.pairs
     if pairs is not None:
-        return RerankEncoder(context, pairs, body.top_k)
+        return WorkersAIRerankEncoder(context, pairs, body.top_k)
     framing = context.framing
     if not body.is_embedding:
         return RunEncoder(
@@ -59,7 +59,7 @@ def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
             lambda: context.merger.warnings,
             is_json=body.is_json,
         )
-    return EmbeddingEncoder(
+    return WorkersAIEmbeddingEncoder(
         framing,
         context.merger,
         body.pooling or DEFAULT_POOLING,
@@ -83,6 +83,6 @@ DIALECT = Dialect(
     name="workers_ai",
     endpoints=(RUN,),
     encode_error=encode_error,
-    error=ErrorEnvelope,
+    error=WorkersAIErrorEnvelope,
     owns=has_own_envelope,
 )

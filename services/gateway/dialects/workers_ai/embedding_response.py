@@ -29,7 +29,7 @@ class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling
 
 
-class EmbeddingEncoder(DialectErrors):
+class WorkersAIEmbeddingEncoder(DialectErrors):
     def __init__(
         self, framing: Framing, merger: OutputMerger, pooling: Pooling, *, is_normalized: bool
     ) -> None:

@@ -17,7 +17,7 @@ class ResultInfo(msgspec.Struct, frozen=True):
     total_count: int
 
 
-class Message(msgspec.Struct, frozen=True):
+class WorkersAIMessage(msgspec.Struct, frozen=True):
     code: int
     message: str
 
@@ -26,5 +26,5 @@ class Success(msgspec.Struct, frozen=True, kw_only=True):
     result: Any
     success: bool = True
     errors: Sequence[str] = ()
-    messages: Sequence[Message] = ()
+    messages: Sequence[WorkersAIMessage] = ()
     result_info: ResultInfo | msgspec.UnsetType = msgspec.UNSET

@@ -83,7 +83,7 @@ class ErrorEntry(msgspec.Struct, frozen=True):
     message: str
 
 
-class ErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+class WorkersAIErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     result: None = None
     success: bool = False
     errors: Sequence[ErrorEntry]
@@ -98,11 +98,13 @@ def number_of(error: type[HearthError]) -> Number:
     return Number(INTERNAL, max(error.http_status, 500))
 
 
-def envelope(error: HearthError) -> ErrorEnvelope:
-    return ErrorEnvelope(errors=(ErrorEntry(number_of(type(error)).code, _message(error)),))
+def envelope(error: HearthError) -> WorkersAIErrorEnvelope:
+    return WorkersAIErrorEnvelope(
+        errors=(ErrorEntry(number_of(type(error)).code, _message(error)),)
+    )
 
 
-def encode_error(error: HearthError, _: str) -> tuple[int, ErrorEnvelope]:
+def encode_error(error: HearthError, _: str) -> tuple[int, WorkersAIErrorEnvelope]:
     return number_of(type(error)).status, envelope(error)
 
 
@@ -122,7 +124,7 @@ class DialectErrors:
     def error_status(self, error: HearthError) -> int:
         return number_of(type(error)).status
 
-    def error_body(self, error: HearthError) -> ErrorEnvelope:
+    def error_body(self, error: HearthError) -> WorkersAIErrorEnvelope:
         return envelope(error)
 
     def error_event(self, error: HearthError) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.dialects.workers_ai.embedding_response import EmbeddingResult
-from services.gateway.dialects.workers_ai.rerank_response import RerankResult
+from services.gateway.dialects.workers_ai.rerank_response import WorkersAIRerankResult
 from services.gateway.dialects.workers_ai.run_request import RunRequest
 from services.gateway.dialects.workers_ai.run_response import RunFrame
 
@@ -23,7 +23,7 @@ def model_schema() -> dict[str, Any]:
             (RunRequest,), "One of messages, prompt, text, and query with contexts; with options"
         ),
         "output": _schema(
-            (RunFrame, EmbeddingResult, RerankResult),
+            (RunFrame, EmbeddingResult, WorkersAIRerankResult),
             "A text, or vectors for an input with `text`, or scores for a `query`",
         ),
     }

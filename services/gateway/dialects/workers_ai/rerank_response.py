@@ -25,13 +25,13 @@ class RankedContextScore(msgspec.Struct, frozen=True):
     score: float
 
 
-class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+class WorkersAIRerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """Sorted by score."""
 
     response: Sequence[RankedContextScore]
 
 
-class RerankEncoder(DialectErrors):
+class WorkersAIRerankEncoder(DialectErrors):
     """`limit`: results at most; None: all."""
 
     def __init__(self, context: ResponseContext, pairs: Pairs, limit: int | None) -> None:
@@ -51,4 +51,4 @@ class RerankEncoder(DialectErrors):
             found.append(score)
             yield b""
         rows = [RankedContextScore(place, found[place]) for place in ranked(found, self._limit)]
-        yield _encode(Success(result=RerankResult(response=rows)))
+        yield _encode(Success(result=WorkersAIRerankResult(response=rows)))

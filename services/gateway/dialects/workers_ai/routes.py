@@ -13,8 +13,8 @@ from services.gateway.dialects.endpoint_handlers import EndpointHandlers
 from services.gateway.dialects.paths import ACCOUNT_ROOTS, check_account
 from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF
 from services.gateway.dialects.workers_ai.catalog_search import (
-    ModelRow,
     SearchQuery,
+    WorkersAIModel,
     model_rows,
     search_authors,
     search_models,
@@ -33,7 +33,7 @@ from services.gateway.models.served_models import ServedModels
 from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
-Search = Callable[[list[ModelRow], SearchQuery], Success]
+Search = Callable[[list[WorkersAIModel], SearchQuery], Success]
 
 
 def run_model(scope: Mapping[str, Any]) -> str:
@@ -112,7 +112,7 @@ class WorkersAIRoutes:
         query = search_query(request.query_params)
         return self._response(request, search(await self._rows(request.state.tenant), query))
 
-    async def _rows(self, tenant: TenantRecord) -> list[ModelRow]:
+    async def _rows(self, tenant: TenantRecord) -> list[WorkersAIModel]:
         """The models that the tenant may use and that can be served, by all their names."""
         return [
             row async for card, names in self._names.all(tenant) for row in model_rows(card, names)

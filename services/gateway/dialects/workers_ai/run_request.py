@@ -19,7 +19,7 @@ from services.gateway.dialects.ranking.pairs import (
     MAX_DOCUMENTS,
     PLACEHOLDER,
     Pairs,
-    Text,
+    PairText,
     embedding_requests,
     requests_for_model,
 )
@@ -131,8 +131,8 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
         if self.query is None:
             return None
         contexts = enumerate(self.contexts or ())
-        texts = [Text(each.text, f"contexts[{place}].text") for place, each in contexts]
-        return Pairs([Text(self.query, "query")], texts)
+        texts = [PairText(each.text, f"contexts[{place}].text") for place, each in contexts]
+        return Pairs([PairText(self.query, "query")], texts)
 
     @property
     def is_json(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.gateway.dialects.workers_ai.envelope import Message, Success
+from services.gateway.dialects.workers_ai.envelope import Success, WorkersAIMessage
 from services.gateway.dialects.workers_ai.errors import DialectErrors
 from services.gateway.output.events import (
     Event,
@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 WARNING_CODE = 1000
 
 
-class PromptTokensDetails(msgspec.Struct, frozen=True):
+class WorkersAIPromptTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
@@ -43,7 +43,7 @@ class RunUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     # missing if a stop string ended the run before the worker reported the number
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: WorkersAIPromptTokens | None = None
 
 
 class RunToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ class RunEncoder(DialectErrors):
             usage=_run_usage(results.usage),
             finish_reason=choice.finish_reason,
         )
-        messages = [Message(WARNING_CODE, each) for each in self._warnings()]
+        messages = [WorkersAIMessage(WARNING_CODE, each) for each in self._warnings()]
         return iter((_encode(Success(result=frame, messages=messages)),))
 
     def _ending(self, usage: Usage) -> bytes:
@@ -143,7 +143,7 @@ def _run_usage(usage: Usage) -> RunUsage:
         prompt_tokens=usage.prompt,
         completion_tokens=usage.output,
         total_tokens=usage.prompt + usage.output,
-        prompt_tokens_details=None if cached is None else PromptTokensDetails(cached),
+        prompt_tokens_details=None if cached is None else WorkersAIPromptTokens(cached),
     )
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from services.gateway.operator.cluster.state import ClusterState
+from services.gateway.operator.cluster.state import ClusterView
 from shared.background import Background, failing_alone
 from shared.lifecycle.health import Loss
 from shared.messages import Heartbeat
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ClusterFeed:
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: ClusterView) -> None:
         self.state = state
         self._num_readers = 0
         self._number = 0

@@ -53,7 +53,7 @@ class ClusterDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     events: tuple[ClusterEvent, ...] = ()
 
 
-class ClusterState:
+class ClusterView:
     def __init__(self, fleet: Fleet, now: Callable[[], float], wall: Callable[[], float]) -> None:
         self._view = FleetView(fleet)
         self._own_id = fleet.own_process_id

@@ -24,10 +24,10 @@ from services.gateway.text.process_jobs import (
     MAX_SETUPS,
     Checked,
     CheckJob,
-    Finished,
     Job,
+    JobFinished,
+    JobRejected,
     ProcessSetup,
-    Rejected,
     SelectModel,
     frame,
     limit_s,
@@ -50,7 +50,7 @@ class _Models:
 
     def __init__(self) -> None:
         self._setups: RecentlyUsed[str, ProcessSetup] = RecentlyUsed(MAX_SETUPS)
-        self._checks: RecentlyUsed[str, PlanChecks | Rejected] = RecentlyUsed(MAX_VOCABULARIES)
+        self._checks: RecentlyUsed[str, PlanChecks | JobRejected] = RecentlyUsed(MAX_VOCABULARIES)
         self._selected = ""
 
     def add(self, setup: ProcessSetup) -> None:
@@ -63,7 +63,7 @@ class _Models:
         self._setups.get(key)
         self._selected = key
 
-    def checks(self) -> PlanChecks | Rejected:
+    def checks(self) -> PlanChecks | JobRejected:
         """Of the selected model."""
         found = self._checks.get(self._selected)
         if found is None:
@@ -89,16 +89,16 @@ def main() -> None:
                 raise TypeError(f"{type(other).__name__} is no job of this process")
 
 
-def _answered(job: CheckJob, checks: PlanChecks | Rejected) -> bytes:
+def _answered(job: CheckJob, checks: PlanChecks | JobRejected) -> bytes:
     signal.setitimer(signal.ITIMER_PROF, limit_s(job))
     began_s = time.process_time()
-    reply = checks if isinstance(checks, Rejected) else checked_in_thread(job, checks)
-    finished = frame(Finished(reply, time.process_time() - began_s))
+    reply = checks if isinstance(checks, JobRejected) else checked_in_thread(job, checks)
+    finished = frame(JobFinished(reply, time.process_time() - began_s))
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     return finished
 
 
-def _plan_checks(setup: ProcessSetup) -> PlanChecks | Rejected:
+def _plan_checks(setup: ProcessSetup) -> PlanChecks | JobRejected:
     """The reply to every grammar if the model's files allow none."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -107,16 +107,16 @@ def _plan_checks(setup: ProcessSetup) -> PlanChecks | Rejected:
             Path(setup.model_dir), vocab_size=None, eos_token_ids=setup.eos_token_ids
         )
     except CheckpointError as error:
-        return Rejected(f"this model cannot be constrained: {error.message}", None)
+        return JobRejected(f"this model cannot be constrained: {error.message}", None)
     finally:
         _limit_memory()
     family = msgspec.msgpack.decode(setup.family, type=Family) if setup.family else PLAIN
     return PlanChecks(vocabulary, family, setup.added_ids.get)
 
 
-def checked_in_thread(job: CheckJob, checks: PlanChecks) -> Checked | Rejected:
+def checked_in_thread(job: CheckJob, checks: PlanChecks) -> Checked | JobRejected:
     """In a thread of its own, since a priority once lowered cannot be raised again."""
-    replies: list[Checked | Rejected] = []
+    replies: list[Checked | JobRejected] = []
     thread = Thread(target=lambda: replies.append(check(job, checks)))
     began_s = time.process_time()
     thread.start()
@@ -128,16 +128,16 @@ def checked_in_thread(job: CheckJob, checks: PlanChecks) -> Checked | Rejected:
     return replies[0]
 
 
-def check(job: CheckJob, checks: PlanChecks) -> Checked | Rejected:
+def check(job: CheckJob, checks: PlanChecks) -> Checked | JobRejected:
     try:
         checked = checks.check(_request_decoder.decode(job.request))
         return Checked(b"" if checked is None else msgspec.msgpack.encode(checked))
     except HearthError as error:
-        return Rejected(error.message, error.param, error.code)
+        return JobRejected(error.message, error.param, error.code)
     except MemoryError:
-        return Rejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
+        return JobRejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
     except BaseException as error:  # the process continues with other tenants' grammars
-        return Rejected(f"invalid grammar: {type(error).__name__}", None)
+        return JobRejected(f"invalid grammar: {type(error).__name__}", None)
 
 
 def _limit_memory() -> None:

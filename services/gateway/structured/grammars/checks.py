@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.structured.grammars.tenant_cache import Bounds, TenantCache
-from services.gateway.text.process_jobs import Checked, CheckJob, ProcessSetup, Rejected
+from services.gateway.text.process_jobs import Checked, CheckJob, JobRejected, ProcessSetup
 from shared.background import start_awaited
 
 CHECK_PROCESS = "services.gateway.structured.grammars.check_process"
@@ -21,7 +21,7 @@ MAX_VERDICTS = Bounds(4096, 32 << 20)
 MAX_TENANT_VERDICTS = Bounds(1024, 8 << 20)
 MAX_WAIT_S = 0.5  # for a process
 
-Verdict = Checked | Rejected
+Verdict = Checked | JobRejected
 Place = tuple[str, bytes]  # tenant and digest
 
 
@@ -62,7 +62,7 @@ class GrammarChecks:
         self, tenant_id: str, setup: ProcessSetup, key: bytes, request: bytes
     ) -> Verdict:
         reply = await self._pool.run(tenant_id, setup, CheckJob(request))
-        assert isinstance(reply, Checked | Rejected), "the reply to a CheckJob"
+        assert isinstance(reply, Checked | JobRejected), "the reply to a CheckJob"
         num_bytes = len(reply.plan) if isinstance(reply, Checked) else len(reply.reason)
         self._verdicts.put(tenant_id, key, reply, num_bytes)
         return reply

@@ -10,7 +10,7 @@ from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.grammars.grammar_request import CheckedPlan, encoded_request
 from services.gateway.structured.tools.tool import ToolOptions
-from services.gateway.text.process_jobs import ProcessSetup, Rejected
+from services.gateway.text.process_jobs import JobRejected, ProcessSetup
 from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
 
 MAX_CHECK_S = 1.4  # of a request's grammar, with all waiting
@@ -46,12 +46,12 @@ class RequestGrammars:
                 verdict = await self._checks.check(request, tenant_id, self._setup)
         except TimeoutError:  # a grammar that took too long itself has been rejected before
             raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
-        if isinstance(verdict, Rejected):
+        if isinstance(verdict, JobRejected):
             raise _error(verdict, "tools" if output is None else output.param)
         return _decoder.decode(verdict.plan) if verdict.plan else None
 
 
-def _error(verdict: Rejected, param: str) -> InvalidRequest:
+def _error(verdict: JobRejected, param: str) -> InvalidRequest:
     """`param`: of an error without a field, such as that of a process that was killed."""
     kind = GrammarTooComplex if verdict.code == GrammarTooComplex.code else InvalidRequest
     if verdict.param is not None:

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from services.gateway.models.loaded_texts import Source
+from services.gateway.models.loaded_texts import TextSource
 from services.gateway.models.served_text import ServedText
 from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.host.sources import find_source
@@ -68,7 +68,7 @@ async def tried(fleet: Fleet, path: Path) -> str:
     """Loads the folder's texts and uses them, as a request does. Returns what came of it."""
     while True:
         try:
-            text = await fleet.gateway._texts.get(Source(str(path), path.name))
+            text = await fleet.gateway._texts.get(TextSource(str(path), path.name))
             await use(fleet, text, path.name)
         except Overloaded:
             continue

@@ -19,7 +19,7 @@ from services.gateway.models.loaded_texts import (
     NUM_THREADS,
     RETRY_S,
     LoadedTexts,
-    Source,
+    TextSource,
 )
 from services.gateway.models.served_text import ServedText, TextLoader
 from services.gateway.observability.metrics.preparation import PoolLoad
@@ -56,7 +56,7 @@ class Rig:
         return without_process(self._loader.load(source))
 
     async def get(self, path: Path, digest: str = "d") -> ServedText:
-        return await self.texts.get(Source(str(path), digest))
+        return await self.texts.get(TextSource(str(path), digest))
 
 
 @pytest.fixture(scope="module")

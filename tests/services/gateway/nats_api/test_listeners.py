@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.nats_api.listeners import CHECK_S, SILENCE_S, TICK_S, Listeners
-from services.gateway.nats_api.reply import Reply
+from services.gateway.nats_api.reply import NatsReply
 from shared.errors import DependencyUnavailable
 
 
@@ -68,7 +68,7 @@ class Checked:
         await self.listeners.start()
         self._running = asyncio.create_task(self.listeners.run())
         await asyncio.sleep(0)
-        self.reply = Reply(self.messages, "_INBOX.client-1.a", "r1", "g.-")  # type: ignore[arg-type]
+        self.reply = NatsReply(self.messages, "_INBOX.client-1.a", "r1", "g.-")  # type: ignore[arg-type]
         self.name = self.listeners.open(self.reply, self._lost)
         return self
 

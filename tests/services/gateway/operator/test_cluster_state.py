@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.operator.cluster.state import MAX_EVENTS, ClusterState
+from services.gateway.operator.cluster.state import MAX_EVENTS, ClusterView
 from shared.fleet.fleet_view import SHOW_LOST_S
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import GatewayLoad, Heartbeat, ProcessState, WorkerLoad
@@ -12,7 +12,7 @@ class Scene:
     def __init__(self) -> None:
         self.now = 0.0
         self.fleet = Fleet("gateway-1", 1)
-        self.state = ClusterState(self.fleet, lambda: self.now, lambda: 1000.0 + self.now)
+        self.state = ClusterView(self.fleet, lambda: self.now, lambda: 1000.0 + self.now)
         self.number = 0
 
     def beat(

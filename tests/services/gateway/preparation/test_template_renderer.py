@@ -19,7 +19,7 @@ from services.gateway.preparation.template_renderer import Renderer
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.process_jobs import (
     MAX_SETUPS,
-    Finished,
+    JobFinished,
     ProcessSetup,
     Rendered,
     frame,
@@ -157,11 +157,11 @@ class LostProcess:
     def send_setup(self, setup: ProcessSetup) -> None: ...
     def send(self, frames: bytes) -> None: ...
 
-    async def finished(self) -> Finished:
+    async def finished(self) -> JobFinished:
         if self.num_turns == 2:
             await asyncio.sleep(self.wait_s)
             raise EOFError
-        return Finished(Rendered([]), 0.0)
+        return JobFinished(Rendered([]), 0.0)
 
 
 async def test_overdue_job_of_a_lost_process_is_not_put_back(

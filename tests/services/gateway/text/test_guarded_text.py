@@ -22,10 +22,10 @@ from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import (
     SIZE,
     BodyJob,
-    Finished,
+    JobFinished,
+    JobRejected,
     PreparedBody,
     ProcessSetup,
-    Rejected,
     Rendered,
     RenderJob,
     Reply,
@@ -60,7 +60,7 @@ def replies_of(frames: bytes) -> list[Reply]:
     while frames:
         (size,) = SIZE.unpack(frames[: SIZE.size])
         data, frames = frames[SIZE.size : SIZE.size + size], frames[SIZE.size + size :]
-        replies.append(msgspec.msgpack.decode(data, type=Finished).reply)
+        replies.append(msgspec.msgpack.decode(data, type=JobFinished).reply)
     return replies
 
 
@@ -123,7 +123,7 @@ def nested(depth: int) -> Any:
 )
 def test_any_error_rejects_the_job(source: str, job: bytes) -> None:
     (reply,) = replies_of(encoded_reply(template(source), decoded(job)))
-    assert isinstance(reply, Rejected)
+    assert isinstance(reply, JobRejected)
     assert "the chat template fails on these messages" in reply.reason
 
 
@@ -132,7 +132,7 @@ def test_any_error_rejects_a_body() -> None:
         raise ZeroDivisionError(job.kind)
 
     (reply,) = replies_of(encoded_reply(template(), BodyJob("chat", b"{}"), prepare))
-    assert reply == Rejected("the body cannot be prepared: ZeroDivisionError", None)
+    assert reply == JobRejected("the body cannot be prepared: ZeroDivisionError", None)
 
 
 def test_one_process_answers_every_hostile_job() -> None:
@@ -150,7 +150,7 @@ def test_one_process_answers_every_hostile_job() -> None:
     )
     assert done.returncode == 0
     replies = replies_of(done.stdout)
-    assert [type(each) for each in replies] == [Rendered, Rejected] * (len(jobs) // 2)
+    assert [type(each) for each in replies] == [Rendered, JobRejected] * (len(jobs) // 2)
     for reply in replies[::2]:
         assert isinstance(reply, Rendered)
         parts = [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]

@@ -43,7 +43,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Referred:
+class StoredReferences:
     """What a body refers to; nothing of it is read yet. An `EndpointState.Referred`."""
 
     store: ResponseStore
@@ -78,7 +78,7 @@ class Referred:
         )
 
 
-class Completion:
+class BodyCompletion:
     """`seal`: None: reasoning is not sealed. `max_bytes`: of a body with what it refers to."""
 
     def __init__(self, store: ResponseStore, seal: Seal | None, max_bytes: int = MAX_BYTES) -> None:
@@ -95,7 +95,9 @@ class Completion:
         seal = None if self._seal is None else partial(self._seal.seal, tenant.tenant_id)
         return TenantState(save=save, seal=seal)
 
-    async def referred(self, tenant: TenantRecord, data: bytes, scan: Scan) -> Referred | None:
+    async def referred(
+        self, tenant: TenantRecord, data: bytes, scan: Scan
+    ) -> StoredReferences | None:
         """`scan`: of a large body, elsewhere. None: it refers to nothing; also for a body that
         cannot be decoded: its decoder names the field. Raises InvalidRequest, UnknownResponse,
         PayloadTooLarge, ZeroRetentionRejected, NoRegionAllowed, and StoreUnavailable if Redis is
@@ -117,7 +119,7 @@ class Completion:
         references = await self._references(data, scan) if has_references(data) else References()
         return self._bounded(
             data,
-            Referred(
+            StoredReferences(
                 store=self._store,
                 tenant=tenant,
                 chain=chain,
@@ -146,7 +148,7 @@ class Completion:
         opened = {each: self._seal.open(tenant.tenant_id, each) for each in references.sealed}
         return {each: text for each, text in opened.items() if text is not None}
 
-    def _bounded(self, data: bytes, referred: Referred) -> Referred | None:
+    def _bounded(self, data: bytes, referred: StoredReferences) -> StoredReferences | None:
         if not referred.num_bytes:
             return None
         if len(data) + referred.num_bytes > self._max_bytes:

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from services.gateway.structured.tools.parsing.json_value import SPACE, JsonValue
-from services.gateway.structured.tools.parsing.response_template import Region
+from services.gateway.structured.tools.parsing.response_template import TemplateRegion
 
 MAX_NAME_CHARS = 1024
 
@@ -214,7 +214,10 @@ class CallsBody:
 
 
 def body_of(
-    region: Region, name: str | None, receiver: CallReceiver, is_offered: Callable[[str], bool]
+    region: TemplateRegion,
+    name: str | None,
+    receiver: CallReceiver,
+    is_offered: Callable[[str], bool],
 ) -> ArgumentsBody | CallsBody:
     """`name`: of the call, where the opening has it."""
     if name is not None and region.has_arguments_only:

@@ -28,8 +28,8 @@ from services.gateway.structured.tools.parsing.delimiter import Delimiter
 from services.gateway.structured.tools.parsing.marker_tokens import MarkerTokens
 from services.gateway.structured.tools.parsing.response_template import (
     Kind,
-    Region,
     ResponseTemplate,
+    TemplateRegion,
 )
 from services.gateway.structured.tools.parsing.shown_text import ShownText
 from services.gateway.structured.tools.parsing.whole_bodies import MAX_BODY_CHARS, whole_calls
@@ -167,9 +167,9 @@ class ResponseParser:
         assert delimiter is not None
         return delimiter.match(self._buffer, is_ended=self._is_ended)
 
-    def _find(self, regions: list[Region]) -> tuple[tuple[Region, Any] | None, int]:
+    def _find(self, regions: list[TemplateRegion]) -> tuple[tuple[TemplateRegion, Any] | None, int]:
         """The first opening, else None and the characters before what may be one."""
-        best: tuple[Region, Any] | None = None
+        best: tuple[TemplateRegion, Any] | None = None
         held = len(self._buffer)
         for region in regions:
             assert region.open is not None
@@ -192,7 +192,7 @@ class ResponseParser:
     def _search(self, delimiter: Delimiter, start: int = 0) -> tuple[Any, bool]:
         return delimiter.search(self._buffer, start, is_ended=self._is_ended)
 
-    def _open(self, region: Region, found: Any) -> None:
+    def _open(self, region: TemplateRegion, found: Any) -> None:
         spaces = self._text.open(region)
         self._region, self._raw = region, spaces + self._advance(len(found[0]))
         self._is_closing = self._is_call_open = False
@@ -206,7 +206,7 @@ class ResponseParser:
         elif region.is_streamed:
             self._body = body_of(region, name, self, self._schemas.__contains__)
 
-    def _step_text(self, region: Region) -> bool:
+    def _step_text(self, region: TemplateRegion) -> bool:
         if region.close is None:
             self._show(region.kind, self._advance(len(self._buffer)))
             return False
@@ -265,7 +265,7 @@ class ResponseParser:
         self._leave()
         return True
 
-    def _step_whole(self, region: Region) -> bool:
+    def _step_whole(self, region: TemplateRegion) -> bool:
         """A body that is read when it is complete."""
         found, is_pending = None, False
         if region.close is not None:
@@ -288,7 +288,7 @@ class ResponseParser:
             return True
         return False
 
-    def _read_whole(self, region: Region, body: str) -> bool:
+    def _read_whole(self, region: TemplateRegion, body: str) -> bool:
         try:
             calls = whole_calls(region, body, self._captures, self._schemas)
         except ValueError:

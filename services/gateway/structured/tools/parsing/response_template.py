@@ -61,7 +61,7 @@ class _Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_anchor_pattern: str | None = None
 
 
-class Region(msgspec.Struct, frozen=True, kw_only=True):
+class TemplateRegion(msgspec.Struct, frozen=True, kw_only=True):
     """`name`, `arguments`: where a call has them, as paths of keys from `content`, the item of a
     list, or a named group of the opening.
     """
@@ -88,9 +88,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseTemplate(msgspec.Struct, frozen=True):
-    regions: tuple[Region, ...]
+    regions: tuple[TemplateRegion, ...]
 
-    def first(self, kind: Kind) -> Region | None:
+    def first(self, kind: Kind) -> TemplateRegion | None:
         return next((each for each in self.regions if each.kind == kind), None)
 
 
@@ -112,10 +112,10 @@ def _is_outside(field: _FieldSource) -> bool:
     return field.open is None and field.open_pattern is None
 
 
-def _region(name: str, field: _FieldSource, markers: MarkerTokens) -> Region:
+def _region(name: str, field: _FieldSource, markers: MarkerTokens) -> TemplateRegion:
     scope, kind = f"response_template.fields.{name}", _KINDS.get(name, "other")
     opening = delimiter(f"{scope}.open", field.open, field.open_pattern, markers)
-    region = Region(
+    region = TemplateRegion(
         kind=kind,
         open=opening,
         close=delimiter(f"{scope}.close", field.close, field.close_pattern, markers),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from services.gateway.output.events import ReasoningDelta, TextDelta
 from services.gateway.structured.tools.parsing.marker_tokens import MarkerTokens
-from services.gateway.structured.tools.parsing.response_template import Kind, Region
+from services.gateway.structured.tools.parsing.response_template import Kind, TemplateRegion
 
 MAX_HELD_SPACES = 4096
 
@@ -26,7 +26,7 @@ class ShownText:
     def holds_spaces(self) -> bool:
         return bool(self._spaces)
 
-    def open(self, region: Region) -> str:
+    def open(self, region: TemplateRegion) -> str:
         """A delimiter opens the region. Returns the spaces before it."""
         spaces, self._spaces = self._spaces, ""
         self.skips_spaces = True

@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from services.gateway.schemas.argument_text import ArgumentKinds, read
-from services.gateway.structured.tools.parsing.response_template import Region
+from services.gateway.structured.tools.parsing.response_template import TemplateRegion
 
 MAX_BODY_CHARS = 256 * 1024  # each token copies what is held
 MATCH_TIMEOUT_S = 0.1
@@ -21,7 +21,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def whole_calls(
-    region: Region,
+    region: TemplateRegion,
     body: str,
     captures: Mapping[str, str],
     schemas: Mapping[str, Mapping[str, Any]],
@@ -45,7 +45,7 @@ def whole_calls(
 
 
 def _content(
-    region: Region,
+    region: TemplateRegion,
     body: str,
     captures: Mapping[str, str],
     schemas: Mapping[str, Mapping[str, Any]],
@@ -59,7 +59,7 @@ def _content(
 
 
 def _named(
-    region: Region, content: Any, captures: Mapping[str, str]
+    region: TemplateRegion, content: Any, captures: Mapping[str, str]
 ) -> list[tuple[str, dict[str, Any]]]:
     calls = []
     for scope in content if region.is_list else [{"content": content}]:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.gateway.dialects.responses.ids import item_id, response_id
 from services.gateway.dialects.responses.storage import references, scripts
 from services.gateway.dialects.responses.storage import store as stores
-from services.gateway.dialects.responses.storage.completion import Completion, Referred
+from services.gateway.dialects.responses.storage.completion import BodyCompletion, StoredReferences
 from services.gateway.dialects.responses.storage.errors import UnknownResponse
 from services.gateway.dialects.responses.storage.record import (
     PREVIOUS,
@@ -94,7 +94,7 @@ async def stored(
 
 
 async def completed(
-    completion: Completion, tenant: TenantRecord, data: bytes, hold: Any = lambda _: None
+    completion: BodyCompletion, tenant: TenantRecord, data: bytes, hold: Any = lambda _: None
 ) -> bytes:
     """A small body with what it refers to."""
 
@@ -262,7 +262,7 @@ def test_unreadable_records_are_unknown() -> None:
 
 
 def test_sealed_texts_count_in_bytes(stored: Stored) -> None:
-    found = Referred(stored.store, TENANT, (), (), {"sealed": "日本"}, 10)
+    found = StoredReferences(stored.store, TENANT, (), (), {"sealed": "日本"}, 10)
     assert found.num_bytes == 6
 
 
@@ -283,9 +283,9 @@ async def test_state_is_counted_before_it_is_read(stored: Stored) -> None:
 
     body = msgspec.json.encode({"input": "x", "previous_response_id": response_id("b")})
     with pytest.raises(Overloaded):
-        await completed(Completion(stored.store, None), TENANT, body, hold)
+        await completed(BodyCompletion(stored.store, None), TENANT, body, hold)
     with pytest.raises(PayloadTooLarge, match="larger than 1000 bytes"):
-        await completed(Completion(stored.store, None, 1000), TENANT, body, hold)
+        await completed(BodyCompletion(stored.store, None, 1000), TENANT, body, hold)
     with pytest.raises(Overloaded):
         await stored.store.get(TENANT, response_id("b"), lambda _: hold(1001))
     assert scripts.READ not in reads
@@ -321,7 +321,7 @@ async def test_read_waits_for_the_write_of_its_gateway(stored: Stored) -> None:
 
 async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
     stored = Stored(redis_server, region="us")
-    completion = Completion(stored.store, None)
+    completion = BodyCompletion(stored.store, None)
     for tenant, error in ((ZERO, ZeroRetentionRejected), (EUROPEAN, NoRegionAllowed)):
         assert completion.of_tenant(tenant).save is None
         for body in (b'{"store":true}', b'{"previous_response_id":"resp_1"}'):
@@ -330,7 +330,7 @@ async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
         assert await completed(completion, tenant, b'{"input":"x"}') == b'{"input":"x"}'
     await stored.close()
     stored = Stored(redis_server, region="eu")
-    assert Completion(stored.store, None).of_tenant(EUROPEAN).save is not None
+    assert BodyCompletion(stored.store, None).of_tenant(EUROPEAN).save is not None
     await stored.close()
 
 
@@ -372,7 +372,7 @@ async def test_repeated_change_of_regions_deletes_again(stored: Stored) -> None:
 
 async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
     seal = Seal("secret", SystemRandomness().bytes)
-    completion = Completion(stored.store, seal)
+    completion = BodyCompletion(stored.store, seal)
     sealed = seal.seal("t1", "hm")
     item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
     body = msgspec.json.encode({"input": [item, {"role": "user", "content": "x"}]})
@@ -385,14 +385,14 @@ async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
 async def test_text_that_looks_like_a_reference_keeps_its_history(stored: Stored) -> None:
     await stored.save(TENANT, record_of("a"))
     body = {"input": "an item_reference", "previous_response_id": response_id("a")}
-    found = await completed(Completion(stored.store, None), TENANT, msgspec.json.encode(body))
+    found = await completed(BodyCompletion(stored.store, None), TENANT, msgspec.json.encode(body))
     assert msgspec.json.decode(found)["hearth_history"][0]["id"] == "a"
 
 
 async def completed_size(stored: Stored, num_references: int, max_bytes: int) -> int:
     reference = {"type": "item_reference", "id": item_id("msg", response_id("a"), 0)}
     body = {"input": [reference] * num_references}
-    completion = Completion(stored.store, None, max_bytes)
+    completion = BodyCompletion(stored.store, None, max_bytes)
     return len(await completed(completion, TENANT, msgspec.json.encode(body)))
 
 
@@ -437,7 +437,7 @@ async def test_references_are_counted_before_any_is_read(stored: Stored) -> None
 async def test_away_redis(redis_server: RedisServer) -> None:
     server = RedisServer()
     stored = Stored(server)
-    completion = Completion(stored.store, None)
+    completion = BodyCompletion(stored.store, None)
     server.stop()
     for body in (b'{"store":true}', b'{"previous_response_id":"resp_1"}'):
         with pytest.raises(StoreUnavailable):
@@ -485,4 +485,4 @@ async def test_another_tenant_gets_the_same_404(cluster: Cluster) -> None:
 async def test_name_that_is_no_text_is_refused(stored: Stored) -> None:
     body = b'{"input":[{"type":"item_reference","id":"msg_1"}],"\xf0a":1}'
     with pytest.raises(InvalidRequest):
-        await completed(Completion(stored.store, None), TENANT, body)
+        await completed(BodyCompletion(stored.store, None), TENANT, body)

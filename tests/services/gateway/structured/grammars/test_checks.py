@@ -37,8 +37,8 @@ from services.gateway.structured.tools.tool import Tool, ToolChoice, ToolOptions
 from services.gateway.text.process_jobs import (
     Checked,
     CheckJob,
+    JobRejected,
     ProcessSetup,
-    Rejected,
     Reply,
     over_limit,
 )
@@ -85,7 +85,7 @@ class PooledChecks(GrammarChecks):
 
     async def check(
         self, request: bytes, tenant_id: str, setup: ProcessSetup | None = None
-    ) -> Checked | Rejected:
+    ) -> Checked | JobRejected:
         return await super().check(request, tenant_id, self.setup if setup is None else setup)
 
 
@@ -162,7 +162,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_grammar_is_rejected(checks: PooledChecks, name: str) -> None:
     verdict = await checks.check(HOSTILE[name], name)
-    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict, JobRejected)
     assert verdict.reason and "<state>" not in verdict.reason and "|" not in verdict.reason
     assert len(verdict.reason) < 500
 
@@ -291,7 +291,7 @@ async def test_verdicts_are_of_a_model(checks: PooledChecks) -> None:
     assert plan_of(await checks.check(grammar, "t"))
     other = msgspec.structs.replace(checks.setup, eos_token_ids=(), key="other")
     refused = await checks.check(grammar, "t", other)
-    assert isinstance(refused, Rejected) and "cannot be constrained" in refused.reason
+    assert isinstance(refused, JobRejected) and "cannot be constrained" in refused.reason
     assert plan_of(await checks.check(grammar, "u"))
 
 
@@ -353,7 +353,7 @@ async def test_panic_of_a_check_ends_no_process() -> None:
 
     checks = cast(PlanChecks, SimpleNamespace(check=panic))
     reply = checked_in_thread(CheckJob(request("regex", "a")), checks)
-    assert reply == Rejected("invalid grammar: BaseException", None)
+    assert reply == JobRejected("invalid grammar: BaseException", None)
 
 
 async def test_hostile_tenant_delays_no_other(directory: Path) -> None:
