@@ -142,8 +142,8 @@ LAYERS = {
         "__main__ | host | cli worker | client decode gateway kv_index local prefill scheduler"
     ),
     "services/gateway": (
-        "service | app nats_api | dialects operator | http | request | models | structured | "
-        "output preparation tenancy | observability text | schemas streams"
+        "build | service | app nats_api processes | dialects operator | http | request | models | "
+        "structured | output preparation tenancy | observability text | schemas streams"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

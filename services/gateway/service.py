@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 import structlog
@@ -15,45 +13,22 @@ from litestar.types import ASGIApp
 
 from services.gateway.app import build_app
 from services.gateway.dialects.admission import authorization_of
-from services.gateway.dialects.anthropic.dialect import MESSAGES
-from services.gateway.dialects.anthropic.signature import signing_state
+from services.gateway.dialects.dialect_state import DialectState
 from services.gateway.dialects.dialect_table import answers
-from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
-from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
-from services.gateway.dialects.prefixes.store import PrefixStore
-from services.gateway.dialects.responses.dialect import CREATE
-from services.gateway.dialects.responses.storage.completion import BodyCompletion
-from services.gateway.dialects.responses.storage.seal import Seal
-from services.gateway.dialects.responses.storage.store import ResponseStore
-from services.gateway.dialects.workers_ai.dialect import RUN, RunState
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.server import WebServer
-from services.gateway.models.checked_model import checked_model
-from services.gateway.models.encoding_pools import EncodingPools
-from services.gateway.models.live_models import Catalog, Readiness
-from services.gateway.models.loaded_texts import LoadedTexts
+from services.gateway.models.gateway_models import GatewayModels
+from services.gateway.models.live_models import Readiness
 from services.gateway.models.model_check import CheckedModel
-from services.gateway.models.model_list import TenantModels
-from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
-from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
 from services.gateway.nats_api.api import NatsApi
-from services.gateway.nats_api.endpoints import MODELS
-from services.gateway.nats_api.listeners import Listeners
-from services.gateway.nats_api.served_request import GatewayParts
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.observability.metrics.preparation import PoolLoad
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.observability.telemetry.tracing import open_tracing
-from services.gateway.operator.cluster.feed import ClusterFeed
 from services.gateway.operator.cluster.routes import ClusterRoutes
-from services.gateway.operator.cluster.state import ClusterView
-from services.gateway.operator.cluster.tenants import TenantUsage
 from services.gateway.operator.server_info import ServerInfo
 from services.gateway.preparation.preparation_pool import PreparationPool
-from services.gateway.request.endpoint import EndpointState
-from services.gateway.request.preparation import Preparation
+from services.gateway.processes import grammar_pool, preparation_loads, preparation_pool
 from services.gateway.request.preparation_slots import RequestCapacity
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.public_prefixes import PublicPrefixes
@@ -66,42 +41,23 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
 )
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.structured.grammars.checks import (
-    CHECK_NICENESS,
-    CHECK_PROCESS,
-    MAX_WAIT_S,
-    GrammarChecks,
-)
-from services.gateway.tenancy.api_keys import ApiKeys
-from services.gateway.tenancy.limits import Limits
-from services.gateway.tenancy.model_aliases import ModelAliases
-from services.gateway.tenancy.redis_memory import RedisMemory
-from services.gateway.tenancy.usage_counter import UsageCounter
-from services.gateway.text.process_jobs import ProcessSetup
+from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background
 from shared.block_hash import root_key
-from shared.clock import Clock, MonotonicClock
-from shared.config import GatewayConfig, check, redis_tls_of
+from shared.clock import Clock
+from shared.config import GatewayConfig
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.lifecycle.identity import connect, connect_to_clients
 from shared.lifecycle.release import installed_release
 from shared.messages import ReadTimeline, TimelineRead
 from shared.metrics.families.member import Member
 from shared.metrics.process_report import ProcessReport
-from shared.model_registry.reader import CatalogueReader
-from shared.nats_urls import authority
-from shared.randomness import Randomness, SystemRandomness
-from shared.store import RedisStore, Store, StoreUnavailable
+from shared.randomness import Randomness
+from shared.store import Store, StoreUnavailable
 from shared.subjects import trace
-from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus, NatsBus
-from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
-
-PREPARATION_PROCESS = "services.gateway.dialects.preparation_process"
-PREFIX_STORE_TIMEOUT_S = 2.0
 
 
 class GatewayService:
@@ -149,33 +105,48 @@ class GatewayService:
             store=store.load,
         )
         fleet = self._health_monitor.fleet
-        self._cluster = ClusterFeed(ClusterView(fleet, clock.now, wall_clock))
+        self._cluster_routes = ClusterRoutes.of(
+            fleet, self._prefix_redis, clock, wall_clock, config.operator_token
+        )
+        self._cluster = self._cluster_routes.feed
         public = PublicPrefixes(root_key(config.cluster_secret))
-        setup = None if own is None else process_setup(own, config.tool_format)
-        self._pool = preparation_pool(setup) if pool is None else pool
-        check_pool = grammar_pool(setup) if check_pool is None else check_pool
-        self._checks = GrammarChecks(check_pool)
-        self.api_keys = ApiKeys(store, clock, replica=redis_replica)
-        self._limits = Limits(store, clock, self._num_gateways)
-        writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
-        self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
-        self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
-        loader = TextLoader(self._pool, self._checks, tool_format=config.tool_format)
+        self._pool = preparation_pool(config, own) if pool is None else pool
+        check_pool = grammar_pool(config, own) if check_pool is None else check_pool
+        tenancy = Tenancy(
+            config,
+            store,
+            self._prefix_redis,
+            clock,
+            wall_clock,
+            replica=redis_replica,
+            num_gateways=self._num_gateways,
+            writer_id=f"{config.process_id}-{randomness.bytes(8).hex()}",
+        )
+        self.api_keys, self._limits, self._usage = tenancy.api_keys, tenancy.limits, tenancy.usage
+        self._redis_memory = tenancy.redis_memory
+        self._models = GatewayModels(
+            config,
+            own,
+            fleet,
+            store,
+            self._prefix_redis,
+            pool=self._pool,
+            check_pool=check_pool,
+            clock=clock,
+            randomness=randomness,
+        )
+        self.catalog, self.models, self.model_names = (
+            self._models.live,
+            self._models.served,
+            self._models.names,
+        )
         self.metrics.watch_preparation(
             lambda: preparation_loads(
-                requests=self._pool, prompts=loader.encoding, grammars=check_pool
+                requests=self._pool, prompts=self._models.encoding, grammars=check_pool
             )
         )
-        self._texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
-        self._own = None if own is None or setup is None else loader.text(own, setup)
-        self._catalogue = CatalogueReader(self._prefix_redis, clock)
-        self.models = ServedModels(
-            self.catalog, self._own, self._catalogue, self._texts, randomness
-        )
-        self.model_aliases = ModelAliases(store, clock, is_native=self.models.has)
-        self.model_names = ModelNames(self.models, self.model_aliases)
-        self._catalogue.on_change(lambda: self.metrics.retain_models(self.models.names))
-        self.metrics.watch_loaded_models(lambda: len(self._texts) + (own is not None))
+        self._models.registry.on_change(lambda: self.metrics.retain_models(self.models.names))
+        self.metrics.watch_loaded_models(lambda: len(self._models.texts) + (own is not None))
         self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         tracing = open_tracing(os.environ, config.process_id, randomness.bytes, clock)
         self.telemetry = RequestTelemetry(
@@ -188,25 +159,30 @@ class GatewayService:
         )
         if tracing is not None:
             self.metrics.watch_dropped_spans(lambda: self.telemetry.num_dropped_spans)
-        self._redis_memory = RedisMemory(
-            self._prefix_redis,
-            clock,
-            max_response_bytes=config.max_stored_response_bytes,
-            max_prefix_bytes=config.max_stored_prefix_bytes,
-        )
         self.metrics.watch_redis(lambda: self._redis_memory.use)
         self.capacity = RequestCapacity(config.max_requests, lambda: len(self._driver))
-        self.preparer = self._preparer(public)
-        self.prefix_store, self._public_watcher = self._prefixes(public, wall_clock)
-        self.response_store = ResponseStore(
-            self._prefix_redis,
+        self.preparer = Preparer.of(
+            config,
+            self.capacity,
             clock,
-            region=config.region,
-            now=wall_clock,
-            count=self.metrics.count_stored_response,
-            ttl_s=config.response_ttl_s,
-            max_all_bytes=lambda: self._redis_memory.max_response_bytes,
-            bulk=self._bulk_redis,
+            randomness,
+            public,
+            max_payload_bytes=lambda: self._bus.max_payload_bytes,
+        )
+        self.stored = DialectState(
+            config,
+            self._prefix_redis,
+            self._bulk_redis,
+            self._redis_memory,
+            public=public,
+            preparer=self.preparer,
+            models=self.models,
+            health_monitor=self._health_monitor,
+            clock=clock,
+            wall_clock=wall_clock,
+            randomness=randomness,
+            max_payload_bytes=lambda: self._bus.max_payload_bytes,
+            count_response=self.metrics.count_stored_response,
         )
         self._background = Background()
         self._is_leaving = False
@@ -222,49 +198,7 @@ class GatewayService:
         self._nats_api: NatsApi | None = None
         self._clients = clients
         if clients is not None:
-            self._nats_api = self._api_over(clients.untyped, wall_clock)
-
-    def _preparer(self, public: PublicPrefixes) -> Preparer:
-        config = self._config
-        return Preparer(
-            Preparation(config, self._randomness, public),
-            self.capacity,
-            self._clock,
-            max_payload_bytes=lambda: self._bus.max_payload_bytes,
-            slots_per_tenant=config.preparations_per_tenant,
-            max_waiting=config.max_requests // 2,  # others find room
-            max_wait_s=config.request_timeout_s,
-        )
-
-    def _prefixes(
-        self, public: PublicPrefixes, wall_clock: Callable[[], float]
-    ) -> tuple[PrefixStore, PublicPrefixWatcher]:
-        store = PrefixStore(
-            self._prefix_redis,
-            health_monitor=self._health_monitor,
-            models=self.models,
-            reader_of=self._prefix_tokenizer,
-            wall_clock=wall_clock,
-            max_all_bytes=lambda: self._redis_memory.max_prefix_bytes,
-            region=self._config.region,
-            root_key=root_key(self._config.cluster_secret),
-        )
-        watcher = PublicPrefixWatcher(
-            public,
-            self._prefix_redis,
-            self._clock,
-            models=self.models,
-            reader_of=self._prefix_tokenizer,
-            wall_clock=wall_clock,
-        )
-        return store, watcher
-
-    def _prefix_tokenizer(self, model: ServedModel) -> PrefixTokenizer:
-        return PrefixTokenizer(
-            partial(self.preparer.tokenize, model.text),
-            lambda: self._bus.max_payload_bytes,
-            model.text.files.longest_token_chars,
-        )
+            self._nats_api = self._api_over(clients, wall_clock)
 
     def _app(self, wall_clock: Callable[[], float]) -> ASGIApp:
         return build_app(
@@ -273,8 +207,8 @@ class GatewayService:
             answers=self._answers,
             models=self.models,
             names=self.model_names,
-            prefix_store=self.prefix_store,
-            response_store=self.response_store,
+            prefix_store=self.stored.prefixes,
+            response_store=self.stored.responses,
             api_keys=self.api_keys,
             metrics=self.metrics,
             readiness=self.readiness,
@@ -285,11 +219,7 @@ class GatewayService:
             max_body_bytes=self._config.max_body_bytes,
             body_budget=self._body_budget,
             version=installed_release(),
-            cluster=ClusterRoutes(
-                self._cluster,
-                TenantUsage(self._prefix_redis, self._clock, wall_clock),
-                self._config.operator_token,
-            ),
+            cluster=self._cluster_routes,
             http_host=self._config.http_host,
             has_page=self._config.page,
             metrics_token=self._config.metrics_token,
@@ -313,47 +243,24 @@ class GatewayService:
             wall_clock=wall_clock,
             unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
             telemetry=self.telemetry,
-            states=self._endpoint_states(),
+            states=self.stored.endpoints,
         )
 
-    def _endpoint_states(self) -> dict[str, EndpointState]:
-        secret = self._config.cluster_secret
-        seal = Seal(secret, self._randomness.bytes) if secret else None
-        run_state = RunState(self._randomness.bytes if self._config.padding else None)
-        completion = BodyCompletion(self.response_store, seal, self._config.max_body_bytes)
-        return {
-            MESSAGES.name: signing_state(root_key(secret)),
-            CREATE.name: completion.state,
-            RUN.name: EndpointState(lambda _: run_state),
-        }
-
-    def _api_over(self, messages: UntypedMessages, wall_clock: Callable[[], float]) -> NatsApi:
-        started_at = wall_clock()
-        tenant_models = TenantModels(self.models, self.model_names, int(started_at))
-
-        async def models(tenant: TenantRecord, _: bytes) -> bytes:
-            return msgspec.json.encode(await tenant_models.all(tenant))
-
-        parts = GatewayParts(
+    def _api_over(self, clients: NatsBus, wall_clock: Callable[[], float]) -> NatsApi:
+        return NatsApi.of(
+            clients.untyped,
+            self._config,
+            self.models,
+            self.model_names,
+            self._answers,
             api_keys=self.api_keys,
             submission=self.submission,
-            answers={**self._answers, MODELS: models},
-            listeners=Listeners(messages, self._clock),
             metrics=self.metrics,
             budget=self._body_budget,
             clock=self._clock,
-            max_body_bytes=self._config.max_body_bytes,
-            max_reply_bytes=lambda: messages.max_payload_bytes,
-        )
-        return NatsApi(
-            messages,
-            parts,
             new_request_id=self.new_request_id,
-            max_requests=self._config.max_requests,
-            process_id=self._config.process_id,
             service_id=self._randomness.bytes(11).hex(),
-            version=installed_release(),
-            started_at=started_at,
+            started_at=wall_clock(),
         )
 
     def _http_server(self, app: ASGIApp) -> WebServer:
@@ -369,13 +276,12 @@ class GatewayService:
 
     @property
     def http_address(self) -> str:
-        scheme = "http" if self._certificate is None else "https"
-        return f"{scheme}://{authority(*self._web_server.address)}"
+        return self._web_server.url
 
     async def load_tokenizer(self) -> None:
         """Optional first call: no prompt for the gateway's own model then waits for it."""
-        if self._own is not None:
-            await self._own.renderer.load_tokenizer()
+        if self._models.own is not None:
+            await self._models.own.renderer.load_tokenizer()
 
     # ── process.Service ──────────────────────────────────────────────────────────────────────────
 
@@ -393,9 +299,9 @@ class GatewayService:
         await self._health_monitor.start()
         await self.telemetry.open()
         with suppress(StoreUnavailable):  # it is read again and again
-            await self._catalogue.refresh()
-        self._background.start_own(self._catalogue.run())
-        self._background.start_own(self._public_watcher.run())
+            await self._models.registry.refresh()
+        self._background.start_own(self._models.registry.run())
+        self._background.start_own(self.stored.public_watcher.run())
         self._background.start_own(self._redis_memory.run())
         if self._certificate is not None:
             self._background.start_own(self._certificate.watch(self._clock))
@@ -431,16 +337,16 @@ class GatewayService:
             await self._nats_api.stop()
         await self._background.stop()
         await self._driver.stop()
-        await self.response_store.stop()
+        await self.stored.responses.stop()
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
         await self._health_monitor.stop()
         await self.telemetry.close()
         await self._pool.close()
-        await self._checks.close()
-        await self._texts.close()
-        if self._own is not None:
-            await self._own.renderer.close()
+        await self._models.checks.close()
+        await self._models.texts.close()
+        if self._models.own is not None:
+            await self._models.own.renderer.close()
         if self._clients is not None:
             await self._clients.close()
         await self._bus.close()
@@ -516,61 +422,3 @@ class GatewayService:
     def _redis_state(self) -> str:
         found = self.api_keys.redis_state
         return "rejects writes" if found == "ok" and self._store.load().rejects_writes else found
-
-
-async def build_gateway(config: GatewayConfig) -> GatewayService:
-    """Raises ConfigError for a bad configuration or model directory, and NatsBus.connect errors."""
-    check(config)
-    if not config.cluster_secret:
-        log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
-    own, setup = None, None
-    if config.model_dir is not None:
-        given = (config.model_dir, config.response_template, config.tool_format)
-        own = await asyncio.to_thread(checked_model, *given)
-        setup = process_setup(own, config.tool_format)
-    pool, check_pool = preparation_pool(setup), grammar_pool(setup)
-    await asyncio.gather(pool.start(), check_pool.start())
-    clock = MonotonicClock()
-    bus = await connect(config, "gateway")
-    tls = redis_tls_of(config)
-    store = RedisStore(config.redis_url, clock, tls=tls)
-    replica = RedisStore(config.redis_read_url, clock, tls=tls) if config.redis_read_url else None
-    # Prefixes may be long, and stored responses longer: their slow replies must not trip the
-    # breaker of the API key lookups, or that of each other.
-    prefix_redis, bulk_redis = (
-        RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S, tls=tls)
-        for _ in range(2)
-    )
-    gateway = GatewayService(
-        config,
-        bus,
-        store,
-        own,
-        clock=clock,
-        randomness=SystemRandomness(),
-        pool=pool,
-        check_pool=check_pool,
-        prefix_redis=prefix_redis,
-        bulk_redis=bulk_redis,
-        redis_replica=replica,
-        clients=await connect_to_clients(config),
-    )
-    await gateway.load_tokenizer()
-    return gateway
-
-
-def preparation_pool(setup: ProcessSetup | None) -> PreparationPool:
-    return PreparationPool(setup, module=PREPARATION_PROCESS)
-
-
-def grammar_pool(setup: ProcessSetup | None) -> PreparationPool:
-    return PreparationPool(
-        setup, module=CHECK_PROCESS, max_wait_s=MAX_WAIT_S, niceness=CHECK_NICENESS, grows=True
-    )
-
-
-def preparation_loads(**pools: PreparationPool | EncodingPools) -> dict[str, PoolLoad]:
-    return {
-        name: PoolLoad(each.num_waiting, each.num_running, each.num_lost)
-        for name, each in pools.items()
-    }

@@ -25,6 +25,7 @@ from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_withou
 from services.gateway.streams.fair_starts import FairStarts
 from shared.background import Background, start_awaited
 from shared.errors import ConfigError, NoCapacity
+from shared.nats_urls import authority
 
 TenantOf = Callable[[Iterable[tuple[bytes, bytes]]], str | None]  # by a request's headers
 
@@ -367,6 +368,7 @@ class WebServer:
         if certificate is not None:
             config.load()
             config.ssl = certificate.context
+        self._scheme = "http" if certificate is None else "https"
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
         self._background = Background()
@@ -375,6 +377,10 @@ class WebServer:
     def address(self) -> tuple[str, int]:
         host, port = self._socket.getsockname()[:2]
         return host, port
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://{authority(*self.address)}"
 
     async def start(self) -> None:
         """Returns once the server accepts connections; raises the error of a failed start."""

@@ -11,26 +11,39 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Self
 
 import msgspec
 import structlog
 
-from services.gateway.dialects.dialect import EncodeError
+from services.gateway.dialects.dialect import Answers, EncodeError
 from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
+from services.gateway.http.body_budget import BodyBudget
+from services.gateway.models.model_list import TenantModels
+from services.gateway.models.model_names import ModelNames
+from services.gateway.models.served_models import ServedModels
 from services.gateway.nats_api.discovery import Discovery
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from services.gateway.nats_api.endpoints import (
     API_ENDPOINTS,
+    MODELS,
     Cancelled,
     CancelRequest,
     error_encoder_of,
 )
 from services.gateway.nats_api.errors import RequestCancelled
+from services.gateway.nats_api.listeners import Listeners
 from services.gateway.nats_api.reply import GATEWAY, NatsReply
 from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.request.submission import Submission
 from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.tenancy.api_keys import ApiKeys
 from shared.background import Background, is_logged
+from shared.clock import Clock
+from shared.config import GatewayConfig
 from shared.errors import HearthError, InvalidRequest, Overloaded, PayloadTooLarge
+from shared.lifecycle.release import installed_release
 from shared.subjects import (
     API_GROUP,
     API_REQUESTS,
@@ -41,6 +54,7 @@ from shared.subjects import (
     endpoint_and_client,
     two_tokens,
 )
+from shared.tenancy.tenant import TenantRecord
 from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
@@ -92,6 +106,51 @@ class NatsApi:
         self.has_joined = False  # now or before
         self._leave: Callable[[], Awaitable[None]] | None = None
         self._stops: list[Callable[[], Awaitable[None]]] = []
+
+    @classmethod
+    def of(
+        cls,
+        messages: UntypedMessages,
+        config: GatewayConfig,
+        models: ServedModels,
+        names: ModelNames,
+        answers: Answers,
+        *,
+        api_keys: ApiKeys,
+        submission: Submission,
+        metrics: GatewayMetrics,
+        budget: BodyBudget,
+        clock: Clock,
+        new_request_id: Callable[[], str],
+        service_id: str,
+        started_at: float,
+    ) -> Self:
+        tenant_models = TenantModels(models, names, int(started_at))
+
+        async def list_models(tenant: TenantRecord, _: bytes) -> bytes:
+            return msgspec.json.encode(await tenant_models.all(tenant))
+
+        parts = GatewayParts(
+            api_keys=api_keys,
+            submission=submission,
+            answers={**answers, MODELS: list_models},
+            listeners=Listeners(messages, clock),
+            metrics=metrics,
+            budget=budget,
+            clock=clock,
+            max_body_bytes=config.max_body_bytes,
+            max_reply_bytes=lambda: messages.max_payload_bytes,
+        )
+        return cls(
+            messages,
+            parts,
+            new_request_id=new_request_id,
+            max_requests=config.max_requests,
+            process_id=config.process_id,
+            service_id=service_id,
+            version=installed_release(),
+            started_at=started_at,
+        )
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 

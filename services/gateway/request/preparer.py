@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -36,10 +36,13 @@ from services.gateway.request.prompt import (
     TokenPrompt,
     naming_field_of,
 )
+from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from shared.background import start_awaited
 from shared.clock import Clock
+from shared.config import GatewayConfig
+from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
 MAX_INLINE_CHARS = 8192  # of a small request, before it is tokenized
@@ -76,6 +79,27 @@ class Preparer:
             max_wait_s=max_wait_s,
         )
         self._slots, self._small = slots(), slots(alone=MAX_BATCH)
+
+    @classmethod
+    def of(
+        cls,
+        config: GatewayConfig,
+        capacity: RequestCapacity,
+        clock: Clock,
+        randomness: Randomness,
+        public: PublicPrefixes,
+        *,
+        max_payload_bytes: Callable[[], int],
+    ) -> Self:
+        return cls(
+            Preparation(config, randomness, public),
+            capacity,
+            clock,
+            max_payload_bytes=max_payload_bytes,
+            slots_per_tenant=config.preparations_per_tenant,
+            max_waiting=config.max_requests // 2,  # others find room
+            max_wait_s=config.request_timeout_s,
+        )
 
     async def prepare(
         self,

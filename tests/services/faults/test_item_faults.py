@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "submission": (lambda it: it.gateway._driver, "_request_from_scheduler", chat_gives(500)),
     "output": (lambda it: RequestOutput, "on_tokens", chat_gives(500)),
     "end of output": (lambda it: RequestOutput, "_count", chat_gives(200)),
-    "stored response": (lambda it: it.gateway.response_store, "_now", response_is_not_stored),
+    "stored response": (lambda it: it.gateway.stored.responses, "_now", response_is_not_stored),
     "admission": (lambda it: it.scheduler._queues, "enqueue", chat_gives(500)),
     "placement": (lambda it: it.scheduler, "_match", chat_gives(500)),
     "placed": (lambda it: it.scheduler, "_started", chat_gives(500)),

@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from services.gateway.service import GatewayService, build_gateway
+from services.gateway.build import build_gateway
+from services.gateway.service import GatewayService
 from services.gateway.structured.grammars import request_grammars
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -82,8 +83,8 @@ class Cluster:
     @cached_property
     def files(self) -> ModelFiles:
         """Of the gateway's own model."""
-        assert self.gateway._own is not None
-        return ModelFiles(Path(self.gateway._own.files.model_dir))
+        assert self.gateway._models.own is not None
+        return ModelFiles(Path(self.gateway._models.own.files.model_dir))
 
     async def reset(self) -> None:
         """Resets the peers to their defaults, and waits until the gateway has no open request."""

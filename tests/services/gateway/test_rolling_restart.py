@@ -14,7 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.service import GatewayService, build_gateway
+from services.gateway.build import build_gateway
+from services.gateway.service import GatewayService
 from shared.config import GatewayConfig
 from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
-from services.gateway.service import GatewayService, build_gateway
+from services.gateway.build import build_gateway
+from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService, build_kv_index
 from services.local.credentials import tls_block
@@ -240,8 +241,8 @@ async def secrets_of(cluster: LiveCluster) -> dict[str, list[bytes]]:
     assert len(states) == served["num_pushed_tokens"] > 64
     prefix = {"model": "tiny", "system": PREFIX}
     (await cluster.http.put("/v1/prefixes/bank", json=prefix)).raise_for_status()
-    assert cluster.gateway._own is not None
-    files = ModelFiles(Path(cluster.gateway._own.files.model_dir))
+    assert cluster.gateway._models.own is not None
+    files = ModelFiles(Path(cluster.gateway._models.own.files.model_dir))
     token_ids = files.tokenizer.encode([PROMPT])
     return {
         "prompt": [PROMPT.encode()],

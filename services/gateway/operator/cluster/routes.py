@@ -5,7 +5,8 @@ of the others, and their timing is a secret, too.
 from __future__ import annotations
 
 import hmac
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
@@ -13,10 +14,13 @@ from litestar.response import Response, Stream
 
 from services.gateway.http.server import ON_AUTHENTICATED, OPERATOR
 from services.gateway.operator.cluster.feed import ClusterFeed
-from services.gateway.operator.cluster.state import ClusterSnapshot
+from services.gateway.operator.cluster.state import ClusterSnapshot, ClusterView
 from services.gateway.operator.cluster.tenants import TenantsReport, TenantUsage
 from services.gateway.tenancy.api_keys import bearer_of
+from shared.clock import Clock
 from shared.errors import AuthenticationFailed, Overloaded
+from shared.lifecycle.health import Fleet
+from shared.store import Store
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 _STREAMED = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -26,9 +30,21 @@ class ClusterRoutes:
     """`operator_token`: empty: nobody may read."""
 
     def __init__(self, feed: ClusterFeed, tenants: TenantUsage, operator_token: str) -> None:
-        self._feed = feed
+        self.feed = feed
         self._tenants = tenants
         self._operator_token = operator_token.encode()
+
+    @classmethod
+    def of(
+        cls,
+        fleet: Fleet,
+        store: Store,
+        clock: Clock,
+        wall_clock: Callable[[], float],
+        operator_token: str,
+    ) -> Self:
+        feed = ClusterFeed(ClusterView(fleet, clock.now, wall_clock))
+        return cls(feed, TenantUsage(store, clock, wall_clock), operator_token)
 
     def is_operator(self, header: str | None) -> bool:
         """Of an Authorization header. Without a token there is no operator."""
@@ -46,12 +62,12 @@ class ClusterRoutes:
             on_authenticated(OPERATOR)
 
     async def snapshot(self) -> Response[ClusterSnapshot]:
-        return Response(self._feed.state.snapshot(), headers={"cache-control": "no-store"})
+        return Response(self.feed.state.snapshot(), headers={"cache-control": "no-store"})
 
     async def tenants(self) -> Response[TenantsReport]:
         return Response(await self._tenants.report(), headers={"cache-control": "no-store"})
 
     async def events(self) -> Stream:
-        if self._feed.is_full:
+        if self.feed.is_full:
             raise Overloaded("too many clients read the cluster's events")
-        return Stream(self._feed.events(), media_type="text/event-stream", headers=_STREAMED)
+        return Stream(self.feed.events(), media_type="text/event-stream", headers=_STREAMED)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.service import build_gateway
+from services.gateway.build import build_gateway
 from shared.config import ConfigError, GatewayConfig, check
 from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.support.servers import NatsServer

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.service import GatewayService, build_gateway
+from services.gateway.build import build_gateway
+from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
@@ -74,7 +75,7 @@ class Fleet:
 
     async def follow(self) -> None:
         """The gateway reads the catalogue, as it does each second."""
-        await self.gateway._catalogue.refresh()
+        await self.gateway._models.registry.refresh()
 
     async def chat(self, model: str, tenant: str = "acme", **fields: object) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "hello"}], **fields}

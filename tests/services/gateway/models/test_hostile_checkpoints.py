@@ -68,7 +68,7 @@ async def tried(fleet: Fleet, path: Path) -> str:
     """Loads the folder's texts and uses them, as a request does. Returns what came of it."""
     while True:
         try:
-            text = await fleet.gateway._texts.get(TextSource(str(path), path.name))
+            text = await fleet.gateway._models.texts.get(TextSource(str(path), path.name))
             await use(fleet, text, path.name)
         except Overloaded:
             continue

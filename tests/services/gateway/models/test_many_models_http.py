@@ -122,7 +122,7 @@ async def test_grammars_are_checked_with_the_vocabulary_of_their_model(fleet: Fl
         response = await fleet.chat(model, guided_regex="[a-z ,]+", max_tokens=4)
         assert response.status_code == 200, response.text
         assert (await submitted(fleet)).sampling.grammar is not None
-    assert len(fleet.gateway._checks._pool.process_ids) == 1  # whatever the number of models
+    assert len(fleet.gateway._models.checks._pool.process_ids) == 1  # whatever the number of models
     assert len(fleet.gateway._pool.process_ids) <= 2
 
 
@@ -130,7 +130,7 @@ async def test_lists_show_what_the_tenant_may_use(fleet: Fleet) -> None:
     aliases = ModelAliasAdmin(fleet.store, lambda: 1.0)
     await aliases.put("@cf/acme/fast", "de")
     await aliases.put("absent-alias", "absent")
-    fleet.gateway.model_aliases._known.clear()
+    fleet.gateway._models.aliases._known.clear()
     named = {"acme": ["de", "@cf/acme/fast", "en"], "limited": ["en"], "other": ["en"]}
     for tenant, names in named.items():
         listed = (await fleet.get("/v1/models", tenant)).json()["data"]

@@ -13,9 +13,10 @@ import pytest
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
+from services.gateway.build import build_gateway
 from services.gateway.nats_api import listeners
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
-from services.gateway.service import GatewayService, build_gateway
+from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.service import build_gateway
+from services.gateway.build import build_gateway
 from services.gateway.tenancy.api_keys import REFRESH_S, ApiKeys
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock

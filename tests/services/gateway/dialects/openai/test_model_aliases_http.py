@@ -26,13 +26,13 @@ async def aliased(cluster: Cluster) -> AsyncIterator[Cluster]:
     await admin.put(OWN, config.served_name, "tenant-1")
     await admin.put(FOREIGN, config.served_name, "tenant-2")
     await admin.put(ELSEWHERE, "model-of-another-gateway", "tenant-1")
-    cluster.gateway.model_aliases._known.clear()
+    cluster.gateway._models.aliases._known.clear()
     yield cluster
     await admin.remove(OWN, "tenant-1")
     await admin.remove(ELSEWHERE, "tenant-1")
     await admin.remove(FOREIGN, "tenant-2")
     await store.close()
-    cluster.gateway.model_aliases._known.clear()
+    cluster.gateway._models.aliases._known.clear()
 
 
 async def test_alias_of_the_tenant_names_the_model(aliased: Cluster) -> None:

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from litestar.openapi.spec import OpenAPI
 
+from services.gateway.build import build_gateway
 from services.gateway.dialects.openai.chat import ChatCompletionRequest, to_generation_request
 from services.gateway.request import preparer
 from services.gateway.request.preparer import MAX_INLINE_CHARS
-from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity, Overloaded
 from shared.messages import Failure, Finish, Served

@@ -146,8 +146,8 @@ async def test_prefixes_are_tokenized_within_the_slots_of_their_tenant(
     cluster: Cluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of other tenants are tokenized in the same process."""
-    assert cluster.gateway._own is not None
-    renderer = cluster.gateway._own.renderer
+    assert cluster.gateway._models.own is not None
+    renderer = cluster.gateway._models.own.renderer
     encode, num_running, counts = renderer.encode, 0, list[int]()
 
     async def counted(*args: Any, **options: Any) -> Encoded:

@@ -22,7 +22,7 @@ async def alias(cluster: Cluster) -> AsyncIterator[str]:
     admin = ModelAliasAdmin(store, lambda: 0.0)
     for name, model in ALIASES.items():
         await admin.put(name, model)
-    known = cluster.gateway.model_aliases._known
+    known = cluster.gateway._models.aliases._known
     known.clear()
     yield next(iter(ALIASES))
     for name in ALIASES:

@@ -225,7 +225,7 @@ async def test_redis_away(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> 
     async def unavailable(*_: Any) -> Any:
         raise StoreUnavailable("Redis does not answer")
 
-    cluster.gateway.model_aliases._known.clear()
+    cluster.gateway._models.aliases._known.clear()
     with monkeypatch.context() as patch:
         patch.setattr(store, "evaluate", unavailable)
         response = await cluster.http.post(f"{ROOT}/run/@cf/a/b", json=BODY)

@@ -9,8 +9,8 @@ import httpx
 import msgspec
 import pytest
 
+from services.gateway.build import build_gateway
 from services.gateway.request import prepared_bodies
-from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.messages import Request
 from shared.packing import unpack_token_ids
