@@ -1,4 +1,4 @@
-"""A conversation without a dialect: what every dialect of chat requests is converted to."""
+"""The turns of a conversation without a dialect, and the prompt that they become."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.request.prompt import ChatPrompt
-from services.gateway.request.sampling import SamplingFields
-from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.call_fields import CallField, name_and_arguments
 from services.gateway.structured.tools.tool import ToolOptions, template_tool
 from services.gateway.structured.tools.value_bounds import check_values
@@ -69,33 +67,28 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_param: str | None = None
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """`variables`: of the client, for the chat template, such as `enable_thinking`."""
-
-    turns: tuple[Turn, ...]
-    tools: ToolOptions | None = None
-    output: OutputConstraint | None = None
-    reasoning: ReasoningOptions = ReasoningOptions()
-    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    sampling: SamplingFields = SamplingFields()
-
-
-def chat_prompt(conversation: Conversation, *, param: str = "messages") -> ChatPrompt:
+def chat_prompt(
+    turns: Sequence[Turn],
+    tools: ToolOptions | None = None,
+    *,
+    effort: Effort | None = None,
+    variables: Mapping[str, Any] | None = None,
+    param: str = "messages",
+) -> ChatPrompt:
     """Converts the turns to the dicts of chat templates, and joins the texts of each with newlines.
-    `param`: the request field that holds the conversation. Raises InvalidRequest for a result
-    without a call before it, and for what no model can be given yet.
+    `variables`: of the client, for the chat template, such as `enable_thinking`. `param`: the
+    request field that holds the turns. Raises InvalidRequest for a result without a call before it,
+    and for what no model can be given yet.
     """
     names: dict[str, str] = {}  # of the called tools, by the call's id
     messages: list[dict[str, Any]] = []
-    for index, turn in enumerate(conversation.turns):
+    for index, turn in enumerate(turns):
         messages += _messages(index, turn, names)
-    options = conversation.tools
-    shown = () if options is None else options.shown_tools
-    variables = template_variables(conversation.variables, conversation.reasoning.effort)
+    shown = () if tools is None else tools.shown_tools
     return ChatPrompt(
         tuple(messages),
         tools=tuple(map(template_tool, shown)),
-        variables=variables,
+        variables=template_variables(variables or {}, effort),
         param=param,
     )
 

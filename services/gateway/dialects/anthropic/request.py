@@ -12,7 +12,6 @@ from services.gateway.dialects.anthropic.blocks import AnthropicMessage, Message
 from services.gateway.dialects.anthropic.tools import AnthropicChoiceField, Tools, tool_options
 from services.gateway.dialects.anthropic.turns import turns_of
 from services.gateway.request.conversation import (
-    Conversation,
     Effort,
     ReasoningOptions,
     chat_prompt,
@@ -126,34 +125,33 @@ COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES)
 NO_MESSAGES = [AnthropicMessage("user", "")]
 
 
-def conversation_of(body: PromptFields) -> Conversation:
-    """Raises InvalidRequest if fields contradict each other, PayloadTooLarge."""
-    return Conversation(
-        turns=turns_of(body.system, body.messages),
-        tools=tool_options(body.tools, body.tool_choice),
-        output=_constraint(body),
-        reasoning=_reasoning(body),
-        variables=_variables(body.thinking),
+def request_of(body: PromptFields) -> GenerationRequest:
+    """The prompt and what its answer may be, without sampling or limits. Raises InvalidRequest if
+    fields contradict each other, PayloadTooLarge.
+    """
+    turns, tools = turns_of(body.system, body.messages), tool_options(body.tools, body.tool_choice)
+    output, reasoning, variables = _constraint(body), _reasoning(body), _variables(body.thinking)
+    return GenerationRequest(
+        model=body.model,
+        prompt=chat_prompt(turns, tools, effort=reasoning.effort, variables=variables),
+        sampling=SamplingFields(),
+        tools=tools,
+        reasoning=reasoning,
+        output=output,
     )
 
 
 def to_generation_requests(body: MessagesRequest, _: str) -> Sequence[GenerationRequest]:
     """Raises InvalidRequest if fields contradict each other, PayloadTooLarge."""
     _check_budget(body)
-    conversation = conversation_of(body)
-    return [
-        GenerationRequest(
-            model=body.model,
-            prompt=chat_prompt(conversation),
-            sampling=_sampling(body),
-            default_max_tokens=body.max_tokens,
-            asked_max_tokens=body.max_tokens,
-            affinity_key=_affinity_key(body.metadata),
-            tools=conversation.tools,
-            reasoning=conversation.reasoning,
-            output=conversation.output,
-        )
-    ]
+    generation = msgspec.structs.replace(
+        request_of(body),
+        sampling=_sampling(body),
+        default_max_tokens=body.max_tokens,
+        asked_max_tokens=body.max_tokens,
+        affinity_key=_affinity_key(body.metadata),
+    )
+    return [generation]
 
 
 def without_prompts(body: MessagesRequest, _: int) -> MessagesRequest:

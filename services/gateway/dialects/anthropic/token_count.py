@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from services.gateway.dialects.anthropic.request import COUNT_FIELDS, PromptFields, conversation_of
+from services.gateway.dialects.anthropic.request import COUNT_FIELDS, PromptFields, request_of
 from services.gateway.dialects.anthropic.response_types import TokenCount
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.named_model import named_model
-from services.gateway.request.conversation import chat_prompt
 from services.gateway.request.prepared_bodies import is_small
 from services.gateway.request.preparer import Preparer
+from services.gateway.request.prompt import ChatPrompt
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.tokenizer import PromptTokenizer
@@ -38,7 +38,7 @@ class TokenCounter:
             prepared = await self._preparer.prepare_body(tenant, model, COUNT_TOKENS, data)
             return prepared.body
         body: PromptFields = COUNT_FIELDS.decode(data)
-        prompt = chat_prompt(conversation_of(body))
+        prompt = _prompt_of(body)
         model = await self._names.main(tenant, body.model)
         token_ids = await self._preparer.tokenize(
             model.text,
@@ -50,6 +50,12 @@ class TokenCounter:
         return msgspec.json.encode(TokenCount(len(token_ids)))
 
 
+def _prompt_of(body: PromptFields) -> ChatPrompt:
+    prompt = request_of(body).prompt
+    assert isinstance(prompt, ChatPrompt), "of a conversation"
+    return prompt
+
+
 def count_large(
     job: BodyJob, tokenizer: PromptTokenizer, template: ChatTemplate | None
 ) -> PreparedBody:
@@ -57,7 +63,7 @@ def count_large(
     subclasses.
     """
     body: PromptFields = COUNT_FIELDS.decode(job.body)
-    prompt = chat_prompt(conversation_of(body))
+    prompt = _prompt_of(body)
     if template is None:
         raise InvalidRequest("this model has no chat template", param="messages")
     parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)

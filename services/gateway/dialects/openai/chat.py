@@ -17,7 +17,6 @@ from services.gateway.dialects.openai.request_fields import (
 )
 from services.gateway.dialects.openai.usage import HearthInfo, OpenAIUsage
 from services.gateway.request.conversation import (
-    Conversation,
     Effort,
     ReasoningOptions,
     chat_prompt,
@@ -61,23 +60,13 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
     check_stream_options(body)
-    conversation = Conversation(
-        turns=turns_of(body.messages),
-        tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
-        reasoning=ReasoningOptions(
-            effort=body.reasoning_effort,
-            is_shown=body.include_reasoning is not False,
-            max_tokens=body.thinking_token_budget,
-            max_tokens_param="thinking_token_budget",
-        ),
-        variables=body.chat_template_kwargs or {},
-        output=constraint_of(body),
-        sampling=body,
-    )
+    turns = turns_of(body.messages)
+    tools = tool_options(body.tools, body.tool_choice, body.parallel_tool_calls)
+    output, effort = constraint_of(body), body.reasoning_effort
     return GenerationRequest(
         model=body.model or default_model,
-        prompt=chat_prompt(conversation),
-        sampling=conversation.sampling,
+        prompt=chat_prompt(turns, tools, effort=effort, variables=body.chat_template_kwargs),
+        sampling=body,
         max_tokens=_max_tokens(body),
         max_tokens_param=(
             "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -88,9 +77,14 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",
         priority=body.priority,
-        tools=conversation.tools,
-        reasoning=conversation.reasoning,
-        output=conversation.output,
+        tools=tools,
+        reasoning=ReasoningOptions(
+            effort=effort,
+            is_shown=body.include_reasoning is not False,
+            max_tokens=body.thinking_token_budget,
+            max_tokens_param="thinking_token_budget",
+        ),
+        output=output,
     )
 
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from services.gateway.dialects.openai.messages import ChatMessage, turns_of
 from services.gateway.http.body import StrictBody
-from services.gateway.request.conversation import Conversation, chat_prompt
+from services.gateway.request.conversation import chat_prompt
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.structured.tools.choice_fields import tool_options
@@ -147,5 +147,4 @@ def prompt_of(body: PrefixRequest) -> ChatPrompt:
     turns = turns_of([*system, *(body.messages or [])])
     if not turns:
         raise InvalidRequest("a prefix needs `system` or `messages`", param="system")
-    tools = tool_options(body.tools, None, None)
-    return chat_prompt(Conversation(turns=turns, tools=tools))
+    return chat_prompt(turns, tool_options(body.tools, None, None))

@@ -7,7 +7,7 @@ import msgspec
 from services.gateway.dialects.responses.fields import CompleteRequest, TextFormat
 from services.gateway.dialects.responses.input import turns_of
 from services.gateway.dialects.responses.tools import options_of
-from services.gateway.request.conversation import Conversation, ReasoningOptions, chat_prompt
+from services.gateway.request.conversation import ReasoningOptions, chat_prompt
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.structured.grammars.constraint import OutputConstraint
@@ -23,18 +23,13 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
     if body.input is None and not body.history:
         raise InvalidRequest("input: send a text or items", param="input")
     effort = None if body.reasoning is None else body.reasoning.effort
-    conversation = Conversation(
-        turns=turns_of(body.instructions, body.history, body.items),
-        tools=options_of(body.placed_tools, body.tool_choice, body.parallel_tool_calls),
-        reasoning=ReasoningOptions(effort=effort),
-        variables=body.chat_template_kwargs or {},
-        output=_output_of(body),
-        sampling=body,
-    )
+    turns = turns_of(body.instructions, body.history, body.items)
+    tools = options_of(body.placed_tools, body.tool_choice, body.parallel_tool_calls)
+    output, variables = _output_of(body), body.chat_template_kwargs
     return GenerationRequest(
         model=body.model or default_model,
-        prompt=chat_prompt(conversation, param="input"),
-        sampling=conversation.sampling,
+        prompt=chat_prompt(turns, tools, effort=effort, variables=variables, param="input"),
+        sampling=body,
         max_tokens=body.max_output_tokens,
         max_tokens_param="max_output_tokens",
         num_logprobs=(body.top_logprobs or 0) if body.has_logprobs else None,
@@ -42,9 +37,9 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
         cache_salt=body.cache_salt or "",
         affinity_key=body.prompt_cache_key or "",
         priority=body.priority,
-        tools=conversation.tools,
-        reasoning=conversation.reasoning,
-        output=conversation.output,
+        tools=tools,
+        reasoning=ReasoningOptions(effort=effort),
+        output=output,
     )
 
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from services.gateway.dialects.openai.messages import ChatMessage, turns_of
 from services.gateway.http.text_fields import TextFields
-from services.gateway.request.conversation import Conversation, chat_prompt
+from services.gateway.request.conversation import chat_prompt
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.structured.tools.choice_fields import tool_options
 from services.gateway.structured.tools.tool_fields import ToolFields
@@ -98,9 +98,5 @@ def check_tokenize(body: TokenizeRequest) -> None:
 
 def prompt_of(body: TokenizeRequest) -> ChatPrompt:
     """The messages and tools for the chat template. Raises InvalidRequest, PayloadTooLarge."""
-    conversation = Conversation(
-        turns=turns_of(body.messages or []),
-        tools=tool_options(body.tools, None, None),
-        variables=body.chat_template_kwargs or {},
-    )
-    return chat_prompt(conversation)
+    turns, tools = turns_of(body.messages or []), tool_options(body.tools, None, None)
+    return chat_prompt(turns, tools, variables=body.chat_template_kwargs)

@@ -29,7 +29,6 @@ from services.gateway.dialects.workers_ai.errors import LoraNotSupported
 from services.gateway.dialects.workers_ai.messages import RunMessage, turns_of
 from services.gateway.http.text_fields import TextFields
 from services.gateway.request.conversation import (
-    Conversation,
     Effort,
     ReasoningOptions,
     TextPart,
@@ -42,6 +41,7 @@ from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import FOREIGN_FIELDS
 from services.gateway.structured.grammars.constraint_fields import constraint_of
 from services.gateway.structured.tools.choice_fields import ToolChoiceField, tool_options
+from services.gateway.structured.tools.tool import ToolOptions
 from services.gateway.structured.tools.tool_fields import ToolFields
 from services.gateway.text.model_files import ModelText
 from shared.errors import InvalidRequest
@@ -162,18 +162,23 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
         return _embeddings(body, model)
     if (pairs := body.pairs) is not None:
         return embedding_requests(pairs, model, is_queueable=body.is_queueable)
-    conversation = _conversation(body)
+    turns = _turns(body)
+    tools = tool_options(body.tools, body.tool_choice, body.parallel_tool_calls)
     return [
         GenerationRequest(
             model=model,
-            prompt=_prompt(body, conversation),
+            prompt=_prompt(body, turns, tools),
             sampling=_sampling(body),
             max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             output=constraint_of(body),
             is_queueable=body.is_queueable,
-            tools=conversation.tools,
-            reasoning=conversation.reasoning,
+            tools=tools,
+            reasoning=ReasoningOptions(
+                effort=body.reasoning_effort,
+                max_tokens=body.thinking_token_budget,
+                max_tokens_param="thinking_token_budget",
+            ),
         )
     ]
 
@@ -229,35 +234,29 @@ def _check_ranking(body: RunRequest) -> None:
         raise InvalidRequest("top_k: a rank has at least one result", param="top_k")
 
 
-def _conversation(body: RunRequest) -> Conversation:
+def _turns(body: RunRequest) -> tuple[Turn, ...]:
     """Of the messages, of the input, or of the prompt as the message of a user."""
     if body.input is not None:
         given = body.input
         items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-        turns: tuple[Turn, ...] = turns_of_items(body.instructions, (), items)
-    elif body.messages is None:
-        assert body.prompt is not None, "one of the keys is given"
-        turns = (Turn("user", (TextPart(body.prompt),)),)
-    else:
-        turns = turns_of(body.messages)
-    return Conversation(
-        turns=turns,
-        tools=tool_options(body.tools, body.tool_choice, body.parallel_tool_calls),
-        reasoning=ReasoningOptions(
-            effort=body.reasoning_effort,
-            max_tokens=body.thinking_token_budget,
-            max_tokens_param="thinking_token_budget",
-        ),
-        variables=body.chat_template_kwargs or {},
+        return turns_of_items(body.instructions, (), items)
+    if body.prompt is not None:
+        return (Turn("user", (TextPart(body.prompt),)),)
+    return turns_of(body.messages or ())
+
+
+def _prompt(
+    body: RunRequest, turns: Sequence[Turn], tools: ToolOptions | None
+) -> ChatPrompt | TextPrompt:
+    if body.raw and body.prompt is not None:
+        return TextPrompt(body.prompt, "prompt")
+    return chat_prompt(
+        turns,
+        tools,
+        effort=body.reasoning_effort,
+        variables=body.chat_template_kwargs,
+        param="messages" if body.input is None else "input",
     )
-
-
-def _prompt(body: RunRequest, conversation: Conversation) -> ChatPrompt | TextPrompt:
-    if not body.raw:
-        param = "messages" if body.input is None else "input"
-        return chat_prompt(conversation, param=param)
-    assert body.prompt is not None, "`raw` is of a prompt"
-    return TextPrompt(body.prompt, "prompt")
 
 
 def _sampling(body: RunRequest) -> SamplingFields:

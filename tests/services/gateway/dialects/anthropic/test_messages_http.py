@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.dialects.anthropic.request import COUNT_FIELDS, conversation_of
+from services.gateway.dialects.anthropic.request import COUNT_FIELDS, request_of
 from services.gateway.request import prepared_bodies
-from services.gateway.request.conversation import chat_prompt
+from services.gateway.request.prompt import ChatPrompt
 from shared.messages import Request
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, API_KEY, Cluster
@@ -174,7 +174,9 @@ def test_blocks_of_a_conversation_with_searches() -> None:
         {"role": "user", "content": [result]},
     ]
     body = COUNT_FIELDS.decode(json.dumps({**BODY, "messages": messages}).encode())
-    shown = chat_prompt(conversation_of(body)).messages
+    prompt = request_of(body).prompt
+    assert isinstance(prompt, ChatPrompt)
+    shown = prompt.messages
     text = "TITLE\nhttps://example.org/a\nFACT"
     assert [(each["role"], each["content"]) for each in shown] == [
         ("user", text),
