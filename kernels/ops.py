@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED, has_triton_device
-from kernels.quantised_weight import Fp8Layout as Fp8Layout
-from kernels.quantised_weight import Fp8Part as Fp8Part
-from kernels.quantised_weight import Int4Layout as Int4Layout
-from kernels.quantised_weight import Int4Part as Int4Part
-from kernels.quantised_weight import QuantisedWeight
-from kernels.quantised_weight import fp8_weight as fp8_weight
-from kernels.quantised_weight import int4_weight as int4_weight
+from kernels.quantized_weight import Fp8Layout as Fp8Layout
+from kernels.quantized_weight import Fp8Part as Fp8Part
+from kernels.quantized_weight import Int4Layout as Int4Layout
+from kernels.quantized_weight import Int4Part as Int4Part
+from kernels.quantized_weight import QuantizedWeight
+from kernels.quantized_weight import fp8_weight as fp8_weight
+from kernels.quantized_weight import int4_weight as int4_weight
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
@@ -74,7 +74,7 @@ from kernels.torch_ops.top_k import top_k as torch_top_k
 
 if TYPE_CHECKING:
     from kernels.cpu.compile_plan import CompilePlan as CpuCompilePlan
-    from kernels.cpu.compile_plan import QuantisedKind as CpuQuantisedKind
+    from kernels.cpu.compile_plan import QuantizedKind as CpuQuantizedKind
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
     from kernels.cpu.gemm.lane_linear import LibraryLanes
     from kernels.cpu.host import CpuHost
@@ -85,12 +85,12 @@ R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 Compressed: TypeAlias = "CompressedWeight | SplitWeight"
 CpuCompressed: TypeAlias = "CompressedWeight"
-Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight | QuantisedWeight"
+Weight: TypeAlias = "Tensor | LibraryLanes | CompressedWeight | SplitWeight | QuantizedWeight"
 LaneWeight: TypeAlias = "Tensor | LibraryLanes"
 HeadWeights: TypeAlias = "Tensor | list[Tensor]"
 LayerKernel: TypeAlias = "PackedLayer"
 CompilePlan: TypeAlias = "CpuCompilePlan"
-QuantisedKind: TypeAlias = "CpuQuantisedKind"
+QuantizedKind: TypeAlias = "CpuQuantizedKind"
 # The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
     "add_experts": "moe.expert_rows",
@@ -288,7 +288,7 @@ def grouped_linear(
     x: Tensor,
     rows: Tensor | None,
     offsets: Tensor,
-    weight: Tensor | CpuCompressed | QuantisedWeight,
+    weight: Tensor | CpuCompressed | QuantizedWeight,
     *,
     lanes: SumLanes,
 ) -> Tensor:
@@ -304,7 +304,7 @@ def grouped_sums(
     x: Tensor,
     rows: Tensor | None,
     offsets: Tensor,
-    weight: Tensor | CpuCompressed | QuantisedWeight,
+    weight: Tensor | CpuCompressed | QuantizedWeight,
     *,
     lanes: SumLanes,
     num_sums: int = 1,
@@ -346,17 +346,17 @@ def product_row_counts(
 
 def _is_multiplied_by_triton(
     weight: Weight,
-) -> TypeGuard[Tensor | SplitWeight | QuantisedWeight]:
-    if not isinstance(weight, SplitWeight | QuantisedWeight | Tensor) or len(weight.shape) != 2:
+) -> TypeGuard[Tensor | SplitWeight | QuantizedWeight]:
+    if not isinstance(weight, SplitWeight | QuantizedWeight | Tensor) or len(weight.shape) != 2:
         return False
     return _is_for_triton(weight.device)
 
 
-def packed_form(weight: LaneWeight | CpuCompressed | QuantisedWeight) -> Any:
+def packed_form(weight: LaneWeight | CpuCompressed | QuantizedWeight) -> Any:
     """The form of a weight that the compiled loops multiply with; None if it is not packed."""
     if isinstance(weight, Tensor) and not _is_for_loops(weight):
         return None
-    if isinstance(weight, QuantisedWeight) and not _has_loops(weight):
+    if isinstance(weight, QuantizedWeight) and not _has_loops(weight):
         return None
     return _cpu("gemm.packed_linear").for_products(weight)
 
@@ -415,52 +415,52 @@ def compressed_lane_linear(
     return lane_linear(x, decompress(weight), bias, lanes=lanes)
 
 
-def quantised_linear(
+def quantized_linear(
     x: Tensor,
-    weight: QuantisedWeight,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """`linear` with a quantised weight, of the bits of the dequantised one. On CPUs a part of it is
-    decoded at a time; elsewhere it is dequantised into temporary memory.
+    """`linear` with a quantized weight, of the bits of the dequantized one. On CPUs a part of it is
+    decoded at a time; elsewhere it is dequantized into temporary memory.
     """
     if _is_for_loops(weight.memory):
-        module = _cpu("gemm.quantised_linear")
-        y: Tensor = module.quantised_linear(x, weight, bias, has_kernels=cpu_host().has_kernels)
+        module = _cpu("gemm.quantized_linear")
+        y: Tensor = module.quantized_linear(x, weight, bias, has_kernels=cpu_host().has_kernels)
         return y
     return linear(x, weight.dense(), bias, is_batch_invariant=is_batch_invariant)
 
 
-def quantised_lane_linear(
+def quantized_lane_linear(
     x: Tensor,
-    weight: QuantisedWeight,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     *,
     lanes: SumLanes,
     is_batch_invariant: bool = True,
 ) -> Tensor:
-    """`lane_linear` with a quantised weight."""
+    """`lane_linear` with a quantized weight."""
     if _is_for_loops(weight.memory):
         mode = {"lanes": lanes, "has_kernels": cpu_host().has_kernels}
-        y: Tensor = _cpu("gemm.quantised_linear").quantised_lane_linear(x, weight, bias, **mode)
+        y: Tensor = _cpu("gemm.quantized_linear").quantized_lane_linear(x, weight, bias, **mode)
         return y
     dense = weight.dense()
     return lane_linear(x, dense, bias, lanes=lanes, is_batch_invariant=is_batch_invariant)
 
 
-def quantised_lane_sums(
-    x: Tensor, weight: QuantisedWeight, *, lanes: SumLanes, num_sums: int = 1
+def quantized_lane_sums(
+    x: Tensor, weight: QuantizedWeight, *, lanes: SumLanes, num_sums: int = 1
 ) -> Tensor:
-    """`lane_sums` with a quantised weight."""
+    """`lane_sums` with a quantized weight."""
     if _is_for_loops(weight.memory):
         mode = {"lanes": lanes, "num_sums": num_sums, "has_kernels": cpu_host().has_kernels}
-        sums: Tensor = _cpu("gemm.quantised_linear").quantised_lane_sums(x, weight, **mode)
+        sums: Tensor = _cpu("gemm.quantized_linear").quantized_lane_sums(x, weight, **mode)
         return sums
     return lane_sums(x, weight.dense(), lanes=lanes, num_sums=num_sums)
 
 
-def _has_loops(weight: QuantisedWeight) -> bool:
+def _has_loops(weight: QuantizedWeight) -> bool:
     return _is_for_loops(weight.memory) and cpu_host().has_kernels
 
 
@@ -527,7 +527,7 @@ def is_compressed(weight: object) -> TypeGuard[Compressed]:
 
 
 def is_cpu_compressed(weight: object) -> TypeGuard[CpuCompressed]:
-    if weight is None or isinstance(weight, Tensor | SplitWeight | QuantisedWeight):
+    if weight is None or isinstance(weight, Tensor | SplitWeight | QuantizedWeight):
         return False
     return isinstance(weight, _cpu("gemm.compressed_weight").CompressedWeight)
 

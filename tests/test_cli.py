@@ -154,7 +154,7 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["quantize", "/no", "/tmp/new"], "/no is not a directory"),
         (["quantize", "shared/demo_model", "/tmp"], "/tmp exists already"),
         (["quantize", "shared/demo_model", "/tmp/new", "--group", "48"], "group_size 48"),
-        (["quantize", "shared/demo_model", "/tmp/new", "--ignore", "re:.*"], "left to quantise"),
+        (["quantize", "shared/demo_model", "/tmp/new", "--ignore", "re:.*"], "left to quantize"),
     ],
 )
 def test_invalid_arguments_print_one_line_and_exit_with_2(arguments: list[str], words: str) -> None:

@@ -5,7 +5,7 @@ reading weights is the cost, at batch 64 and in prompts arithmetic is. All forms
 of the same shapes (no checkpoint is read), and alternate; a figure is the median of the rounds.
 Bytes are those of the weights in this process, over those of the checkpoint's tensors.
 
-    python -m benchmarks.compression.quantised [--layers 8] [--hidden 2048] [--inner 8192]
+    python -m benchmarks.compression.quantized [--layers 8] [--hidden 2048] [--inner 8192]
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_config(folder: Path, options: argparse.Namespace, quantised: dict[str, Any]) -> Path:
+def write_config(folder: Path, options: argparse.Namespace, quantized: dict[str, Any]) -> Path:
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -75,7 +75,7 @@ def write_config(folder: Path, options: argparse.Namespace, quantised: dict[str,
         "head_dim": 128,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
-        **({"quantization_config": quantised} if quantised else {}),
+        **({"quantization_config": quantized} if quantized else {}),
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -112,10 +112,10 @@ def measure(executors: dict[str, LocalExecutor], rounds: int) -> dict[str, dict[
 
 
 def bytes_of_layers(executor: LocalExecutor) -> int:
-    """Of the linear layers, without embedding and head: all of them are quantised."""
+    """Of the linear layers, without embedding and head: all of them are quantized."""
     report = executor.weights
-    if report.num_quantised:
-        return report.num_quantised_bytes
+    if report.num_quantized:
+        return report.num_quantized_bytes
     layers = executor.computer.model.layers
     linears = (each for each in layers.modules() if isinstance(each, ProductModule))
     return sum(each.weight.numel() * 2 for each in linears)
@@ -146,7 +146,7 @@ def rows_of(
 
 
 def byte_rows(executors: dict[str, LocalExecutor]) -> list[Row]:
-    num_weights = executors["int4"].weights.num_quantised
+    num_weights = executors["int4"].weights.num_quantized
     file_bytes = {"int4": num_weights * (0.5 + 2 / GROUP), "fp8": num_weights * (1 + 4 / 128**2)}
     return [
         {
@@ -174,13 +174,13 @@ def main(argv: list[str]) -> None:
         os.environ["HEARTH_CACHE_DIR"] = folder
         executors = {
             form: load_executor(
-                write_config(Path(folder, form), options, quantised),
+                write_config(Path(folder, form), options, quantized),
                 dtype="bfloat16",
                 load_format="dummy",
                 kv_cache_bytes=64 << 20,
                 num_threads=options.threads,
             )
-            for form, quantised in CONFIGS.items()
+            for form, quantized in CONFIGS.items()
         }
         rows = rows_of(measure(executors, options.rounds), executors)
         sizes = byte_rows(executors)

@@ -15,7 +15,7 @@ from kernels.cpu.simd import cpu_features
 from kernels.cpu.simd.intrinsics import SIDE
 
 # int4 without and with zeros, and with FP32 scales instead of BF16
-QuantisedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zeros-floats", "fp8"]
+QuantizedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zeros-floats", "fp8"]
 Part = Literal["attention", "layers", "rows", "steps"]  # steps: all that a worker runs first
 
 _SIZES = "head_dim", "block_size"  # of attention alone; other code is the same for all
@@ -34,9 +34,9 @@ class CompilePlan:
     has_plain_attention: bool  # some layer has neither window nor softcap
     has_masked_attention: bool
     has_gelu: bool
-    # Of QKV, output, gate and up, down, if the checkpoint is quantised
-    quantised: tuple[QuantisedKind, ...] = ()
-    quantised_experts: tuple[QuantisedKind, ...] = ()  # gate and up, down
+    # Of QKV, output, gate and up, down, if the checkpoint is quantized
+    quantized: tuple[QuantizedKind, ...] = ()
+    quantized_experts: tuple[QuantizedKind, ...] = ()  # gate and up, down
     has_experts: bool = False  # in some layers
     has_latents: bool = False  # instead of keys and values
     has_fp8_kv: bool = False  # then layers have no kernel of all of their operations

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compile import locked
-from kernels.cpu.compile_plan import CompilePlan, QuantisedKind
+from kernels.cpu.compile_plan import CompilePlan, QuantizedKind
 from kernels.cpu.deferred_codegen import defer_codegen
-from kernels.quantised_weight import (
+from kernels.quantized_weight import (
     Fp8Layout,
     Int4Layout,
-    QuantisedLayout,
-    QuantisedWeight,
+    QuantizedLayout,
+    QuantizedWeight,
     memory_bytes,
 )
 from kernels.sum_lanes import SumLanes
@@ -117,7 +117,7 @@ def _compile_products(plan: CompilePlan) -> None:
     if packed is not None:
         packed_linear(x, packed, dtype=torch.float32)
         packed_argmax(x, packed)
-    qkv, output, gate_up, down = plan.quantised or ("dense",) * 4
+    qkv, output, gate_up, down = plan.quantized or ("dense",) * 4
     for each in _packable(plan, output, down):
         lane_linear(x, each, lanes=lanes)
     for each in _packable(plan, qkv, gate_up, "dense"):
@@ -133,18 +133,18 @@ def _compile_experts(plan: CompilePlan) -> None:
     logits, x, lanes = torch.zeros(_FEW, 1), _zeros(plan, _FEW, _BLOCK), SumLanes.of((0, _BLOCK))
     choice = route(logits, None, 1, _Routing())
     rows = sort_by_expert(choice.ids, 1)
-    for each in _packable(plan, *(plan.quantised_experts or ("dense",))):
+    for each in _packable(plan, *(plan.quantized_experts or ("dense",))):
         grouped_linear(x, rows.tokens, rows.offsets, each, lanes=lanes)
     add_experts(x, rows.places, choice.weights, None, _BLOCK)
 
 
-def _packable(plan: CompilePlan, *kinds: QuantisedKind) -> list[Any]:
+def _packable(plan: CompilePlan, *kinds: QuantizedKind) -> list[Any]:
     """A weight of each kind that the compiled loops multiply with."""
     from kernels.cpu.gemm.packed_linear import for_products
 
     shape = _BLOCK, _BLOCK
     found = [
-        _weight(plan, *shape) if kind == "dense" else _quantised_weight(kind, shape)
+        _weight(plan, *shape) if kind == "dense" else _quantized_weight(kind, shape)
         for kind in sorted(set(kinds))
     ]
     return [each for each in found if for_products(each) is not None]
@@ -208,22 +208,22 @@ def _cache(plan: CompilePlan) -> Tensor:
 
 
 def _weights(plan: CompilePlan, shapes: Sequence[tuple[int, int]]) -> list[Any]:
-    kinds: Sequence[QuantisedKind] = plan.quantised or ["dense"] * len(shapes)
+    kinds: Sequence[QuantizedKind] = plan.quantized or ["dense"] * len(shapes)
     return [
-        _weight(plan, *shape) if kind == "dense" else _quantised_weight(kind, shape)
+        _weight(plan, *shape) if kind == "dense" else _quantized_weight(kind, shape)
         for kind, shape in zip(kinds, shapes, strict=True)
     ]
 
 
-def _quantised_weight(kind: QuantisedKind, shape: tuple[int, int]) -> QuantisedWeight:
-    layout: QuantisedLayout
+def _quantized_weight(kind: QuantizedKind, shape: tuple[int, int]) -> QuantizedWeight:
+    layout: QuantizedLayout
     if kind == "fp8":
         layout = Fp8Layout(shape, _BLOCK)
     else:
         scale_dtype = "float32" if "floats" in kind else "bfloat16"
         layout = Int4Layout(shape, _BLOCK, scale_dtype, has_zeros="zeros" in kind)
     memory = torch.zeros(memory_bytes(layout), dtype=torch.uint8)
-    return QuantisedWeight(layout, memory, torch.bfloat16)
+    return QuantizedWeight(layout, memory, torch.bfloat16)
 
 
 def _weight(plan: CompilePlan, num_rows: int, width: int) -> Any:

@@ -17,7 +17,7 @@ LAYERS = [
     {"kernels.torch_ops"},
     {
         "kernels.split_weight",
-        "kernels.quantised_weight",
+        "kernels.quantized_weight",
         "kernels.sum_lanes",
         "kernels.device",
         "kernels.cache",

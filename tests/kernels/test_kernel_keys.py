@@ -38,7 +38,7 @@ from shared.engine.weights.shared_weights import compress_weights
 from shared.kv_layout import FP8
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
-from tests.support.engine.quantised import quantise
+from tests.support.engine.quantized import quantize
 from tests.support.kernels.fake_driver import FakeDriver
 from tests.support.kernels.triton_ops import triton_ops
 
@@ -88,10 +88,10 @@ def warm_up(computer: StepComputer, driver: FakeDriver) -> None:
     driver.compiled.clear()
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("family", ["gemma2", "llama4", "deepseek", "qwen3 moe"])
 def test_each_family_is_compiled_by_key(
-    family: str, is_quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, is_quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of layers have inputs of their own, at odd places of one array. Nothing is computed,
     so routers choose at random.
@@ -99,12 +99,12 @@ def test_each_family_is_compiled_by_key(
     monkeypatch.setattr(StepComputer, "_check_routing", lambda *_: None)
     FAMILIES[family].write(tmp_path / "model")
     folder = tmp_path / "model"
-    if is_quantised:
-        folder = quantise(folder, tmp_path / "quantised", "fp8")
+    if is_quantized:
+        folder = quantize(folder, tmp_path / "quantised", "fp8")
     computer = computer_of(folder, block_size=64)
     with triton_ops() as driver:
         finish_model(computer.model, OPTIONS.mode, is_compressed=False)
-        if is_quantised and computer.model.config.has_experts:  # whose steps need real choices
+        if is_quantized and computer.model.config.has_experts:  # whose steps need real choices
             compile_kernels(StepKernels(computer.model, computer.kv_layout, 64, OPTIONS))
             assert "_grouped_kernel" in {each.name for each in driver.compiled}
             return

@@ -5,7 +5,7 @@ grouped         experts, of two mixtures of experts
 int4_products   weights of four bits
 fp8_products    weights of eight bits
 
-Rows of mixtures compare with torch's grouped product, those of lanes with its product. A quantised
+Rows of mixtures compare with torch's grouped product, those of lanes with its product. A quantized
 weight is decoded whole at every product; the prediction is for one that is decoded on the way.
 """
 
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_kit.cases import experts, gemm
-from benchmarks.gpu_kit.cases.quantised import BUILDS
+from benchmarks.gpu_kit.cases.quantized import BUILDS
 from benchmarks.gpu_kit.kernels.timed import add_time, in_turn
 from benchmarks.gpu_kit.session import Session
 
 BF16_BYTES = 2
 NUM_ROWS = (1, 8, 64, 256)
 NUM_TOKENS = (1, 64, 512)
-QUANTISED_ROWS = (1, 64)
+QUANTIZED_ROWS = (1, 64)
 
 
 def run(session: Session, what: str) -> None:
-    {"lanes": lanes, "grouped": grouped}.get(what, quantised)(session, what)
+    {"lanes": lanes, "grouped": grouped}.get(what, quantized)(session, what)
 
 
 def lanes(session: Session, _: str) -> None:
@@ -95,15 +95,15 @@ def _library_grouped(own: experts.Operands, rows: experts.Routed) -> Callable[[]
     return lambda: product(x, weight, offs=ends)
 
 
-def quantised(session: Session, what: str) -> None:
-    from kernels.ops import linear, quantised_linear
+def quantized(session: Session, what: str) -> None:
+    from kernels.ops import linear, quantized_linear
 
     exact: dict[str, Any] = {"is_batch_invariant": True}
     for product in ("qkv", "down"):
         shape = gemm.weight_shape(session, product)
         weight, num_bytes = BUILDS[what](session, shape)
         dense = _weights(session, shape)
-        for num_rows in QUANTISED_ROWS:
+        for num_rows in QUANTIZED_ROWS:
             x = session.random(num_rows, shape[1])
             if weight is None:  # a dry run at the device's sizes only compiles
                 linear(x, dense(), **exact)
@@ -111,7 +111,7 @@ def quantised(session: Session, what: str) -> None:
             add_time(
                 session,
                 f"{product}, {num_rows} rows",
-                lambda: quantised_linear(x, weight, **exact),  # noqa: B023
+                lambda: quantized_linear(x, weight, **exact),  # noqa: B023
                 library=lambda: linear(x, dense(), **exact),  # noqa: B023
                 num_bytes=num_bytes,
                 flops=_flops(num_rows, *shape),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention.amx_attention import amx_attention, can_attend_on_amx
-from kernels.cpu.attention.dequantised_attention import dequantised_attention
+from kernels.cpu.attention.dequantized_attention import dequantized_attention
 from kernels.cpu.attention.vector_attention import vector_attention
 
 
@@ -26,7 +26,7 @@ def decode_attention(
     """Like kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
     query_lens = torch.ones_like(context_lens)
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
-        return dequantised_attention(
+        return dequantized_attention(
             *(query, kv_cache, block_tables, query_lens, context_lens, scale),
             kv_scales=kv_scales,
             lower=lower,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention.amx_attention import amx_attention, can_attend_on_amx
-from kernels.cpu.attention.dequantised_attention import dequantised_attention
+from kernels.cpu.attention.dequantized_attention import dequantized_attention
 from kernels.cpu.attention.vector_attention import vector_attention
 
 
@@ -26,7 +26,7 @@ def prefill_attention(
 ) -> Tensor:
     """Like kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
-        return dequantised_attention(
+        return dequantized_attention(
             *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),
             kv_scales=kv_scales,
             lower=lower,

@@ -40,7 +40,7 @@ from kernels.cpu.simd.dtype_convert import rounded_as, store_numbers
 from kernels.cpu.simd.f32x32 import load_floats
 from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantized_weight import QuantizedWeight
 from kernels.sum_lanes import SumLanes, add_lanes
 
 
@@ -55,8 +55,8 @@ class LibraryLanes:
         return self.shape[0] * self.shape[1]
 
 
-# Quantised weights only in the forms that the compiled loops decode: see quantised_linear.py.
-LaneWeight = Tensor | LibraryLanes | CompressedWeight | QuantisedWeight
+# Quantized weights only in the forms that the compiled loops decode: see quantized_linear.py.
+LaneWeight = Tensor | LibraryLanes | CompressedWeight | QuantizedWeight
 
 
 def is_blocked(lanes: SumLanes) -> bool:
@@ -182,7 +182,7 @@ def library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) 
     if isinstance(weight, LibraryLanes):
         return add_lanes(_lane_products(rows, weight.parts, lanes, weight.shape[0]), num_sums)
     sums = x.new_empty((num_sums, len(x), weight.shape[0]), dtype=torch.float32)
-    assert not isinstance(weight, QuantisedWeight)
+    assert not isinstance(weight, QuantizedWeight)
     for low, high, dense in _dense_pieces(weight):
         parts = [
             pack_for_library(dense[:, first:end].float()) if end > first else None

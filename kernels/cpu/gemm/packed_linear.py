@@ -21,20 +21,20 @@ from kernels.cpu.gemm.gemm_common import (
     plain_rows,
     sum_products,
 )
-from kernels.cpu.gemm.quantised.quantised_gemm import planes_for_products
+from kernels.cpu.gemm.quantized.quantized_gemm import planes_for_products
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.dtype_convert import rounded_as, store_numbers
 from kernels.cpu.simd.f32x32 import load_floats
 from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantized_weight import QuantizedWeight
 
 
 def for_products(weight: Any) -> Any:
     """A weight as `sum_products` takes it; None if it is not in one of this package's forms."""
     if isinstance(weight, CompressedWeight):
         return planes_for_tiles(weight)
-    if isinstance(weight, QuantisedWeight):
+    if isinstance(weight, QuantizedWeight):
         return planes_for_products(weight)
     is_packed = isinstance(weight, Tensor) and is_packed_for_products(weight)
     return array(weight) if is_packed else None

@@ -1,4 +1,4 @@
-"""`hearth quality`: what a KV cache in FP8, or quantised weights, change in predictions."""
+"""`hearth quality`: what a KV cache in FP8, or quantized weights, change in predictions."""
 
 from __future__ import annotations
 

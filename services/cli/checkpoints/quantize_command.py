@@ -48,10 +48,10 @@ def quantize(
     The embedding, the output head and layers that choose experts stay as they are.
     """
     from services.cli.checkpoints.compression_progress import ProgressDisplay
-    from shared.engine.quantize.quantize_folder import quantise_folder
+    from shared.engine.quantize.quantize_folder import quantize_folder
 
     with ProgressDisplay() as display:
-        num_layers = quantise_folder(
+        num_layers = quantize_folder(
             local_copy(model),
             out,
             format.value,

@@ -1,4 +1,4 @@
-"""Gives the linear layers of a decoder layer the formats of a quantised checkpoint."""
+"""Gives the linear layers of a decoder layer the formats of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shared.engine.model_config.quantization import LayerFormats
 from shared.errors import CheckpointError
 
 
-class Quantisable(Protocol):
-    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+class Quantizable(Protocol):
+    def quantize(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
         """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
         `width`: their columns, by default the weight's.
 
@@ -25,7 +25,7 @@ class Quantisable(Protocol):
 
 
 def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
-    """`layer` is unset, and has no quantised weights yet. Raises CheckpointError for layers that
+    """`layer` is unset, and has no quantized weights yet. Raises CheckpointError for layers that
     are one product here and have different formats in the checkpoint, and for groups that do not
     fit.
     """
@@ -43,12 +43,12 @@ def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
         if form is None:
             continue
         try:
-            linear.quantise(form, list(rows.values()), width)
+            linear.quantize(form, list(rows.values()), width)
         except CheckpointError as error:
             raise CheckpointError(f"{formats.place}.{path}: {error.message}") from None
 
 
-def _linears(layer: nn.Module) -> Iterator[tuple[Quantisable, dict[str, int], int | None]]:
+def _linears(layer: nn.Module) -> Iterator[tuple[Quantizable, dict[str, int], int | None]]:
     """Each product with the checkpoint's linear layers that it consists of: path -> output rows;
     and their columns, None: the product's.
     """

@@ -22,7 +22,7 @@ from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear, unset_parameter
 from shared.engine.layers.norm import RMSNorm
-from shared.engine.layers.quantized_store import QuantisedStore, quantised_store
+from shared.engine.layers.quantized_store import QuantizedStore, quantized_store
 from shared.engine.model_config.formats import WeightFormat
 from shared.engine.model_config.model_config import LatentConfig, LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
@@ -91,13 +91,13 @@ class LatentAttention(PagedAttention):
 class LatentExpansion(nn.Module):
     """The weight that expands a latent to the keys (W_UK) and values (W_UV) of each head.
 
-    A checkpoint fills `weight` [num_heads · (nope + value), L], or the memory of a quantised one.
+    A checkpoint fills `weight` [num_heads · (nope + value), L], or the memory of a quantized one.
     `pack` replaces it by dense matrices of all heads for each direction, in the form that the
     device multiplies with.
     """
 
     is_batch_invariant = True
-    store: QuantisedStore | None = None
+    store: QuantizedStore | None = None
 
     def __init__(self, num_heads: int, latent: LatentConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,11 +118,11 @@ class LatentExpansion(nn.Module):
         assert self.weight is not None, "packed"
         return self.weight.shape[0]
 
-    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
-        """See `Quantisable`."""
+    def quantize(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """See `Quantizable`."""
         assert self.weight is not None, "packed"
         width = self.weight.shape[1] if width is None else width
-        self.store = quantised_store(form, rows, width, self.weight.dtype)
+        self.store = quantized_store(form, rows, width, self.weight.dtype)
         memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=self.weight.device)
         self.weight = nn.Parameter(memory, requires_grad=False)
 

@@ -7,10 +7,10 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import LaneWeight, QuantisedWeight, SumLanes, Weight, pack_lanes, pack_weight
+from kernels.ops import LaneWeight, QuantizedWeight, SumLanes, Weight, pack_lanes, pack_weight
 from shared.engine.layers.methods.choose import choose_method
 from shared.engine.layers.methods.linear_method import LinearMethod
-from shared.engine.layers.quantized_store import QuantisedStore, quantised_store
+from shared.engine.layers.quantized_store import QuantizedStore, quantized_store
 from shared.engine.model_config.formats import WeightFormat
 from shared.engine.parallel.lanes import NUM_LANES
 from shared.engine.parallel.mesh import Mesh
@@ -57,27 +57,27 @@ class MatrixModule(nn.Module):
 class ProductModule(MatrixModule):
     """A module that multiplies with its weight. `share`: the part that a token uses.
 
-    `store`: of a quantised weight. The parameter is then its memory, and no product uses it.
+    `store`: of a quantized weight. The parameter is then its memory, and no product uses it.
     """
 
     is_compressible = True
     share = 1.0
-    store: QuantisedStore | None = None
+    store: QuantizedStore | None = None
 
     def pack(self) -> None:
         """Replaces the parameter by the form that the device multiplies with."""
         if isinstance(self.weight, Tensor):
             self.replace_weight(self.packed(self.weight))
 
-    def quantise(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
-        """See `Quantisable`."""
+    def quantize(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
+        """See `Quantizable`."""
         unset = self.parameter
         width = unset.shape[1] if width is None else width
-        self.store = quantised_store(form, rows, width, unset.dtype)
+        self.store = quantized_store(form, rows, width, unset.dtype)
         memory = torch.empty(self.store.num_bytes, dtype=torch.uint8, device=unset.device)
         self.replace_weight(nn.Parameter(memory, requires_grad=False))
 
-    def packed(self, weight: Tensor) -> LaneWeight | QuantisedWeight:
+    def packed(self, weight: Tensor) -> LaneWeight | QuantizedWeight:
         """A dense weight [N, K], one that is packed already, or a store's memory, in that form."""
         if self.store is not None:
             return self.store.transcoded(weight)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kernels.ops import (
     ExpertChoice,
     ExpertRows,
-    QuantisedWeight,
+    QuantizedWeight,
     SumLanes,
     add_experts,
     can_compress_experts,
@@ -58,7 +58,7 @@ class ExpertLinear(ProductModule):
         self.set_parameter(zero_parameter(num_experts * num_columns, width, dtype=dtype))
         self.is_compressible = can_compress_experts(self.parameter)
 
-    def packed(self, weight: Tensor) -> Tensor | QuantisedWeight:
+    def packed(self, weight: Tensor) -> Tensor | QuantizedWeight:
         if self.store is not None:
             return self.store.transcoded(weight, is_padded=True)
         return pack_experts(weight)

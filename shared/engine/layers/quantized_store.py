@@ -1,4 +1,4 @@
-"""The tensors of a quantised weight as its checkpoint has them, in one piece of memory."""
+"""The tensors of a quantized weight as its checkpoint has them, in one piece of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import Fp8Part, Int4Part, QuantisedWeight, fp8_weight, int4_weight
+from kernels.ops import Fp8Part, Int4Part, QuantizedWeight, fp8_weight, int4_weight
 from shared.engine.model_config.formats import (
     Int4,
     TensorSpec,
@@ -36,11 +36,11 @@ class _Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantisedStore:
+class QuantizedStore:
     """Of linear layers with `rows` output rows each, one below the other, of `width` columns.
 
     A checkpoint fills `memory`; the kernels' form is made from it and replaces it. `dtype` is that
-    of the dequantised weight.
+    of the dequantized weight.
     """
 
     form: WeightFormat
@@ -62,7 +62,7 @@ class QuantisedStore:
             found[part][kind] = data.view(DTYPES[dtype]).view(shape)
         return found
 
-    def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantisedWeight:
+    def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantizedWeight:
         """The weight in the order that kernels read; `is_padded`: each layer has full blocks."""
         parts = self.parts(memory)
         mode = {"is_padded": is_padded}
@@ -91,12 +91,12 @@ class QuantisedStore:
         return spans
 
 
-def quantised_store(
+def quantized_store(
     form: WeightFormat, rows: Sequence[int], width: int, dtype: torch.dtype
-) -> QuantisedStore:
+) -> QuantizedStore:
     """Raises CheckpointError if groups of columns do not fill a row."""
     stored_tensors(form, rows[0], width)
-    return QuantisedStore(form, tuple(rows), width, dtype)
+    return QuantizedStore(form, tuple(rows), width, dtype)
 
 
 def _num_bytes(tensor: TensorSpec) -> int:

@@ -16,8 +16,8 @@ KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)"
 )
-# What quantisation puts beside or in place of a layer's weight.
-_QUANTISED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
+# What quantization puts beside or in place of a layer's weight.
+_QUANTIZED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
@@ -95,10 +95,10 @@ def is_harmless(name: str) -> bool:
     return name.endswith(_HARMLESS_SUFFIXES) or KV_SCALE.fullmatch(name) is not None
 
 
-def is_quantised_part(name: str, expected: Container[str]) -> bool:
+def is_quantized_part(name: str, expected: Container[str]) -> bool:
     """Whether a tensor that the model does not have belongs to a dense layer of it."""
     layer, _, kind = name.rpartition(".")
-    return kind.startswith(_QUANTISED_KINDS) and f"{layer}.weight" in expected
+    return kind.startswith(_QUANTIZED_KINDS) and f"{layer}.weight" in expected
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The formats of quantised weights that are served, and the tensors of each."""
+"""The formats of quantized weights that are served, and the tensors of each."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return len(self.layers)
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         return any(layer.formats is not None for layer in self.layers)
 
     @property

@@ -25,7 +25,7 @@ class ConfigGroup(msgspec.Struct, frozen=True, kw_only=True):
         return any(target == LINEAR or is_named(name, target) for target in self.targets)
 
 
-class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """`groups` have priority in their order."""
 
     groups: tuple[ConfigGroup, ...]
@@ -50,11 +50,11 @@ class LayerFormats(msgspec.Struct, frozen=True, kw_only=True):
     """Of one decoder layer, whose tensors' names begin with `place`."""
 
     place: str
-    quantisation: Quantisation
+    quantization: Quantization = msgspec.field(name="quantisation")  # revisions of weights have it
 
     def of(self, path: str) -> WeightFormat | None:
         """Of the linear layer at `place.path`; None: dense."""
-        return self.quantisation.format_of(f"{self.place}.{path}")
+        return self.quantization.format_of(f"{self.place}.{path}")
 
 
 @cache

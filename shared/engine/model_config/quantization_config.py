@@ -2,7 +2,7 @@
 
 Served: `compressed-tensors` with format `pack-quantized` of four bits, and `fp8` in blocks of
 128 x 128 (DeepSeek-V3), both with or without a KV cache in FP8; that alone too, also of ModelOpt.
-Activations are not quantised. Everything else is refused by name.
+Activations are not quantized. Everything else is refused by name.
 Sources: compressed-tensors' QuantizationConfig and QuantizationArgs; transformers'
 FineGrainedFP8Config; ModelOpt's export of HF checkpoints.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from shared.engine.model_config.formats import FP8_BLOCK, Fp8Block, Int4
-from shared.engine.model_config.quantization import LINEAR, ConfigGroup, Quantisation
+from shared.engine.model_config.quantization import LINEAR, ConfigGroup, Quantization
 from shared.errors import CheckpointError
 
 FIELD = "quantization_config"
@@ -92,7 +92,7 @@ class _ModelOpt(msgspec.Struct):
 class CheckpointFormats(NamedTuple):
     """`weights` None: dense. `has_fp8_kv`: the checkpoint is made for a KV cache in FP8."""
 
-    weights: Quantisation | None = None
+    weights: Quantization | None = None
     has_fp8_kv: bool = False
 
 
@@ -184,7 +184,7 @@ def _compressed_tensors(
     for group in groups:
         _check_patterns(group.targets)
     _check_patterns(fields.ignore or ())
-    weights = Quantisation(groups=tuple(groups), ignored=fields.ignore or ())
+    weights = Quantization(groups=tuple(groups), ignored=fields.ignore or ())
     return CheckpointFormats(weights, has_fp8_kv)
 
 
@@ -199,7 +199,7 @@ def _config_group(
     if stored != _PACKED:
         raise _refused(f"format {stored!r} of compressed-tensors is not supported")
     if group.input_activations is not None or group.output_activations is not None:
-        raise _refused(f"quantised activations ({name}) are not supported")
+        raise _refused(f"quantized activations ({name}) are not supported")
     weights = group.weights
     if weights is None:
         raise CheckpointError(f"{FIELD}: {name} has no weights")
@@ -239,7 +239,7 @@ def _fp8(fields: _Fp8) -> CheckpointFormats:
     parts = dict.fromkeys(("lm_head", *kept))
     patterns = tuple(rf"re:(.*\.)?{re.escape(each)}(\.|$)" for each in parts)
     groups = (ConfigGroup(targets=(LINEAR,), form=Fp8Block()),)
-    return CheckpointFormats(Quantisation(groups=groups, ignored=patterns), has_fp8_kv)
+    return CheckpointFormats(Quantization(groups=groups, ignored=patterns), has_fp8_kv)
 
 
 def _check_patterns(names: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from shared.engine.model_config.model_config import ModelConfig
-from shared.engine.model_config.quantization import LayerFormats, Quantisation
+from shared.engine.model_config.quantization import LayerFormats, Quantization
 from shared.engine.model_config.quantization_config import (
     FIELD,
     CheckpointFormats,
@@ -75,13 +75,13 @@ def _formats(model_dir: Path, given: dict[str, Any]) -> CheckpointFormats:
         raise CheckpointError(f"{EXPORT}: {error.message}") from None
 
 
-def with_formats(config: ModelConfig, quantisation: Quantisation | None) -> ModelConfig:
-    """The config of a checkpoint that is quantised like this."""
-    if quantisation is None:
+def with_formats(config: ModelConfig, quantization: Quantization | None) -> ModelConfig:
+    """The config of a checkpoint that is quantized like this."""
+    if quantization is None:
         return config
     layers = tuple(
         msgspec.structs.replace(
-            layer, formats=LayerFormats(place=f"model.layers.{index}", quantisation=quantisation)
+            layer, formats=LayerFormats(place=f"model.layers.{index}", quantization=quantization)
         )
         for index, layer in enumerate(config.layers)
     )

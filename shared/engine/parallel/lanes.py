@@ -27,7 +27,7 @@ EMPTY_LANE = -0.0
 def lane_borders(num_units: int) -> tuple[int, ...]:
     """The first unit of each lane, and the end: 9 borders by recursive halving.
 
-    A unit is a part of K that no rank divides: a head, 32 columns or a quantisation group.
+    A unit is a part of K that no rank divides: a head, 32 columns or a quantization group.
     With fewer units than lanes some lanes are empty. Raises ValueError.
     """
     if num_units < 1:

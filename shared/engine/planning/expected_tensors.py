@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint must have, as its quantisation stores them. No torch."""
+"""The tensors that a checkpoint must have, as its quantization stores them. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DENSE_ONLY = ("mlp.gate",)  # whatever the config says
 
 
 class Expected(NamedTuple):
-    """`weight`: name and shape of the quantised weight to which the tensor belongs."""
+    """`weight`: name and shape of the quantized weight to which the tensor belongs."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS

@@ -73,7 +73,7 @@ def plan_memory(
     step: StepSize = StepSize(),
     experts: ExpertSplit = "auto",
 ) -> list[RankMemoryPlan]:
-    """Ranks by stage. `item_bytes`: of a weight that is not quantised, and without `kv_item_bytes`
+    """Ranks by stage. `item_bytes`: of a weight that is not quantized, and without `kv_item_bytes`
     of a KV value.
 
     Raises ConfigError if the model cannot be cut like this or a rank's part does not fit.

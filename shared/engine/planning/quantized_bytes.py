@@ -1,4 +1,4 @@
-"""Bytes that quantised weights need less than dense ones, from the config alone. No torch."""
+"""Bytes that quantized weights need less than dense ones, from the config alone. No torch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shared.engine.model_config.checkpoint_form import (
     StackedPart,
-    is_quantised_part,
+    is_quantized_part,
     model_names,
     stacked_parts,
 )
@@ -53,7 +53,7 @@ def _part_of(tensor: HeaderTensor, place: StackedPart) -> HeaderTensor:
 
 def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
     """Raises CheckpointError for a tensor that is missing, or of another shape or dtype than the
-    model's, and for a quantised layer of a dense model. Other tensors are not used.
+    model's, and for a quantized layer of a dense model. Other tensors are not used.
     """
     expected, found = expected_tensors(config), StoredWeights()
     missing = {name for name, each in expected.items() if not each.is_optional}
@@ -61,7 +61,7 @@ def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
     for tensor, name in found.used(stored_files(model_dir), config):
         each = expected.get(name)
         if each is None:
-            if is_quantised_part(name, expected):
+            if is_quantized_part(name, expected):
                 raise CheckpointError(
                     f"{tensor.path}: tensor {tensor.name} is not part of the model"
                 )

@@ -1,4 +1,4 @@
-"""Writes a quantised copy of a checkpoint folder, one tensor at a time."""
+"""Writes a quantized copy of a checkpoint folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shared.engine.model_config.formats import (
 )
 from shared.engine.model_config.quantization import is_named
 from shared.engine.model_config.quantization_config import FIELD, scale_dtype
-from shared.engine.quantize.round_to_nearest import quantised_tensors
+from shared.engine.quantize.round_to_nearest import quantized_tensors
 from shared.engine.weights.load import INDEX_FILE, CheckpointTensors, open_checkpoint
 from shared.engine.weights.weight_source import DTYPES, read_tensor
 from shared.errors import CheckpointError, ConfigError
@@ -45,14 +45,14 @@ class _Written:
     """The tensors of a checkpoint as they are written."""
 
     tensors: CheckpointTensors
-    layers: frozenset[str]  # that are quantised
+    layers: frozenset[str]  # that are quantized
     form: WeightFormat
 
     def described(self, name: str) -> dict[str, TensorSpec]:
         """What the tensor `name` becomes, in the order of `content`. Raises CheckpointError."""
         dtype, shape = self.tensors.info(name)
         layer = name.removesuffix(".weight")
-        if not self._is_quantised(name):
+        if not self._is_quantized(name):
             return {name: TensorSpec(dtype, shape)}
         try:
             found = stored_tensors(self.form, *shape)
@@ -64,18 +64,18 @@ class _Written:
 
     def content(self, name: str) -> list[Tensor]:
         tensor = read_tensor(self.tensors, name)
-        if not self._is_quantised(name):
+        if not self._is_quantized(name):
             return [tensor]
         layer = name.removesuffix(".weight")
-        found = quantised_tensors(tensor, self.form)
+        found = quantized_tensors(tensor, self.form)
         return [found[each.removeprefix(f"{layer}.")] for each in self.described(name)]
 
-    def _is_quantised(self, name: str) -> bool:
+    def _is_quantized(self, name: str) -> bool:
         layer = name.removesuffix(".weight")
         return layer != name and layer in self.layers
 
 
-def quantise_folder(
+def quantize_folder(
     source: Path,
     target: Path,
     kind: Literal["int4", "fp8"],
@@ -89,7 +89,7 @@ def quantise_folder(
 
     `group` (columns; 0: all) and `is_symmetric` are of int4; its scales have the model's dtype, as
     compressed-tensors' have. `ignored`: names of layers that stay dense, or `re:` and a pattern.
-    Returns the number of quantised layers. Raises ConfigError and CheckpointError with one line;
+    Returns the number of quantized layers. Raises ConfigError and CheckpointError with one line;
     `target` then does not exist.
     """
     folder = list_model_folder(source)
@@ -104,7 +104,7 @@ def quantise_folder(
         patterns = (*DENSE, *ignored)
         layers = [each for each in found if not any(is_named(each, name) for name in patterns)]
         if not layers:
-            raise ConfigError(f"{source}: no linear layer is left to quantise")
+            raise ConfigError(f"{source}: no linear layer is left to quantize")
         _write_shards(folder, _Written(tensors, frozenset(layers), form), work, progress)
         dense = sorted({*found} - {*layers})
         _write_json(work, CONFIG, {**config, FIELD: _quantization_config(form, patterns, dense)})
@@ -121,7 +121,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error}") from None
     text = found.get("text_config")
     if found.get(FIELD) or (isinstance(text, dict) and text.get(FIELD)):
-        raise ConfigError(f"{path}: the checkpoint is quantised already ({FIELD})")
+        raise ConfigError(f"{path}: the checkpoint is quantized already ({FIELD})")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Quantised tensors of a weight by rounding to the nearest code, without data.
+"""Quantized tensors of a weight by rounding to the nearest code, without data.
 
     int4, symmetric    scale = max |w| / 7.5                code = round(w / scale) + 8
     int4, asymmetric   scale = (max(w, 0) - min(w, 0)) / 15 code = round(w / scale) + zero
@@ -18,7 +18,7 @@ _LARGEST_E4M3 = 448.0
 _CODES = 8  # of four bits in an int32
 
 
-def quantised_tensors(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+def quantized_tensors(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     """weight [N, K] -> its tensors by the ends of their names.
 
     Raises CheckpointError if groups do not fill a row.

@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 from shared.numerics import KvDtype
 
 BLOCK_TOKENS = 16
-DTYPE = "bfloat16"  # of activations: what quantised models are compared in
+DTYPE = "bfloat16"  # of activations: what quantized models are compared in
 JUDGED, PLAIN, ORIGINAL = "judged", "plain", "original"
 
 

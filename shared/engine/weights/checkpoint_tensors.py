@@ -90,7 +90,7 @@ class FormedTensors:
 
     def _paired_rows(self, name: str) -> PairedRows | None:
         """Of a tensor whose rows are those of its layer. Raises CheckpointError where scales or
-        zeros of a quantised weight cannot follow its rows.
+        zeros of a quantized weight cannot follow its rows.
         """
         layer, _, kind = name.rpartition(".")
         plain = f"{layer}.weight" if kind.startswith("weight_") else name

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.model_config.checkpoint_form import is_harmless, is_quantised_part
+from shared.engine.model_config.checkpoint_form import is_harmless, is_quantized_part
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.checkpoint_files import Reading, TensorFile, checkpoint_folder
 from shared.engine.weights.checkpoint_index import (
@@ -30,7 +30,7 @@ from shared.engine.weights.weight_source import Content, TensorInfo, WeightSourc
 from shared.errors import CheckpointError
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # of quantised weights
+CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # of quantized weights
 log = structlog.get_logger(__name__)
 
 
@@ -150,7 +150,7 @@ def _part(destination: Tensor, cut: Cut) -> Tensor:
 
 def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors to copy; the others are named in one warning. Raises CheckpointError
-    if one is missing, contradicts the config, or shows that a dense layer is quantised.
+    if one is missing, contradicts the config, or shows that a dense layer is quantized.
 
     No tensor is read, because an untrusted bundle may expand a few bytes to fill all memory.
     """
@@ -162,7 +162,7 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
     for name in names:
         if name in destinations:
             _check_info(tensors, name, destinations[name])
-        elif is_quantised_part(name, destinations):
+        elif is_quantized_part(name, destinations):
             raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
     report_unused(name for name in names if name not in destinations)
     return [name for name in names if name in destinations]

@@ -1,6 +1,6 @@
-"""Checks a checkpoint's quantised weights against the formats that its config gives them.
+"""Checks a checkpoint's quantized weights against the formats that its config gives them.
 
-Which layers are quantised is read from the tensors that are there: where these and the config
+Which layers are quantized is read from the tensors that are there: where these and the config
 disagree, computing with either would be silently wrong.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.engine.model_config.quantization import LINEAR, Quantisation
+from shared.engine.model_config.quantization import LINEAR, Quantization
 from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
@@ -29,23 +29,23 @@ _FOREIGN = {
 }
 
 
-class QuantisedTensors:
+class QuantizedTensors:
     """A `WeightSource` of the same tensors, without the shapes of packed ones: these are checked.
 
     `destinations` have the model's names of all tensors that it reads.
     """
 
     def __init__(
-        self, tensors: WeightSource, quantisation: Quantisation, destinations: Mapping[str, Tensor]
+        self, tensors: WeightSource, quantization: Quantization, destinations: Mapping[str, Tensor]
     ) -> None:
         """Raises CheckpointError."""
         self._tensors = tensors
         self._names = [name for name in tensors.names() if not name.endswith(f".{SHAPE}")]
         layers = _layers(destinations)
         found = _layers(tensors.names())
-        _check_groups(quantisation, layers)
+        _check_groups(quantization, layers)
         for layer in sorted(layers.keys() & found.keys()):
-            _check_layer(tensors, layer, layers[layer], found[layer], quantisation)
+            _check_layer(tensors, layer, layers[layer], found[layer], quantization)
         for name in tensors.names():
             if name.rpartition(".")[2] in SCALES and name in destinations:
                 _check_scale(tensors, name, destinations[name].dtype)
@@ -99,13 +99,13 @@ def _check_layer(
     layer: str,
     expected: set[str],
     found: set[str],
-    quantisation: Quantisation,
+    quantization: Quantization,
 ) -> None:
     path = tensors.path(f"{layer}.{min(found)}")
     wanted, present = _form(expected, FLOATS[0]), _present(tensors, layer, found)
     if wanted != present:
-        is_always_dense = wanted == "dense" and quantisation.format_of(layer) is not None
-        reason = f"quantization_config {quantisation.reason(layer)}"
+        is_always_dense = wanted == "dense" and quantization.format_of(layer) is not None
+        reason = f"quantization_config {quantization.reason(layer)}"
         raise CheckpointError(
             f"{path}: {layer} is {present}, but "
             f"{'only its dense form is supported' if is_always_dense else reason}"
@@ -118,7 +118,7 @@ def _check_layer(
     for surplus in sorted(found - expected - {SHAPE}):
         raise CheckpointError(
             f"{path}: tensor {layer}.{surplus} is unexpected: quantization_config "
-            f"{quantisation.reason(layer)}"
+            f"{quantization.reason(layer)}"
         )
 
 
@@ -151,9 +151,9 @@ def _check_scale(tensors: WeightSource, name: str, stored: torch.dtype) -> None:
         raise CheckpointError(f"{where}, but the config's dtype makes it BF16")
 
 
-def _check_groups(quantisation: Quantisation, layers: Mapping[str, set[str]]) -> None:
-    forms = {layer: quantisation.format_of(layer) for layer in layers}
-    for group in quantisation.groups:
+def _check_groups(quantization: Quantization, layers: Mapping[str, set[str]]) -> None:
+    forms = {layer: quantization.format_of(layer) for layer in layers}
+    for group in quantization.groups:
         is_used = any(form == group.form and group.matches(layer) for layer, form in forms.items())
         if not is_used and group.targets != (LINEAR,):
             raise CheckpointError(
@@ -161,7 +161,7 @@ def _check_groups(quantisation: Quantisation, layers: Mapping[str, set[str]]) ->
             )
     if not any(forms.values()):
         raise CheckpointError(
-            f"quantization_config ignores all layers: {list(quantisation.ignored)}"
+            f"quantization_config ignores all layers: {list(quantization.ignored)}"
         )
 
 

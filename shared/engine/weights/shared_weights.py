@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kernels.device import IS_INTERPRETED
-from kernels.ops import QuantisedWeight, cpu_host
+from kernels.ops import QuantizedWeight, cpu_host
 from shared.engine.weights.load import matched_names
 from shared.engine.weights.shared_file import (
     MAGIC,
@@ -35,14 +35,14 @@ from shared.engine.weights.shared_file import (
 from shared.engine.weights.weight_bytes import (
     CompressedForm,
     PackedForm,
-    QuantisedForm,
+    QuantizedForm,
     can_share_packed,
     compressed_form,
     compressed_view,
     packed_bytes,
     packed_view,
-    quantised_form,
-    quantised_view,
+    quantized_form,
+    quantized_view,
 )
 from shared.engine.weights.weight_regions import WeightRegion, filled_bytes, regions_of, view_of
 from shared.engine.weights.weight_source import WeightSource
@@ -193,10 +193,10 @@ def _write_region(
     is_needed_dense = region.is_needed_dense
     for name, module in region.linears.items():
         dense = view_of(filled, module.parameter)
-        is_quantised = module.store is not None
-        weight = module.packed(dense) if is_quantised or can_share_packed() else dense
-        if isinstance(weight, QuantisedWeight):
-            writer.append(_packed_name(name), weight.memory, quantised_form(weight))
+        is_quantized = module.store is not None
+        weight = module.packed(dense) if is_quantized or can_share_packed() else dense
+        if isinstance(weight, QuantizedWeight):
+            writer.append(_packed_name(name), weight.memory, quantized_form(weight))
         elif isinstance(weight, Tensor) and cpu_host().is_packed(weight):
             form, data = packed_bytes(weight)
             writer.append(_packed_name(name), data, form)
@@ -227,5 +227,5 @@ def _adopt(region: WeightRegion, packed: PackedFile) -> None:
         stored = packed.bytes_of(_packed_name(name))
         if isinstance(span.form, PackedForm):
             module.replace_weight(packed_view(span.form, stored))
-        elif isinstance(span.form, QuantisedForm):
-            module.replace_weight(quantised_view(span.form, stored))
+        elif isinstance(span.form, QuantizedForm):
+            module.replace_weight(quantized_view(span.form, stored))

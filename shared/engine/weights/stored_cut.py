@@ -1,4 +1,4 @@
-"""A rank's part of the tensors of a quantised weight."""
+"""A rank's part of the tensors of a quantized weight."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kernels.ops import CpuCompressed, Fp8Layout, Int4Layout, QuantisedWeight, cpu_host
+from kernels.ops import CpuCompressed, Fp8Layout, Int4Layout, QuantizedWeight, cpu_host
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -40,29 +40,29 @@ class CompressedForm(msgspec.Struct, frozen=True, kw_only=True, tag="compressed"
     num_verbatim: int
 
 
-class QuantisedForm(msgspec.Struct, frozen=True, kw_only=True, tag="quantised"):
-    """One of the layouts; `dtype` of the dequantised weight."""
+class QuantizedForm(msgspec.Struct, frozen=True, kw_only=True, tag="quantised"):
+    """One of the layouts; `dtype` of the dequantized weight."""
 
     int4: Int4Layout | None = None
     fp8: Fp8Layout | None = None
     dtype: str
 
 
-StoredForm = PackedForm | CompressedForm | QuantisedForm
+StoredForm = PackedForm | CompressedForm | QuantizedForm
 
 
-def quantised_form(weight: QuantisedWeight) -> QuantisedForm:
+def quantized_form(weight: QuantizedWeight) -> QuantizedForm:
     dtype = str(weight.dtype).removeprefix("torch.")
     if isinstance(weight.layout, Int4Layout):
-        return QuantisedForm(int4=weight.layout, dtype=dtype)
-    return QuantisedForm(fp8=weight.layout, dtype=dtype)
+        return QuantizedForm(int4=weight.layout, dtype=dtype)
+    return QuantizedForm(fp8=weight.layout, dtype=dtype)
 
 
-def quantised_view(form: QuantisedForm, memory: Tensor) -> QuantisedWeight:
-    """A quantised weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
+def quantized_view(form: QuantizedForm, memory: Tensor) -> QuantizedWeight:
+    """A quantized weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
     layout = form.fp8 if form.int4 is None else form.int4
     assert layout is not None
-    return QuantisedWeight(layout, memory, getattr(torch, form.dtype))
+    return QuantizedWeight(layout, memory, getattr(torch, form.dtype))
 
 
 def compressed_form(weight: CpuCompressed) -> CompressedForm:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import QuantisedWeight, cpu_host, is_compressed, lane_parts
+from kernels.ops import QuantizedWeight, cpu_host, is_compressed, lane_parts
 from shared.config import WEIGHT_FORMS
 from shared.engine.codec.manifest import is_bundle
 from shared.errors import ConfigError
@@ -33,8 +33,8 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     num_plain: int
     num_compressed_bytes: int
     num_plain_bytes: int
-    num_quantised: int  # weights of four or eight bits in the checkpoint
-    num_quantised_bytes: int
+    num_quantized: int  # weights of four or eight bits in the checkpoint
+    num_quantized_bytes: int
     bits_per_weight: float
     verbatim_share: float
 
@@ -55,7 +55,7 @@ def uses_compressed(
 def weights_report(model: nn.Module) -> WeightsReport:
     found = [getattr(module, "weight", None) for module in model.modules()]
     compressed = {id(each): each for each in found if is_compressed(each)}.values()
-    quantised = [each for each in found if isinstance(each, QuantisedWeight)]
+    quantized = [each for each in found if isinstance(each, QuantizedWeight)]
     plain = (*model.parameters(), *found, *chain.from_iterable(map(lane_parts, found)))
     dense = {id(each): each for each in plain if isinstance(each, Tensor)}
     num_compressed = sum(each.numel() for each in compressed)
@@ -66,8 +66,8 @@ def weights_report(model: nn.Module) -> WeightsReport:
         num_plain=sum(each.numel() for each in dense.values()),
         num_compressed_bytes=num_bytes,
         num_plain_bytes=sum(each.numel() * each.element_size() for each in dense.values()),
-        num_quantised=sum(each.numel() for each in quantised),
-        num_quantised_bytes=sum(each.num_bytes for each in quantised),
+        num_quantized=sum(each.numel() for each in quantized),
+        num_quantized_bytes=sum(each.num_bytes for each in quantized),
         bits_per_weight=round(8 * num_bytes / max(num_compressed, 1), 3),
         verbatim_share=round(num_verbatim / max(num_compressed, 1), 5),
     )

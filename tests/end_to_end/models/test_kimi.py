@@ -16,7 +16,7 @@ from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_toke
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
 from tests.support.cluster.hearth_up import Cluster, run_cluster
 from tests.support.engine.families import DEEPSEEK, KimiText
-from tests.support.engine.quantised import quantise
+from tests.support.engine.quantized import quantize
 
 QUESTION = "Which experts does a token reach?"
 SCHEMA = {
@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     vocab_size = write_byte_tokenizer(folder / "tokenizer", TEMPLATE)
     family = KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "vocab_size": vocab_size})
     family.write(folder / "plain", dtype=torch.bfloat16)
-    quantise(folder / "plain", folder / "int4", "int4", group=0, ignored=KIMI_IGNORED)
+    quantize(folder / "plain", folder / "int4", "int4", group=0, ignored=KIMI_IGNORED)
     shutil.copytree(folder / "tokenizer", folder / "int4", dirs_exist_ok=True)
     state = tmp_path_factory.mktemp("cluster")
     with run_cluster(state, "--model", str(folder / "int4"), "--decode", "2") as running:

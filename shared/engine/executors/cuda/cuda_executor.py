@@ -111,9 +111,9 @@ class CudaExecutor(LocalExecutor):
         ):
             set_mode(model, options.mode)
             load_kv_scales(model, source.tensors, config, kv_layout)
-            # The memory of quantised weights is no operand before `finish_model`.
+            # The memory of quantized weights is no operand before `finish_model`.
             compiled = None
-            if not config.is_quantised:
+            if not config.is_quantized:
                 kernels = StepKernels(model, kv_layout, num_blocks or 1, options)
                 compiled = thread.submit(compile_kernels, kernels)
             if is_compressed:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kernels.ops import QuantisedWeight, SplitWeight
+from kernels.ops import QuantizedWeight, SplitWeight
 from shared.engine.layers.attention_inputs import ALIGNMENT
 from shared.engine.models.decoder import Decoder
 
@@ -66,7 +66,7 @@ def _weights(layer: nn.Module) -> list[object]:
     found: list[object] = [(name, *_form(each)) for name, each in tensors]
     for name, module in layer.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, SplitWeight | QuantisedWeight):
+        if isinstance(weight, SplitWeight | QuantizedWeight):
             found.append((name, type(weight), weight.shape))
     return found
 

@@ -79,7 +79,7 @@ def load_group(
         for part in parts:
             cuts = WeightCuts(config, part)
             for name in names:
-                cuts.of(name)  # may be inside of a quantised weight's block
+                cuts.of(name)  # may be inside of a quantized weight's block
         revision = source.revision()
     num_threads = options.num_threads or torch.get_num_threads()
     joined = _join(hosts, model_dir)

@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 import structlog
 
-from kernels.ops import CompilePlan, QuantisedKind, cpu_host
+from kernels.ops import CompilePlan, QuantizedKind, cpu_host
 from shared.engine.model_config.formats import Fp8Block, Int4, WeightFormat
 from shared.engine.model_config.model_config import ModelConfig
 from shared.kv_layout import FP8, KvLayout
@@ -65,28 +65,28 @@ def compile_plan(
         has_plain_attention=not all(is_masked),
         has_masked_attention=any(is_masked),
         has_gelu=config.activation != "silu",
-        quantised=_quantised_kinds(config, dtype, _PARTS),
-        quantised_experts=_quantised_kinds(config, dtype, _EXPERTS),
+        quantized=_quantized_kinds(config, dtype, _PARTS),
+        quantized_experts=_quantized_kinds(config, dtype, _EXPERTS),
         has_experts=config.has_experts,
         has_latents=config.latent is not None,
         has_fp8_kv=kv_layout.dtype == FP8,
     )
 
 
-def _quantised_kinds(
+def _quantized_kinds(
     config: ModelConfig, dtype: str, paths: Mapping[str, str]
-) -> tuple[QuantisedKind, ...]:
+) -> tuple[QuantizedKind, ...]:
     """Of the last layer: the first ones of some models differ."""
     formats = config.layers[-1].formats
     if formats is None or dtype != "bfloat16":
         return ()
     is_fused = config.has_fused_projections
     return tuple(
-        _quantised_kind(formats.of(fused if is_fused else part)) for part, fused in paths.items()
+        _quantized_kind(formats.of(fused if is_fused else part)) for part, fused in paths.items()
     )
 
 
-def _quantised_kind(form: WeightFormat | None) -> QuantisedKind:
+def _quantized_kind(form: WeightFormat | None) -> QuantizedKind:
     match form:
         case None:
             return "dense"

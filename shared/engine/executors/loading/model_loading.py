@@ -22,7 +22,7 @@ from shared.engine.weights.checkpoint_files import Reading
 from shared.engine.weights.checkpoint_tensors import FormedTensors
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.engine.weights.load import open_checkpoint, weights_digest
-from shared.engine.weights.quantized_tensors import QuantisedTensors
+from shared.engine.weights.quantized_tensors import QuantizedTensors
 from shared.engine.weights.reading.digest_cache import digest_cache
 from shared.engine.weights.reading.staging import LocalStaging, WeightStaging
 from shared.engine.weights.weight_form import weights_report
@@ -140,7 +140,7 @@ def open_weights(
         read: WeightSource = formed
         if (formats := config.layers[0].formats) is not None:
             destinations = model.weight_destinations()
-            read = QuantisedTensors(formed, formats.quantisation, destinations)
+            read = QuantizedTensors(formed, formats.quantization, destinations)
         yield OpenedWeights(read, tensors, described, revision)
 
 
@@ -153,10 +153,10 @@ def finish_model(
     for module in model.modules():
         if isinstance(module, ProductModule | LatentExpansion):
             module.pack()
-    if model.layer_config.is_quantised:
+    if model.layer_config.is_quantized:
         report = weights_report(model)
         log.info(
-            "weights_quantised", num=report.num_quantised, num_bytes=report.num_quantised_bytes
+            "weights_quantised", num=report.num_quantized, num_bytes=report.num_quantized_bytes
         )
     if activations == "bf16-exchange" and isinstance(model, Decoder):
         model.round_sums()

@@ -6,7 +6,7 @@ from typing import cast
 
 from kernels.ops import (
     LaneWeight,
-    QuantisedWeight,
+    QuantizedWeight,
     SplitWeight,
     SumLanes,
     Weight,
@@ -15,7 +15,7 @@ from kernels.ops import (
 from shared.engine.layers.methods.compressed import CompressedMethod
 from shared.engine.layers.methods.dense import DenseMethod
 from shared.engine.layers.methods.linear_method import LinearMethod
-from shared.engine.layers.methods.quantized import QuantisedMethod
+from shared.engine.layers.methods.quantized import QuantizedMethod
 from shared.engine.layers.methods.split_weight_method import Split12Method
 
 
@@ -27,8 +27,8 @@ def choose_method(
     """
     if isinstance(weight, SplitWeight):
         return Split12Method(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
-    if isinstance(weight, QuantisedWeight):
-        return QuantisedMethod(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedMethod(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
     if is_cpu_compressed(weight):
         return CompressedMethod(weight, lanes=lanes)
     return DenseMethod(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.ops import (
     CpuCompressed,
-    QuantisedWeight,
+    QuantizedWeight,
     SumLanes,
     Weight,
     grouped_linear,
@@ -64,12 +64,12 @@ class DenseExperts:
         return grouped_sums(x, rows, offsets, self._weight, lanes=self._lanes, num_sums=num_sums)
 
 
-class QuantisedExperts:
+class QuantizedExperts:
     """A weight of four or eight bits, decoded just before it is multiplied. Where the compiled
-    loops cannot do this, one expert at a time is dequantised.
+    loops cannot do this, one expert at a time is dequantized.
     """
 
-    def __init__(self, weight: QuantisedWeight, lanes: SumLanes) -> None:
+    def __init__(self, weight: QuantizedWeight, lanes: SumLanes) -> None:
         self._weight = weight
         self._lanes = lanes
         self.has_custom_gemm = packed_form(weight) is not None and weight.shape[1] == lanes.width
@@ -120,8 +120,8 @@ def _bounds(offsets: Tensor, num_rows: int) -> list[int]:
 
 def choose_expert_method(weight: Weight, lanes: SumLanes) -> ExpertMethod:
     """Raises ValueError for a form that has no product for experts."""
-    if isinstance(weight, QuantisedWeight):
-        return QuantisedExperts(weight, lanes)
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedExperts(weight, lanes)
     if isinstance(weight, Tensor) or is_cpu_compressed(weight):
         return DenseExperts(weight, lanes)
     raise ValueError(f"experts have no product for weights as {type(weight).__name__}")

@@ -5,23 +5,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.ops import (
-    QuantisedWeight,
+    QuantizedWeight,
     SumLanes,
     argmax,
     packed_argmax,
     packed_form,
     packed_logits,
-    quantised_lane_linear,
-    quantised_lane_sums,
-    quantised_linear,
+    quantized_lane_linear,
+    quantized_lane_sums,
+    quantized_linear,
 )
 
 
-class QuantisedMethod:
-    """The bits are those of the dequantised weight in the same dtype."""
+class QuantizedMethod:
+    """The bits are those of the dequantized weight in the same dtype."""
 
     def __init__(
-        self, weight: QuantisedWeight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
+        self, weight: QuantizedWeight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
     ) -> None:
         self.weight = weight
         self._is_batch_invariant = is_batch_invariant
@@ -35,13 +35,13 @@ class QuantisedMethod:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         mode = {"is_batch_invariant": self._is_batch_invariant}
         if self._lanes is not None:
-            return quantised_lane_linear(x, self.weight, bias, lanes=self._lanes, **mode)
-        return quantised_linear(x, self.weight, bias, **mode)
+            return quantized_lane_linear(x, self.weight, bias, lanes=self._lanes, **mode)
+        return quantized_linear(x, self.weight, bias, **mode)
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
         if self._lanes is None:
             raise ValueError("this product does not sum in lanes")
-        return quantised_lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
+        return quantized_lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:
         return self(x).float() if self._packed is None else packed_logits(x, self._packed)

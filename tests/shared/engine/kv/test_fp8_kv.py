@@ -32,7 +32,7 @@ from shared.kv_layout import FP8
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
-from tests.support.engine.quantised import edit_tensors
+from tests.support.engine.quantized import edit_tensors
 from tests.support.engine.steps import Blocks, prefill
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Quantised checkpoints with latents: rotary rows are put in order, expansions are dequantised."""
+"""Quantized checkpoints with latents: rotary rows are put in order, expansions are dequantized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.engine.weights.load import open_checkpoint
 from shared.errors import CheckpointError
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
 from tests.support.engine.families import FAMILIES
-from tests.support.engine.quantised import dequantise_folder, edit_config, quantise
+from tests.support.engine.quantized import dequantize_folder, edit_config, quantize
 from tests.support.engine.steps import Blocks, prefill
 
 PROMPT = [(11 * n) % 190 for n in range(45)]
@@ -35,18 +35,18 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_the_dequantised_checkpoint(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     family, kind, options = KINDS[name]
     FAMILIES[family].write(tmp_path / "plain", dtype=torch.bfloat16)
-    folder = quantise(tmp_path / "plain", tmp_path / "quantised", kind, **options)  # type: ignore[arg-type]
-    dense = dequantise_folder(folder, tmp_path / "dense", torch.bfloat16)
+    folder = quantize(tmp_path / "plain", tmp_path / "quantised", kind, **options)  # type: ignore[arg-type]
+    dense = dequantize_folder(folder, tmp_path / "dense", torch.bfloat16)
     assert torch.equal(logits(folder), logits(dense))
 
 
 def test_kimis_config_may_be_written_twice(tmp_path: Path) -> None:
-    """For the model and for its language model; the dense layers of Kimi are not quantised."""
+    """For the model and for its language model; the dense layers of Kimi are not quantized."""
     FAMILIES["kimi, text"].write(tmp_path / "plain", dtype=torch.bfloat16)
-    folder = quantise(
+    folder = quantize(
         tmp_path / "plain", tmp_path / "quantised", "int4", group=0, ignored=KIMI_IGNORED[:3]
     )
 
@@ -65,14 +65,14 @@ def test_kimis_config_may_be_written_twice(tmp_path: Path) -> None:
 def test_zeros_of_rotary_rows_are_refused(tmp_path: Path) -> None:
     FAMILIES["deepseek"].write(tmp_path / "plain", dtype=torch.bfloat16)
     options = {"group": 0, "is_symmetric": False}
-    folder = quantise(tmp_path / "plain", tmp_path / "quantised", "int4", **options)
+    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "int4", **options)
     with pytest.raises(CheckpointError, match=r"weight_zero_point: zero points of a layer with ro"):
         logits(folder)
 
 
 def test_rotary_rows_in_two_blocks_are_refused(tmp_path: Path) -> None:
     FAMILIES["deepseek"].write(tmp_path / "plain", dtype=torch.bfloat16, intermediate_size=240)
-    folder = quantise(tmp_path / "plain", tmp_path / "quantised", "fp8")
+    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "fp8")
     name = "model.layers.0.mlp.up_proj"
     rows = PairedRows(head=60, first=0, dim=60)
     form = CheckpointForm(paired=((rf"{name}\.weight", rows),))

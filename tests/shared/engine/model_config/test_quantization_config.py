@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from shared.engine.model_config.formats import Fp8Block, Int4, num_stored_bytes
-from shared.engine.model_config.quantization import Quantisation
+from shared.engine.model_config.quantization import Quantization
 from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.engine.models.checkpoint_config import read_config, with_formats
 from shared.engine.models.llama import configure
 from shared.errors import CheckpointError
 from tests.support.engine.checkpoints import write_llama
-from tests.support.engine.quantised import edit_config
+from tests.support.engine.quantized import edit_config
 
 PACKED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -45,7 +45,7 @@ FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-# Kimi K2.5: attention, shared experts and the dense layer are not quantised.
+# Kimi K2.5: attention, shared experts and the dense layer are not quantized.
 KIMI_IGNORED = [
     "lm_head",
     "re:.*self_attn.*",
@@ -57,7 +57,7 @@ KIMI_IGNORED = [
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
 
-def weights_of(written: dict[str, Any]) -> Quantisation | None:
+def weights_of(written: dict[str, Any]) -> Quantization | None:
     return checkpoint_formats(written).weights
 
 
@@ -139,7 +139,7 @@ def test_layers_have_formats() -> None:
     first, second = (layer.formats for layer in config.layers)
     assert first is not None
     assert second is not None
-    assert config.is_quantised
+    assert config.is_quantized
     assert first.of("mlp.up_proj") is None
     assert second.of("mlp.up_proj") is not None
 
@@ -175,7 +175,7 @@ def test_bytes_of_formats() -> None:
         ({"ignore": ["re:("]}, "'re:(' is no pattern"),
         (
             {"config_groups.group_0.input_activations": {"num_bits": 8}},
-            "quantised activations (group_0) are not supported",
+            "quantized activations (group_0) are not supported",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_only_the_cache_may_be_in_fp8(written: dict[str, Any], tmp_path: Path) -
     edit_config(tmp_path, lambda config: config.update(quantization_config=written))
     config = read_config(tmp_path)
     assert config.declares_fp8_kv
-    assert not config.is_quantised
+    assert not config.is_quantized
 
 
 def test_cache_in_fp8_may_be_declared_in_the_file_of_an_export(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints give the logits of the dequantised ones, bit for bit."""
+"""Quantized checkpoints give the logits of the dequantized ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.errors import CheckpointError
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
-from tests.support.engine.quantised import FILE, dequantise_folder, quantise
+from tests.support.engine.quantized import FILE, dequantize_folder, quantize
 from tests.support.engine.steps import Blocks, advance, prefill, step_of
 
 # Decoded beside the product, in fused layers; and shapes of partial blocks, which are not.
@@ -63,7 +63,7 @@ PROMPT = [(11 * n) % 190 for n in range(45)]
 def written(root: Path, name: str) -> Path:
     fields, kind, options = KINDS[name]
     write_model(root / "plain", dtype=torch.bfloat16, **fields)
-    return quantise(root / "plain", root / "quantised", kind, **options)  # type: ignore[arg-type]
+    return quantize(root / "plain", root / "quantised", kind, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -84,11 +84,11 @@ def logits(executor: LocalExecutor) -> Tensor:
     return torch.cat((found, advance(executor, [(long, 1), (short, 3)])))
 
 
-def test_logits_are_those_of_the_dequantised_checkpoint(folder: Path, tmp_path: Path) -> None:
-    dense = dequantise_folder(folder, tmp_path / "dense", torch.bfloat16)
+def test_logits_are_those_of_the_dequantized_checkpoint(folder: Path, tmp_path: Path) -> None:
+    dense = dequantize_folder(folder, tmp_path / "dense", torch.bfloat16)
     ours, theirs = load(folder), load(dense)
     assert torch.equal(logits(ours), logits(theirs))
-    assert ours.weights.num_quantised > 0 == theirs.weights.num_quantised
+    assert ours.weights.num_quantized > 0 == theirs.weights.num_quantized
     layer = type(ours.computer.model.layers[0])
     assert layer is type(theirs.computer.model.layers[0])
 
@@ -96,7 +96,7 @@ def test_logits_are_those_of_the_dequantised_checkpoint(folder: Path, tmp_path: 
 @pytest.mark.parametrize("name", ["int4", "fp8", "int4 experts"])
 def test_logits_in_fp32(name: str, tmp_path: Path) -> None:
     folder = written(tmp_path, name)
-    dense = dequantise_folder(folder, tmp_path / "dense", torch.float32)
+    dense = dequantize_folder(folder, tmp_path / "dense", torch.float32)
     assert torch.equal(logits(load(folder, "float32")), logits(load(dense, "float32")))
 
 
@@ -106,7 +106,7 @@ def test_weights_take_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
     tensors = load_file(folder / FILE)
     layers = {each.rpartition(".")[0] for each in tensors if each.endswith(("_packed", "_inv"))}
     stored = sum(t.nbytes for each, t in tensors.items() if each.rpartition(".")[0] in layers)
-    assert load(folder).weights.num_quantised_bytes <= 1.03 * stored
+    assert load(folder).weights.num_quantized_bytes <= 1.03 * stored
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8"])
@@ -114,7 +114,7 @@ def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -
     fields = {**BLOCKS, "intermediate_size": 2048, "num_attention_heads": 8, "hidden_size": 512}
     fields["num_key_value_heads"] = 8
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **fields)
-    folder = quantise(tmp_path / "plain", tmp_path / "quantised", name)  # type: ignore[arg-type]
+    folder = quantize(tmp_path / "plain", tmp_path / "quantised", name)  # type: ignore[arg-type]
     executor = load(folder)
     lines = [Blocks(64).line(PROMPT)]
     expected = executor.step_logits(step_of([(lines[0], 45)]))
@@ -129,7 +129,7 @@ def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -
 
 def test_a_cut_inside_of_a_block_is_an_error(tmp_path: Path) -> None:
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **BLOCKS)
-    folder = quantise(tmp_path / "plain", tmp_path / "quantised", "fp8")
+    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "fp8")
     message = r"k_proj\.weight_scale_inv: ranks cut it at row 64, inside of 128 rows"
     with pytest.raises(CheckpointError, match=message):
         load_group(folder, "cpu", MeshShape(4))
@@ -173,7 +173,7 @@ def test_private_weights_are_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_fused_layers_need_one_format(tmp_path: Path) -> None:
     folder = tmp_path / "quantised"
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **BLOCKS)
-    quantise(tmp_path / "plain", folder, "int4", ignored=[r"re:.*k_proj"])
+    quantize(tmp_path / "plain", folder, "int4", ignored=[r"re:.*k_proj"])
     message = "self_attn.q_proj int4 in groups of 32, symmetric, self_attn.k_proj dense"
     with pytest.raises(CheckpointError, match=message):
         load(folder)

@@ -135,7 +135,7 @@ def test_routers_are_checked_after_tokens_are_read(is_drawn: bool, tmp_path: Pat
     assert events == ([] if is_drawn else ["tokens", "read"])
 
 
-def test_wait_of_quantised_experts_is_named(launched: list[str], tmp_path: Path) -> None:
+def test_wait_of_quantized_experts_is_named(launched: list[str], tmp_path: Path) -> None:
     computer = computer_of(tmp_path, "qwen3 moe", quantization_config=INT4)
     found = first_wait(step_function(computer, query_lens=[1, 1]))
     assert found is not None

@@ -1,4 +1,4 @@
-"""Files that contradict the config are named in one line; quantised weights count as stored."""
+"""Files that contradict the config are named in one line; quantized weights count as stored."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ INT4: Shapes = {
 }
 
 
-QUANTISED: dict[str, Any] = {
+QUANTIZED: dict[str, Any] = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -73,12 +73,12 @@ QUANTISED: dict[str, Any] = {
 
 
 def read(folder: Path, changes: Shapes, *, without: str = "") -> StoredWeights:
-    """With the parts of a quantised weight, the config has its format."""
+    """With the parts of a quantized weight, the config has its format."""
     found = {**shapes(), **changes}
     found.pop(without, None)
     listed = ((name, *found[name]) for name in sorted(found))
-    quantised = QUANTISED if without == DOWN and changes else {}
-    write_sparse(folder, {**CONFIG, **quantised}, listed, files=3)
+    quantized = QUANTIZED if without == DOWN and changes else {}
+    write_sparse(folder, {**CONFIG, **quantized}, listed, files=3)
     return read_stored(folder, read_config(folder))
 
 

@@ -19,7 +19,7 @@ from shared.engine.quantize.compare import (
 from shared.engine.quantize.variants import JUDGED, ORIGINAL, PLAIN, Comparisons
 from shared.errors import CheckpointError, ConfigError
 from tests.support.engine.checkpoints import write_llama, write_model
-from tests.support.engine.quantised import edit_tensors, quantise
+from tests.support.engine.quantized import edit_tensors, quantize
 from tests.support.engine.steps import Blocks, prefill
 
 PROMPTS = [[(7 * n + k) % 190 + 3 for n in range(count)] for k, count in enumerate((1, 20, 150))]
@@ -38,7 +38,7 @@ def executors(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, LocalExecutor]]:
     """Of an INT4 copy and its original."""
-    copy = quantise(folder, tmp_path_factory.mktemp("copies") / "int4", "int4", group=32)
+    copy = quantize(folder, tmp_path_factory.mktemp("copies") / "int4", "int4", group=32)
     comparisons = Comparisons.of(copy, folder, "fp8")
     assert [*comparisons.pairs.values()] == [
         (PLAIN, JUDGED),

@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
 from shared.engine.model_config.formats import Fp8Block, Int4, stored_tensors
-from shared.engine.quantize.round_to_nearest import quantised_tensors
+from shared.engine.quantize.round_to_nearest import quantized_tensors
 from shared.errors import CheckpointError, ConfigError
 from tests.support.engine.checkpoints import write_llama
-from tests.support.engine.quantised import quantise
+from tests.support.engine.quantized import quantize
 
 FORMS = [
     Int4(group=32, is_symmetric=True),
@@ -26,12 +26,12 @@ FORMS = [
 ]
 
 
-def dequantised(found: dict[str, Tensor], width: int) -> Tensor:
+def dequantized(found: dict[str, Tensor], width: int) -> Tensor:
     if "weight" in found:
-        return dequantise_fp8(found["weight"], found["weight_scale_inv"], torch.float32)
+        return dequantize_fp8(found["weight"], found["weight_scale_inv"], torch.float32)
     zeros = found.get("weight_zero_point")
     parts = found["weight_packed"], found["weight_scale"], zeros
-    return dequantise_int4(*parts, width, torch.float32)
+    return dequantize_int4(*parts, width, torch.float32)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -41,8 +41,8 @@ def test_weights_are_rounded_to_the_nearest_code(
 ) -> None:
     weight = torch.randn(shape)
     weight[1] = 0.0
-    found = quantised_tensors(weight, form)
-    error = (dequantised(found, shape[1]) - weight).abs()
+    found = quantized_tensors(weight, form)
+    error = (dequantized(found, shape[1]) - weight).abs()
     if isinstance(form, Int4):
         scale = found["weight_scale"].float().repeat_interleave(form.group or shape[1], 1)
         # Half a step; as much again at the ends of a range whose zero was rounded; the scale's own.
@@ -55,12 +55,12 @@ def test_weights_are_rounded_to_the_nearest_code(
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
-def test_linear_layers_are_quantised_and_all_else_is_kept(kind: str, tmp_path: Path) -> None:
+def test_linear_layers_are_quantized_and_all_else_is_kept(kind: str, tmp_path: Path) -> None:
     """In shards; the index names the new tensors."""
     source, target = tmp_path / "plain", tmp_path / "quantised"
     write_llama(source, dtype=torch.bfloat16, max_shard_size="60KB", hidden_size=64, head_dim=16)
     (source / "tokenizer.json").write_text("{}")
-    quantise(source, target, kind, ignored=["model.layers.0.mlp.up_proj"])  # type: ignore[arg-type]
+    quantize(source, target, kind, ignored=["model.layers.0.mlp.up_proj"])  # type: ignore[arg-type]
     names = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     assert len({*names.values()}) > 1
     for name, shard in names.items():
@@ -72,22 +72,22 @@ def test_linear_layers_are_quantised_and_all_else_is_kept(kind: str, tmp_path: P
     old = {name: tensor for each in before for name, tensor in each.items()}
     new = {name: tensor for each in after for name, tensor in each.items()}
     suffix = "weight_packed" if kind == "int4" else "weight_scale_inv"
-    quantised = {name.removesuffix(f".{suffix}") for name in new if name.endswith(suffix)}
-    assert len(quantised) == 2 * 7 - 1
-    assert "model.layers.0.mlp.up_proj" not in quantised
+    quantized = {name.removesuffix(f".{suffix}") for name in new if name.endswith(suffix)}
+    assert len(quantized) == 2 * 7 - 1
+    assert "model.layers.0.mlp.up_proj" not in quantized
     for name, tensor in old.items():
-        if name.removesuffix(".weight") not in quantised:
+        if name.removesuffix(".weight") not in quantized:
             assert torch.equal(new[name], tensor)
 
 
-def test_what_cannot_be_quantised(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized(tmp_path: Path) -> None:
     source = tmp_path / "plain"
     write_llama(source, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="rows of 48 columns are no multiple of group_size"):
-        quantise(source, tmp_path / "new", "int4")
+        quantize(source, tmp_path / "new", "int4")
     with pytest.raises(ConfigError, match="no linear layer is left"):
-        quantise(source, tmp_path / "new", "int4", ignored=["re:.*"])
+        quantize(source, tmp_path / "new", "int4", ignored=["re:.*"])
     assert not (tmp_path / "new").exists()
-    quantise(source, tmp_path / "new", "fp8")
-    with pytest.raises(ConfigError, match="is quantised already"):
-        quantise(tmp_path / "new", tmp_path / "again", "fp8")
+    quantize(source, tmp_path / "new", "fp8")
+    with pytest.raises(ConfigError, match="is quantized already"):
+        quantize(tmp_path / "new", tmp_path / "again", "fp8")

@@ -17,7 +17,7 @@ from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.planning.stored_weights import read_stored
-from shared.engine.quantize.quantize_folder import quantise_folder
+from shared.engine.quantize.quantize_folder import quantize_folder
 from shared.errors import CheckpointError
 from tests.shared.engine.codec.folders import Silent
 from tests.support.engine.checkpoints import LLAMA3_ROPE, write_llama
@@ -164,7 +164,7 @@ def test_what_is_left_out_is_one_warning(tmp_path: Path) -> None:
     assert "score.weight" in warning["first"]
 
 
-def test_older_index_beside_all_tensors_and_an_empty_quantisation_change_nothing(
+def test_older_index_beside_all_tensors_and_an_empty_quantization_change_nothing(
     tmp_path: Path,
 ) -> None:
     write_llama(tmp_path)
@@ -184,7 +184,7 @@ def test_older_index_beside_all_tensors_and_an_empty_quantisation_change_nothing
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_base_model_is_quantised_and_compressed(tmp_path: Path, is_tied: bool) -> None:
+def test_base_model_is_quantized_and_compressed(tmp_path: Path, is_tied: bool) -> None:
     """An untied base model has no head: it gives embeddings."""
     write_llama(tmp_path / "full", tie_word_embeddings=True, hidden_size=64, head_dim=16)
     write_llama(tmp_path / "base", tie_word_embeddings=True, hidden_size=64, head_dim=16)
@@ -192,7 +192,7 @@ def test_base_model_is_quantised_and_compressed(tmp_path: Path, is_tied: bool) -
     _alter_config(tmp_path / "base", {"tie_word_embeddings": is_tied})
     logits = {}
     for name in ("full", "base"):
-        quantise_folder(tmp_path / name, tmp_path / f"{name} int4", "int4", Silent())
+        quantize_folder(tmp_path / name, tmp_path / f"{name} int4", "int4", Silent())
         compress_folder(tmp_path / name, tmp_path / f"{name} bundle", Silent())
         for made in ("int4", "bundle"):
             logits[name, made] = _logits(_load(tmp_path / f"{name} {made}"))

@@ -24,7 +24,7 @@ from shared.errors import ConfigError
 from shared.numerics import Activations
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
-from tests.support.engine.quantised import quantise
+from tests.support.engine.quantized import quantize
 from tests.support.engine.steps import Blocks, step_of
 
 NUM_BLOCKS = 64
@@ -150,7 +150,7 @@ def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> N
 def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -> None:
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **{**TINY, **SHAPES["mixtral"]})
     ignored = [r"re:.*self_attn.*"]
-    folder = quantise(tmp_path / "plain", tmp_path / "quantised", "int4", ignored=ignored)
+    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "int4", ignored=ignored)
     executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
     expected = [executor.step_logits(step) for step in steps()]
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts):

@@ -1,4 +1,4 @@
-"""Dense weights of the formats in which checkpoints store quantised ones, as definitions."""
+"""Dense weights of the formats in which checkpoints store quantized ones, as definitions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def dequantise_int4(
+def dequantize_int4(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, width: int, dtype: torch.dtype
 ) -> Tensor:
     """w[n, k] = round((code - zero) · scale[n, k / group]) in `dtype`, the product in FP32.
@@ -23,7 +23,7 @@ def dequantise_int4(
     return ((codes - zeros).float() * scale.float()[:, spread]).to(dtype)
 
 
-def dequantise_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """w[n, k] = round(code · scale[n / 128, k / 128]) in `dtype`, the product in FP32.
 
     DeepSeek-V3's blocks: codes float8_e4m3fn [N, K]; scale [⌈N / 128⌉, ⌈K / 128⌉], which

@@ -1,4 +1,4 @@
-"""Transcoding loses nothing: decoded tiles have the bits of the dequantised checkpoint."""
+"""Transcoding loses nothing: decoded tiles have the bits of the dequantized checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from kernels.quantised_weight import Fp8Part, Int4Part, fp8_weight, int4_weight
-from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
-from tests.kernels.support.quantised import (
+from kernels.quantized_weight import Fp8Part, Int4Part, fp8_weight, int4_weight
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
+from tests.kernels.support.quantized import (
     ODD_SCALES,
     assert_same_bits,
     random_fp8,
@@ -19,7 +19,7 @@ from tests.kernels.support.quantised import (
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_int4_decodes_to_the_dequantised_weight(seed: int) -> None:
+def test_int4_decodes_to_the_dequantized_weight(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     group = rng.choice([8, 32, 64, 128])
@@ -38,7 +38,7 @@ def test_int4_decodes_to_the_dequantised_weight(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_fp8_decodes_to_the_dequantised_weight(seed: int) -> None:
+def test_fp8_decodes_to_the_dequantized_weight(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     weight, expected = random_fp8(
@@ -58,10 +58,10 @@ def test_parts_are_one_weight(rows: tuple[int, ...]) -> None:
         for n in rows
     ]
     found = int4_weight(int4, 64, 32, torch.bfloat16).dense()
-    dense = [dequantise_int4(*part, 64, torch.bfloat16) for part in int4]
+    dense = [dequantize_int4(*part, 64, torch.bfloat16) for part in int4]
     assert_same_bits(found, torch.cat(dense))
     fp8 = [Fp8Part(torch.randn(n, 200).to(torch.float8_e4m3fn), torch.randn(1, 2)) for n in rows]
-    dense = [dequantise_fp8(*part, torch.bfloat16) for part in fp8]
+    dense = [dequantize_fp8(*part, torch.bfloat16) for part in fp8]
     assert_same_bits(fp8_weight(fp8, torch.bfloat16).dense(), torch.cat(dense))
 
 
@@ -75,5 +75,5 @@ def test_a_weight_takes_the_bytes_of_the_file() -> None:
 
 def test_codes_are_low_nibble_first() -> None:
     packed = torch.tensor([[0x76543210, -0x01234568]], dtype=torch.int32)  # 0xFEDCBA98
-    dense = dequantise_int4(packed, torch.ones(1, 1), None, 16, torch.float32)
+    dense = dequantize_int4(packed, torch.ones(1, 1), None, 16, torch.float32)
     assert dense.tolist() == [[float(code - 8) for code in range(16)]]

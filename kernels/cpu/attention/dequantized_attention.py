@@ -1,4 +1,4 @@
-"""Attention over an FP8 cache: each sequence's context, dequantised to FP32 for the FP32 kernel.
+"""Attention over an FP8 cache: each sequence's context, dequantized to FP32 for the FP32 kernel.
 
 Values are those of the reference, and no row's bits depend on another's, nor on where runs are
 cut: the products of the library that the reference multiplies with depend on the number of rows.
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu.attention.vector_attention import vector_attention
 
 
-def dequantised_attention(
+def dequantized_attention(
     query: Tensor,
     kv_cache: Tensor,
     block_tables: Tensor,
@@ -24,7 +24,7 @@ def dequantised_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Like `vector_attention`. One sequence is dequantised at a time: memory for one context."""
+    """Like `vector_attention`. One sequence is dequantized at a time: memory for one context."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     block_size, start = kv_cache.shape[3], 0
     for index, (num_tokens, context_len) in enumerate(
@@ -40,7 +40,7 @@ def dequantised_attention(
         table = torch.cat((blocks.new_zeros(first), torch.arange(len(blocks))))
         attended = vector_attention(
             query[rows].float(),
-            _dequantised(kv_cache, kv_scales, blocks),
+            _dequantized(kv_cache, kv_scales, blocks),
             table[None],
             query_lens[index : index + 1],
             context_lens[index : index + 1],
@@ -52,7 +52,7 @@ def dequantised_attention(
     return out
 
 
-def _dequantised(kv_cache: Tensor, kv_scales: Tensor | None, blocks: Tensor) -> Tensor:
+def _dequantized(kv_cache: Tensor, kv_scales: Tensor | None, blocks: Tensor) -> Tensor:
     """FP32 [planes, len(blocks), num_kv_heads, block_size, D]"""
     stored = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
     found = stored.index_select(1, blocks.long()).view(kv_cache.dtype).float()

@@ -1,6 +1,6 @@
-"""Products with a quantised weight: bit-identical to those with the dequantised one.
+"""Products with a quantized weight: bit-identical to those with the dequantized one.
 
-Where the compiled loops cannot decode it, a part of its rows is dequantised at a time, and
+Where the compiled loops cannot decode it, a part of its rows is dequantized at a time, and
 multiplied as a dense weight of these rows is.
 """
 
@@ -16,12 +16,12 @@ from kernels.cpu.gemm.lane_linear import is_blocked, lane_linear, lane_sums, pac
 from kernels.cpu.gemm.linear import linear, pack_for_library, pack_weight
 from kernels.cpu.gemm.packed_linear import for_products, packed_linear
 from kernels.cpu.gemm.row_pieces import row_pieces
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantized_weight import QuantizedWeight
 from kernels.sum_lanes import SumLanes
 
 
-def quantised_linear(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None, *, has_kernels: bool
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, has_kernels: bool
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in the dtype of x."""
     planes = for_products(weight) if has_kernels else None
@@ -35,15 +35,15 @@ def quantised_linear(
     return y if bias is None else y.add_(bias)
 
 
-def quantised_lane_linear(
+def quantized_lane_linear(
     x: Tensor,
-    weight: QuantisedWeight,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     *,
     lanes: SumLanes,
     has_kernels: bool,
 ) -> Tensor:
-    """`quantised_linear` that sums over K in lanes."""
+    """`quantized_linear` that sums over K in lanes."""
     if has_kernels and _is_decoded(weight, lanes):
         return lane_linear(x, weight, bias, lanes=lanes)
     y = x.new_empty(len(x), weight.shape[0])
@@ -53,9 +53,9 @@ def quantised_lane_linear(
     return y if bias is None else y.add_(bias)
 
 
-def quantised_lane_sums(
+def quantized_lane_sums(
     x: Tensor,
-    weight: QuantisedWeight,
+    weight: QuantizedWeight,
     *,
     lanes: SumLanes,
     num_sums: int = 1,
@@ -71,12 +71,12 @@ def quantised_lane_sums(
     return sums
 
 
-def _is_decoded(weight: QuantisedWeight, lanes: SumLanes) -> bool:
+def _is_decoded(weight: QuantizedWeight, lanes: SumLanes) -> bool:
     """Whether the compiled loops decode it next to the product."""
     return is_blocked(lanes) and for_products(weight) is not None
 
 
-def _pieces(weight: QuantisedWeight) -> Iterator[tuple[slice, Tensor]]:
+def _pieces(weight: QuantizedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Rows of the weight, and their dense values."""
     for first, end in row_pieces(weight.shape[0]):
         dense = weight.strips(first, end)

@@ -15,11 +15,11 @@ from torch import Tensor
 from shared.engine.executors.load import load_executor
 from shared.errors import CheckpointError
 from tests.support.engine.checkpoints import write_llama
-from tests.support.engine.quantised import (
-    dequantise_folder,
+from tests.support.engine.quantized import (
+    dequantize_folder,
     edit_config,
     edit_tensors,
-    quantise,
+    quantize,
 )
 
 UP = "model.layers.1.mlp.up_proj"
@@ -31,10 +31,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     write_llama(root / "plain", dtype=torch.bfloat16, tie_word_embeddings=False)
     found = {
-        "int4": quantise(root / "plain", root / "int4", "int4", group=16, is_symmetric=False),
-        "fp8": quantise(root / "plain", root / "fp8", "fp8"),
+        "int4": quantize(root / "plain", root / "int4", "int4", group=16, is_symmetric=False),
+        "fp8": quantize(root / "plain", root / "fp8", "fp8"),
     }
-    return found | {"dense": dequantise_folder(found["int4"], root / "dense", torch.bfloat16)}
+    return found | {"dense": dequantize_folder(found["int4"], root / "dense", torch.bfloat16)}
 
 
 def set_tensor(name: str, tensor: Tensor) -> Edit:

@@ -1,4 +1,4 @@
-"""The planned bytes of quantised weights are those of the model that the config describes."""
+"""The planned bytes of quantized weights are those of the model that the config describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from shared.engine.model_config.formats import Fp8Block, Int4, WeightFormat
-from shared.engine.model_config.quantization import ConfigGroup, Quantisation
+from shared.engine.model_config.quantization import ConfigGroup, Quantization
 from shared.engine.models.checkpoint_config import with_formats
 from shared.engine.models.decoder import Decoder
 from shared.engine.parallel.rank_part import whole_model
@@ -32,10 +32,10 @@ FORMS: list[WeightFormat] = [Int4(group=8, is_symmetric=True), Fp8Block()]
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_bytes_are_those_of_the_tensors(name: str, form: WeightFormat) -> None:
     groups = (ConfigGroup(targets=("Linear",), form=form),)
-    # What expands latents is dequantised as it is loaded; sizes of experts are padded.
-    quantisation = Quantisation(groups=groups, ignored=("re:.*kv_b_proj", r"re:.*experts\..*"))
+    # What expands latents is dequantized as it is loaded; sizes of experts are padded.
+    quantization = Quantization(groups=groups, ignored=("re:.*kv_b_proj", r"re:.*experts\..*"))
     dense = replace(PLAIN, **CHANGES[name])
-    config = with_formats(dense, quantisation)
+    config = with_formats(dense, quantization)
     saved = []
     for each in (dense, config):
         with torch.device("meta"):

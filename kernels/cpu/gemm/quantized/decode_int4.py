@@ -1,4 +1,4 @@
-"""Decodes a tile of int4, see kernels/quantised_weight.py, to BF16 pairs [16, 32, 2].
+"""Decodes a tile of int4, see kernels/quantized_weight.py, to BF16 pairs [16, 32, 2].
 
 A register holds the words of eight rows, two of each row: shifted by 4 · j their lowest nibbles
 are columns 2 · j and 2 · j + 1. A table maps nibbles to FP32; the conversion to BF16 joins two

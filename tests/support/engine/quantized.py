@@ -1,4 +1,4 @@
-"""Quantised checkpoints, and the dense ones that have the same weights."""
+"""Quantized checkpoints, and the dense ones that have the same weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
-from shared.engine.quantize.quantize_folder import quantise_folder
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
+from shared.engine.quantize.quantize_folder import quantize_folder
 
 FILE, CONFIG = "model.safetensors", "config.json"
 
@@ -23,16 +23,16 @@ class NoProgress:
     def advance(self, what: str, num_bytes: int) -> None: ...
 
 
-def quantise(source: Path, target: Path, kind: Literal["int4", "fp8"], **options: Any) -> Path:
-    quantise_folder(source, target, kind, NoProgress(), **options)
+def quantize(source: Path, target: Path, kind: Literal["int4", "fp8"], **options: Any) -> Path:
+    quantize_folder(source, target, kind, NoProgress(), **options)
     return target
 
 
-def dequantise_folder(source: Path, target: Path, dtype: torch.dtype) -> Path:
-    """Writes the dense checkpoint whose weights are the dequantised ones in `dtype`."""
+def dequantize_folder(source: Path, target: Path, dtype: torch.dtype) -> Path:
+    """Writes the dense checkpoint whose weights are the dequantized ones in `dtype`."""
     shutil.copytree(source, target)
     edit_config(target, lambda config: config.pop("quantization_config"))
-    edit_tensors(target, lambda tensors: _dequantise(tensors, dtype))
+    edit_tensors(target, lambda tensors: _dequantize(tensors, dtype))
     return target
 
 
@@ -49,14 +49,14 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
 
-def _dequantise(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _dequantize(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     for name in [*tensors]:
         layer, _, kind = name.rpartition(".")
         if kind == "weight_packed":
             width = int(tensors.pop(f"{layer}.weight_shape")[1])
             zeros = tensors.pop(f"{layer}.weight_zero_point", None)
             parts = tensors.pop(name), tensors.pop(f"{layer}.weight_scale"), zeros
-            tensors[f"{layer}.weight"] = dequantise_int4(*parts, width, dtype)
+            tensors[f"{layer}.weight"] = dequantize_int4(*parts, width, dtype)
         elif kind == "weight_scale_inv":
             codes = tensors.pop(f"{layer}.weight")
-            tensors[f"{layer}.weight"] = dequantise_fp8(codes, tensors.pop(name), dtype)
+            tensors[f"{layer}.weight"] = dequantize_fp8(codes, tensors.pop(name), dtype)

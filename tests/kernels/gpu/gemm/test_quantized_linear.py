@@ -1,4 +1,4 @@
-"""Products with quantised weights on a device: the bits of the dequantised weight's products."""
+"""Products with quantized weights on a device: the bits of the dequantized weight's products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from kernels import ops
 from kernels.sum_lanes import SumLanes
-from tests.kernels.support.quantised import assert_same_bits, random_fp8, random_int4
+from tests.kernels.support.quantized import assert_same_bits, random_fp8, random_int4
 
 LANES = SumLanes.of((0, 32, 96, 96, 128, 160, 192, 224, 256))
 
@@ -20,9 +20,9 @@ def test_products_have_the_bits_of_dense_weights(device: torch.device) -> None:
     for weight, on_cpu in (int4, random_fp8(70, 256, dtype=dtype)):
         weight, dense = replace(weight, memory=weight.memory.to(device)), on_cpu.to(device)
         assert ops.packed_form(weight) is None
-        found = ops.quantised_linear(x, weight, is_batch_invariant=True)
+        found = ops.quantized_linear(x, weight, is_batch_invariant=True)
         assert_same_bits(found, ops.linear(x, dense, is_batch_invariant=True))
-        found = ops.quantised_lane_linear(x, weight, lanes=LANES)
+        found = ops.quantized_lane_linear(x, weight, lanes=LANES)
         assert_same_bits(found, ops.lane_linear(x, dense, lanes=LANES))
-        sums = ops.quantised_lane_sums(x, weight, lanes=LANES, num_sums=2)
+        sums = ops.quantized_lane_sums(x, weight, lanes=LANES, num_sums=2)
         assert_same_bits(sums, ops.lane_sums(x, dense, lanes=LANES, num_sums=2))

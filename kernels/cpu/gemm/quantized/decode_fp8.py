@@ -1,4 +1,4 @@
-"""Decodes a tile of FP8 E4M3, see kernels/quantised_weight.py, to BF16 pairs [16, 32, 2].
+"""Decodes a tile of FP8 E4M3, see kernels/quantized_weight.py, to BF16 pairs [16, 32, 2].
 
 All numbers of a block have one scale, so a table of the 128 magnitudes times the scale, rounded to
 BF16, decodes it: an instruction looks up 64 bytes in 128 (VPERMI2B of AVX-512 VBMI).

@@ -1,10 +1,10 @@
-"""Quantised weights as `sum_steps` takes them."""
+"""Quantized weights as `sum_steps` takes them."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kernels.quantised_weight import BLOCK, FP8_BLOCK
+from kernels.quantized_weight import BLOCK, FP8_BLOCK
 
 FP8_STEPS = FP8_BLOCK // BLOCK
 

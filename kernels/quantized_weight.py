@@ -3,7 +3,7 @@
     int4   w = round((code - zero) · scale)     a scale, and maybe a zero, per row and group of K
     fp8    w = round(E4M3(code) · scale)        a scale per 128 x 128
 
-The product is computed in FP32 and rounded once to `dtype`: the bits that a dequantised checkpoint
+The product is computed in FP32 and rounded once to `dtype`: the bits that a dequantized checkpoint
 has. Transcoding moves codes and scales, and changes none.
 
 A tile of int4 is 512 bytes, nibbles [2, 4, 8, 2, 8]: nibble j of the word of half w, octet o, row
@@ -72,7 +72,7 @@ class Fp8Layout:
         }
 
 
-QuantisedLayout = Int4Layout | Fp8Layout
+QuantizedLayout = Int4Layout | Fp8Layout
 _Part = TypeVar("_Part", "Int4Part", "Fp8Part")
 
 
@@ -92,10 +92,10 @@ class Fp8Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantisedWeight:
+class QuantizedWeight:
     """`memory` [num_bytes] uint8 holds all planes; `dtype` is that of the dense weight."""
 
-    layout: QuantisedLayout
+    layout: QuantizedLayout
     memory: Tensor
     dtype: torch.dtype
 
@@ -145,7 +145,7 @@ class QuantisedWeight:
         return out
 
 
-def memory_bytes(layout: QuantisedLayout) -> int:
+def memory_bytes(layout: QuantizedLayout) -> int:
     planes = layout.planes.values()
     return sum(_aligned(prod(shape) * dtype.itemsize) for dtype, shape in planes)
 
@@ -157,7 +157,7 @@ def int4_weight(
     dtype: torch.dtype,
     *,
     is_padded: bool = False,
-) -> QuantisedWeight:
+) -> QuantizedWeight:
     """Parts, one below the other -> the weight [N, width]. FP16 scales are stored as FP32.
 
     `is_padded`: each part has rows of zeros up to full blocks of 32, as weights of experts have.
@@ -186,7 +186,7 @@ def int4_weight(
 
 def fp8_weight(
     parts: Sequence[Fp8Part], dtype: torch.dtype, *, is_padded: bool = False
-) -> QuantisedWeight:
+) -> QuantizedWeight:
     """Parts, one below the other -> the weight; `is_padded` as in `int4_weight`."""
     num_rows = sum(_num_rows(part.codes, is_padded=is_padded) for part in parts)
     is_even = is_padded or _are_even(parts)
@@ -205,7 +205,7 @@ def fp8_weight(
     return weight
 
 
-def _place_scales(weight: QuantisedWeight, first_row: int, by_row: Tensor) -> None:
+def _place_scales(weight: QuantizedWeight, first_row: int, by_row: Tensor) -> None:
     """by_row [n, K / 128], of the rows from `first_row` on."""
     assert isinstance(weight.layout, Fp8Layout)
     step = weight.layout.scale_rows
@@ -258,9 +258,9 @@ def _num_rows(codes: Tensor, *, is_padded: bool) -> int:
     return _blocks((len(codes), 0))[0] * BLOCK if is_padded else len(codes)
 
 
-def _unset(layout: QuantisedLayout, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:
+def _unset(layout: QuantizedLayout, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
     memory = torch.zeros(memory_bytes(layout), dtype=torch.uint8, device=device)
-    return QuantisedWeight(layout, memory, dtype)
+    return QuantizedWeight(layout, memory, dtype)
 
 
 def _row_pieces(rows: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -28,18 +28,18 @@ from kernels.cpu.gemm.gemm_common import (
     open_block,
     sum_steps,
 )
-from kernels.cpu.gemm.quantised.decode_fp8 import MAGNITUDES, TABLE_BYTES, decode_fp8, fill_table
-from kernels.cpu.gemm.quantised.decode_int4 import decode_int4
-from kernels.cpu.gemm.quantised.planes import FP8_STEPS, Fp8Planes, Int4Planes
+from kernels.cpu.gemm.quantized.decode_fp8 import MAGNITUDES, TABLE_BYTES, decode_fp8, fill_table
+from kernels.cpu.gemm.quantized.decode_int4 import decode_int4
+from kernels.cpu.gemm.quantized.planes import FP8_STEPS, Fp8Planes, Int4Planes
 from kernels.cpu.simd.amx_tiles import aligned, tile_release
 from kernels.cpu.simd.cpu_features import has_amx, has_pair_products, target_features
 from kernels.cpu.simd.intrinsics import array, expect_load
-from kernels.quantised_weight import Int4Layout, QuantisedWeight
+from kernels.quantized_weight import Int4Layout, QuantizedWeight
 
 AHEAD = 4  # tiles that are prefetched before they are decoded
 
 
-def planes_for_products(weight: QuantisedWeight) -> Int4Planes | Fp8Planes | None:
+def planes_for_products(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
     """None if this CPU, or the compiled loops, cannot decode the weight."""
     is_whole = all(size % BLOCK == 0 for size in weight.shape)
     has_products = has_amx() or has_pair_products()

@@ -1,18 +1,18 @@
-"""Random quantised tensors as checkpoints store them, and their dense weights."""
+"""Random quantized tensors as checkpoints store them, and their dense weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kernels.quantised_weight import (
+from kernels.quantized_weight import (
     Fp8Part,
     Int4Part,
-    QuantisedWeight,
+    QuantizedWeight,
     fp8_weight,
     int4_weight,
 )
-from kernels.reference.dequantise import dequantise_fp8, dequantise_int4
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
 
 # Scales that rounding, signs and subnormal numbers depend on.
 ODD_SCALES = (0.0, -0.0, 1e-40, 2.0**-133, 2.0**-126, -0.5, 3e38)
@@ -31,7 +31,7 @@ def random_int4(
     scale_dtype: torch.dtype = torch.bfloat16,
     dtype: torch.dtype = torch.bfloat16,
     scales: tuple[float, ...] = (),
-) -> tuple[QuantisedWeight, Tensor]:
+) -> tuple[QuantizedWeight, Tensor]:
     """`scales` replace some of the random ones."""
     groups = -(-width // group)
     scale = (torch.randn(num_rows, groups) * 0.02).to(scale_dtype)
@@ -40,7 +40,7 @@ def random_int4(
     packed = random_words(num_rows, -(-width // 8))
     zeros = random_words(-(-num_rows // 8), groups) if has_zeros else None
     weight = int4_weight([Int4Part(packed, scale, zeros)], width, group, dtype)
-    return weight, dequantise_int4(packed, scale, zeros, width, dtype)
+    return weight, dequantize_int4(packed, scale, zeros, width, dtype)
 
 
 def random_fp8(
@@ -50,7 +50,7 @@ def random_fp8(
     dtype: torch.dtype = torch.bfloat16,
     scales: tuple[float, ...] = (),
     has_nan: bool = False,
-) -> tuple[QuantisedWeight, Tensor]:
+) -> tuple[QuantizedWeight, Tensor]:
     codes = torch.randint(0, 256, (num_rows, width)).to(torch.uint8)
     if not has_nan:
         codes[(codes & 127) == 127] = 0x80
@@ -58,7 +58,7 @@ def random_fp8(
     for index, each in enumerate(scales):
         scale.view(-1)[index % scale.numel()] = each
     stored = codes.view(torch.float8_e4m3fn)
-    return fp8_weight([Fp8Part(stored, scale)], dtype), dequantise_fp8(stored, scale, dtype)
+    return fp8_weight([Fp8Part(stored, scale)], dtype), dequantize_fp8(stored, scale, dtype)
 
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:

@@ -10,18 +10,18 @@ import torch
 from benchmarks.gpu_kit.session import Session
 
 if TYPE_CHECKING:
-    from kernels.quantised_weight import QuantisedWeight
+    from kernels.quantized_weight import QuantizedWeight
 
 GROUP = 128  # columns that share a scale
 FP8_BLOCK = 128
 SCALE = 0.02
 
 # The weight and its bytes; no weight where only the compiler runs: a CPU takes long to make one.
-Built: TypeAlias = "tuple[QuantisedWeight | None, int]"
+Built: TypeAlias = "tuple[QuantizedWeight | None, int]"
 
 
 def int4(session: Session, shape: tuple[int, int]) -> Built:
-    from kernels.quantised_weight import Int4Part, int4_weight
+    from kernels.quantized_weight import Int4Part, int4_weight
 
     num_rows, width = shape
     if session.mode == "compile":
@@ -33,7 +33,7 @@ def int4(session: Session, shape: tuple[int, int]) -> Built:
 
 
 def fp8(session: Session, shape: tuple[int, int]) -> Built:
-    from kernels.quantised_weight import Fp8Part, fp8_weight
+    from kernels.quantized_weight import Fp8Part, fp8_weight
 
     num_rows, width = shape
     if session.mode == "compile":

@@ -1,4 +1,4 @@
-"""Products with quantised weights have the bits of products with the dequantised ones."""
+"""Products with quantized weights have the bits of products with the dequantized ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kernels.cpu.gemm import packed_linear
 from kernels.cpu.gemm.avx512_bf16_gemm import can_pack_pairs
 from kernels.cpu.gemm.lane_linear import lane_linear, lane_sums, pack_lanes
 from kernels.cpu.gemm.linear import linear, pack_weight
-from kernels.cpu.gemm.quantised.planes import Fp8Planes, Int4Planes
-from kernels.cpu.gemm.quantised_linear import (
-    quantised_lane_linear,
-    quantised_lane_sums,
-    quantised_linear,
+from kernels.cpu.gemm.quantized.planes import Fp8Planes, Int4Planes
+from kernels.cpu.gemm.quantized_linear import (
+    quantized_lane_linear,
+    quantized_lane_sums,
+    quantized_linear,
 )
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantized_weight import QuantizedWeight
 from kernels.sum_lanes import SumLanes
-from tests.kernels.support.quantised import (
+from tests.kernels.support.quantized import (
     ODD_SCALES,
     assert_same_bits,
     random_fp8,
@@ -41,7 +41,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def weights(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[QuantisedWeight, Tensor]]:
+def weights(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[QuantizedWeight, Tensor]]:
     torch.manual_seed(shape[0])
     return [
         random_int4(*shape, 32, has_zeros=False, dtype=dtype),
@@ -62,7 +62,7 @@ def test_products_have_the_bits_of_dense_weights(
         packed = pack_weight(dense)
         for num_rows in NUM_ROWS:
             rows = x[:num_rows]
-            found = quantised_linear(rows, weight, bias, has_kernels=True)
+            found = quantized_linear(rows, weight, bias, has_kernels=True)
             assert_same_bits(found, linear(rows, packed, bias))
 
 
@@ -77,10 +77,10 @@ def test_sums_of_lanes_have_the_bits_of_dense_weights(lanes: SumLanes, dtype: to
     for weight, dense in weights((96, 384), dtype)[::3]:
         packed = pack_lanes(dense, lanes, has_kernels=True)
         mode = {"lanes": lanes, "has_kernels": True}
-        found = quantised_lane_linear(x, weight, bias, **mode)
+        found = quantized_lane_linear(x, weight, bias, **mode)
         assert_same_bits(found, lane_linear(x, packed, bias, lanes=lanes))
         for num_sums in (1, 2):
-            found = quantised_lane_sums(x, weight, num_sums=num_sums, **mode)
+            found = quantized_lane_sums(x, weight, num_sums=num_sums, **mode)
             assert_same_bits(found, lane_sums(x, packed, lanes=lanes, num_sums=num_sums))
 
 
@@ -92,7 +92,7 @@ def test_subnormal_and_huge_scales_are_multiplied_as_with_dense_weights() -> Non
         random_fp8(64, 256, scales=(1e-40, 0.5)),
         random_fp8(64, 256, has_nan=True),
     ):
-        found = quantised_linear(x, weight, has_kernels=True)
+        found = quantized_linear(x, weight, has_kernels=True)
         assert_same_bits(found, linear(x, pack_weight(dense)))
 
 
@@ -109,5 +109,5 @@ def test_whole_blocks_are_decoded_beside_the_product() -> None:
 def test_without_compiled_loops_the_library_multiplies() -> None:
     x = torch.randn(5, 128).to(BF16)
     for weight, dense in weights((64, 128), BF16):
-        found = quantised_linear(x, weight, has_kernels=False).float()
+        found = quantized_linear(x, weight, has_kernels=False).float()
         assert torch.allclose(found, (x.float() @ dense.float().T), rtol=2e-2, atol=2e-2)
