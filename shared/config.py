@@ -114,12 +114,12 @@ class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
 
 
 class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
-    """`model_dir`: of its own model; None: it serves the models of the catalogue alone."""
+    """`model_dir` is the gateway's own model; None: it serves the models of the registry alone."""
 
     redis_url: str
     model_dir: Path | None = None
     model_name: str = ""
-    max_loaded_models: int = 16  # of the catalogue: tokenizers and templates, beside those in use
+    max_loaded_models: int = 16  # of the registry: tokenizers and templates, beside those in use
     redis_read_url: str = ""  # a near replica, for API keys; empty: none
     redis_ca: str = ""  # PEM files, for rediss:// URLs
     redis_cert: str = ""

@@ -1,4 +1,4 @@
-"""A worker that has started: whether it serves what the catalogue names, and what it takes."""
+"""A worker that has started: whether it serves what the model registry names, and what it takes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import asyncio
 import msgspec
 import structlog
 
-from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_revisions import HostedRevision
 from services.host.model_states import HostStates
 from services.host.records import ModelRecord, Records
 from services.host.workers.process_memory import process_bytes
 from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.messages import Heartbeat, ModelCard
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.store import StoreUnavailable
 
 log = structlog.get_logger(__name__)
@@ -26,7 +26,7 @@ KNOWN_WAKE_S = 0.3  # expected before the first wake
 
 class HostAdmission:
     def __init__(
-        self, states: HostStates, admin: CatalogueAdmin, records: Records, clock: Clock
+        self, states: HostStates, admin: RegistryAdmin, records: Records, clock: Clock
     ) -> None:
         self._states = states
         self._admin = admin
@@ -48,7 +48,7 @@ class HostAdmission:
         )
 
     def check(self, hosted: HostedRevision) -> bool:
-        """False, and a failed model, if its content is not what the catalogue has recorded."""
+        """False, and a failed model, if its content is not what the model registry has recorded."""
         found, recorded = hosted.card, hosted.revision.digest
         if found is None or recorded in ("", found.revision):
             return True

@@ -20,7 +20,7 @@ _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
 class ModelKey(NamedTuple):
-    """`revision`: its name in the catalogue."""
+    """`revision`: its name in the model registry."""
 
     name: str
     revision: str
@@ -32,7 +32,7 @@ class ModelKey(NamedTuple):
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     """`process_bytes`: of a worker, beside weights and KV. `need`: tokens that its worker holds
     and that wait for it, or any other measure that is the same for all models. `is_standby_wanted`:
-    the catalogue wants its process alive. `used_at`: when it was last hot.
+    the model registry wants its process alive. `used_at`: when it was last hot.
     """
 
     key: ModelKey

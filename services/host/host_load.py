@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from services.host.hosted_catalogue import HostedRevision
 from services.host.hosted_model import HostedState
+from services.host.hosted_revisions import HostedRevision
 from services.host.model_states import HostStates
 from shared.messages import DeviceMemory, HostedModel, HostLoad
 

@@ -83,7 +83,7 @@ Action = StartAction | WakeAction | ParkAction | ResizeAction | StopAction | Kil
 class HostedState:
     """`kv_bytes`: that its worker has or was given. `is_wake_wanted`: since `wanted_at`, until it
     is hot. `is_known`: it has been started once, here or before. `is_final`: it is not tried again
-    until its catalogue record changes. `public_failure`: of clients, as in HostedModel.
+    until its registry record changes. `public_failure`: of clients, as in HostedModel.
     """
 
     memory: ModelMemory

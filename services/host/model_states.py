@@ -48,7 +48,7 @@ class HostStates:
     def find(self, key: ModelKey) -> HostedState | None:
         return next((each for each in self.models() if each.key == key), None)
 
-    # ── the catalogue ────────────────────────────────────────────────────────────────────────────
+    # ── the registry ─────────────────────────────────────────────────────────────────────────────
 
     def put(
         self,

@@ -1,7 +1,7 @@
 """The host process: owns the devices of a machine, and starts, parks, wakes and stops the workers
-of all models in the catalogue within a memory budget for each device.
+of all models in the registry within a memory budget for each device.
 
-    catalogue ──▶ HostedCatalogue ──▶ HostStates ──actions──▶ Workers, WorkerControl
+    registry ──▶ HostedRevisions ──▶ HostStates ──actions──▶ Workers, WorkerControl
     scheduler ──WakeModel, ParkModel──▶ ▲ ◀──heartbeats, ends of processes──┘
 """
 
@@ -22,7 +22,6 @@ from services.host.admission import HostAdmission
 from services.host.budget import ModelKey
 from services.host.devices import budgets_of
 from services.host.host_load import host_load
-from services.host.hosted_catalogue import HostedCatalogue, HostedRevision
 from services.host.hosted_model import (
     Action,
     KillAction,
@@ -32,6 +31,7 @@ from services.host.hosted_model import (
     StopAction,
     WakeAction,
 )
+from services.host.hosted_revisions import HostedRevision, HostedRevisions
 from services.host.model_states import HostStates
 from services.host.records import Records, default_state_dir
 from services.host.workers.worker_config import log_name_of, worker_config, worker_id_of
@@ -45,8 +45,8 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, ParkModel, WakeModel
 from shared.metrics.process_report import ProcessReport
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.reader import CatalogueReader
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.reader import RegistryReader
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.subjects import host_models, random_instance
@@ -79,9 +79,9 @@ class HostService:
         self._clock = clock
         self._records = records
         self.states = HostStates(budgets)
-        self.catalogue = HostedCatalogue(clock, next(iter(budgets)), self._on_source)
-        self._reader = CatalogueReader(store, clock)
-        self._reader.on_change(self._on_catalogue)
+        self.registry = HostedRevisions(clock, next(iter(budgets)), self._on_source)
+        self._reader = RegistryReader(store, clock)
+        self._reader.on_change(self._on_registry)
         self._control = WorkerControl(bus)
         self._workers = WorkerProcesses(
             records.directory,
@@ -90,7 +90,7 @@ class HostService:
             num_threads=config.num_threads,
             on_end=self._on_end,
         )
-        admin = CatalogueAdmin(store, time.time)
+        admin = RegistryAdmin(store, time.time)
         self._admission = HostAdmission(self.states, admin, records, clock)
         self._by_worker: dict[str, HostedRevision] = {}
         # so that no worker has the id of one before a restart, or of another host's
@@ -133,7 +133,7 @@ class HostService:
     async def stop(self) -> None:
         self._is_leaving = True
         await self._background.stop()
-        await self.catalogue.stop()
+        await self.registry.stop()
         await self._workers.stop()
         await self.health_monitor.stop()
         await self._store.close()
@@ -145,19 +145,19 @@ class HostService:
 
     # ── what happens outside ─────────────────────────────────────────────────────────────────────
 
-    def _on_catalogue(self) -> None:
-        changed, gone = self.catalogue.update(self._reader.models)
+    def _on_registry(self) -> None:
+        changed, gone = self.registry.update(self._reader.models)
         for hosted in gone:
             self.states.remove(hosted.key)
             if self.states.find(hosted.key) is None:
-                self.catalogue.forget(hosted)
-        if any(each.key not in self.catalogue.revisions for each in gone):
-            self.catalogue.update(self._reader.models)  # of another source now
+                self.registry.forget(hosted)
+        if any(each.key not in self.registry.revisions for each in gone):
+            self.registry.update(self._reader.models)  # of another source now
         for hosted in changed:
             if hosted.source is not None:
                 self._put(hosted)
                 self.states.restore(hosted.key, self._clock.now())
-        for hosted in self.catalogue.revisions.values():
+        for hosted in self.registry.revisions.values():
             with failing_alone("model_not_checked", model=str(hosted.key)):
                 self._admission.check(hosted)
         self._changed.set()
@@ -203,7 +203,7 @@ class HostService:
         is_lost = status == DEVICE_LOST_STATUS
         self.states.ended(hosted.key, reason, self._clock.now(), lost_device=is_lost)
         if self.states.find(hosted.key) is None:
-            self._on_catalogue()
+            self._on_registry()
         self._changed.set()
 
     def _start_item(self, hosted: HostedRevision, work: Coroutine[object, object, None]) -> None:
@@ -229,7 +229,7 @@ class HostService:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def _on_command(self, command: WakeModel | ParkModel) -> ModelWaking | Done:
-        hosted = self.catalogue.named(command.model, command.revision)
+        hosted = self.registry.named(command.model, command.revision)
         if hosted is None:
             raise UnknownModel(
                 f"this host does not have the model {command.model!r}, "
@@ -276,7 +276,7 @@ class HostService:
         self._changed.clear()
 
     def _carry_out(self, action: Action) -> None:
-        hosted = self.catalogue.revisions[action.key]
+        hosted = self.registry.revisions[action.key]
         match action:
             case StartAction(device=device, kv_bytes=kv_bytes):
                 self._start_item(hosted, self._start(hosted, device, kv_bytes))
@@ -377,7 +377,7 @@ class HostService:
                 self._workers.signal(worker_id, signal.SIGKILL)
 
     def _load(self) -> HostLoad:
-        return host_load(self.states, self.catalogue.revisions.values(), self._clock.now())
+        return host_load(self.states, self.registry.revisions.values(), self._clock.now())
 
 
 async def build_host(config: HostConfig) -> HostService:

@@ -20,7 +20,7 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.planning.kv_plan import kv_item_bytes
 from shared.engine.planning.memory_plan import plan_memory
 from shared.errors import CheckpointError, ConfigError
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.numerics import FP8_CAPABILITY
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -56,7 +56,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.kv_floor_bytes, useful // self.block_bytes * self.block_bytes)
 
     def memory(
-        self, key: ModelKey, model: CatalogueModel, budget_bytes: int, process_bytes: int | None
+        self, key: ModelKey, model: RegisteredModel, budget_bytes: int, process_bytes: int | None
     ) -> ModelMemory:
         return ModelMemory(
             key=key,
@@ -70,7 +70,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_source(
-    model: CatalogueModel, revision: CatalogueRevision, device: str
+    model: RegisteredModel, revision: RegisteredRevision, device: str
 ) -> ModelSource:
     """Downloads a hub model that is not cached. Raises ConfigError."""
     found = Path(revision.source).expanduser()  # noqa: ASYNC240  # reads no file but of users
@@ -80,7 +80,7 @@ async def find_source(
 
 
 def _source_in(
-    found: Path, model: CatalogueModel, revision: CatalogueRevision, device: str
+    found: Path, model: RegisteredModel, revision: RegisteredRevision, device: str
 ) -> ModelSource:
     if not found.is_dir():
         hint = "" if is_hub_id(found) else ", and no hub id such as org/name"

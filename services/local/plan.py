@@ -77,7 +77,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # pipeline stages of every worker
     activations: str = "plain"  # or bf16-exchange, of every worker
     experts: str = "auto"  # ep or tp, of every worker of several ranks
-    models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the catalogue
+    models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the model registry
 
     def tp_of(self, role: CredentialRole) -> int:
         return {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role, self.tp)

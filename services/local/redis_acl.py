@@ -36,7 +36,7 @@ _PREFIXES = (
     "hearth:*:pinned_prefix_reasons",
     "hearth:pinned_prefixes:*",
 )
-_CATALOGUE = "hearth:model:*"
+_REGISTRY = "hearth:model:*"
 
 
 class RedisRole(NamedTuple):
@@ -59,14 +59,12 @@ REDIS_ROLES: dict[str, RedisRole] = {
             "hearth:*:response:*",
             "hearth:*:responses:*",
             "hearth:responses:*",
-            _CATALOGUE,
+            _REGISTRY,
             *_PREFIXES,
         ),
     ),
     "kv_index": RedisRole(_DATA, ("hearth:tenants", *_PREFIXES)),
-    "host": RedisRole(
-        (*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), ("hearth:generation", _CATALOGUE)
-    ),
+    "host": RedisRole((*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), ("hearth:generation", _REGISTRY)),
     "operator": RedisRole((*_DATA, "xadd", "xrevrange"), ("hearth:*",)),
 }
 

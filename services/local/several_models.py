@@ -1,4 +1,4 @@
-"""A local cluster of several models: one host runs the workers of all, by the catalogue."""
+"""A local cluster of several models: one host runs the workers of all, by the model registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.clock import Clock
 from shared.errors import ConfigError, HearthError
 from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import Heartbeat, HostedModel, ModelWaking, WakeModel
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, host_models
 from shared.transport.bus import NatsBus
@@ -23,9 +23,9 @@ STORE_TIMEOUT_S = 5.0
 async def store_models(
     redis_url: str, clock: Clock, models: Sequence[NamedModel], *, weights: str, kv_dtype: str
 ) -> None:
-    """Adds them to the catalogue, or to a name of another source a further revision."""
+    """Adds them to the model registry, or to a name of another source a further revision."""
     store = RedisStore(redis_url, clock, timeout_s=STORE_TIMEOUT_S)
-    admin = CatalogueAdmin(store, time.time)
+    admin = RegistryAdmin(store, time.time)
     given = {"weights": weights, "kv_dtype": kv_dtype}
     settings = {name: value for name, value in given.items() if value != "auto"}
     try:

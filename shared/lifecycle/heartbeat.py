@@ -300,5 +300,5 @@ class HealthMonitor:
                 announced = self._announced.announced(described.host)
                 described = structs.replace(described, host=announced)
             await self._bus.publish(self._subject, described)
-        except HearthError as error:  # also a catalogue too large for the bus
+        except HearthError as error:  # also a registry too large for the bus
             log.warning("heartbeat_send_failed", error=error.message)

@@ -3,7 +3,7 @@
     host:  a change ──▶ version + 1 ──▶ in each heartbeat for RESEND_S ──▶ only the version
     peer:  knows `changed_since` or later ──▶ applies the changes; else requests the list, in pages
 
-A heartbeat has the same size whatever the catalogue's. Peers that need no models request none.
+A heartbeat has the same size whatever the model registry's. Peers that need no models request none.
 """
 
 from __future__ import annotations

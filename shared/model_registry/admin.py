@@ -1,4 +1,4 @@
-"""Administration of the catalogue, for the commands of `hearth model` and for hosts.
+"""Administration of the model registry, for the commands of `hearth model` and for hosts.
 
 The states of a name and of its revisions are in `revisions.py`. Here each change is read, computed
 and stored only if the record is still the one that was read, else computed again: two operators
@@ -16,11 +16,11 @@ import msgspec
 from shared.errors import ConfigError
 from shared.model_registry.reader import model_of
 from shared.model_registry.record import (
-    CATALOGUE,
-    CATALOGUE_VERSION,
     MAX_MODELS,
-    CatalogueModel,
-    CatalogueRevision,
+    REGISTRY,
+    REGISTRY_VERSION,
+    RegisteredModel,
+    RegisteredRevision,
 )
 from shared.model_registry.revisions import (
     next_revision_name,
@@ -43,7 +43,7 @@ SETTINGS = (
 )
 _REVISION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# KEYS: the catalogue, its version. ARGV: a name, its record as read (empty: none), its new record
+# KEYS: the registry, its version. ARGV: a name, its record as read (empty: none), its new record
 # (empty: none), the most models, the time. The version begins at the time: after a loss of all
 # records it is never again one that a reader has seen.
 SWAP_MODEL = """
@@ -60,10 +60,10 @@ redis.call('INCRBY', KEYS[2], 1)
 return 'stored'
 """
 
-Change = Callable[[CatalogueModel], CatalogueModel]
+Change = Callable[[RegisteredModel], RegisteredModel]
 
 
-class CatalogueAdmin:
+class RegistryAdmin:
     """`now` returns unix seconds. Every method raises StoreUnavailable if Redis does not answer,
     and ConfigError for a name or value that is invalid, refused or does not exist.
     """
@@ -77,15 +77,15 @@ class CatalogueAdmin:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
-    async def all(self) -> dict[str, CatalogueModel | None]:
+    async def all(self) -> dict[str, RegisteredModel | None]:
         """Models by name, sorted; None for an unreadable record."""
-        found = await self._store.hash_get(CATALOGUE)
+        found = await self._store.hash_get(REGISTRY)
         return {
             key.decode(errors="replace"): _readable(key.decode(errors="replace"), data)
             for key, data in sorted(found.items())
         }
 
-    async def one(self, name: str) -> CatalogueModel:
+    async def one(self, name: str) -> RegisteredModel:
         return (await self._read(name))[0]
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
@@ -98,7 +98,7 @@ class CatalogueAdmin:
         revision: str | None = None,
         canary: float | None = None,
         settings: Mapping[str, Any] | None = None,
-    ) -> CatalogueModel:
+    ) -> RegisteredModel:
         """Adds the model, or to a known name a further revision, staged or with `canary` percent of
         new requests. `revision`: its name (default: r1, r2, …). `settings`: fields of the model
         among SETTINGS; others stay as they are.
@@ -107,21 +107,21 @@ class CatalogueAdmin:
         if revision is not None:
             check_revision_name(revision)
         changes = await self._checked(settings or {})
-        addition = CatalogueRevision(name=revision or "r1", source=source, added_at=self._now())
+        addition = RegisteredRevision(name=revision or "r1", source=source, added_at=self._now())
 
-        def extended(model: CatalogueModel) -> CatalogueModel:
+        def extended(model: RegisteredModel) -> RegisteredModel:
             added_name = revision or next_revision_name(model)
             added = msgspec.structs.replace(addition, name=added_name)
             model = _with_settings(with_revision(model, added), changes)
             return model if canary is None else with_share(model, added_name, canary)
 
-        def created() -> CatalogueModel:
+        def created() -> RegisteredModel:
             if canary is not None:
                 raise ConfigError(
                     f"a canary needs a revision that takes the other requests, but the model "
                     f"{name!r} does not exist yet"
                 )
-            model = CatalogueModel(name=name, revisions=(addition,), created_at=self._now())
+            model = RegisteredModel(name=name, revisions=(addition,), created_at=self._now())
             return _with_settings(model, changes)
 
         return await self._change(name, extended, created)
@@ -136,23 +136,23 @@ class CatalogueAdmin:
                 return
         raise _contended(name)
 
-    async def promote(self, name: str, revision: str, *, keep: bool = False) -> CatalogueModel:
+    async def promote(self, name: str, revision: str, *, keep: bool = False) -> RegisteredModel:
         """All new requests go to the revision, as soon as a host has loaded it once. The revisions
         that it replaces are removed, or with `keep` stay without weight.
         """
         return await self._change(name, lambda model: promoted(model, revision, keep=keep))
 
-    async def set_share(self, name: str, revision: str, percent: float) -> CatalogueModel:
+    async def set_share(self, name: str, revision: str, percent: float) -> RegisteredModel:
         """The revision gets `percent` of new requests."""
         return await self._change(name, lambda model: with_share(model, revision, percent))
 
-    async def pin(self, name: str) -> CatalogueModel:
+    async def pin(self, name: str) -> RegisteredModel:
         return await self.set_fields(name, {"is_pinned": True})
 
-    async def unpin(self, name: str) -> CatalogueModel:
+    async def unpin(self, name: str) -> RegisteredModel:
         return await self.set_fields(name, {"is_pinned": False})
 
-    async def set_fields(self, name: str, settings: Mapping[str, Any]) -> CatalogueModel:
+    async def set_fields(self, name: str, settings: Mapping[str, Any]) -> RegisteredModel:
         """Changes the given ones of SETTINGS."""
         changes = await self._checked(settings)
         return await self._change(name, lambda model: _with_settings(model, changes))
@@ -166,7 +166,7 @@ class CatalogueAdmin:
         if not digest:
             raise ConfigError(f"the digest of {name!r}, revision {revision!r}, is empty")
 
-        def recorded(model: CatalogueModel) -> CatalogueModel:
+        def recorded(model: RegisteredModel) -> RegisteredModel:
             found = revision_of(model, revision)
             if source is not None and found.source != source:
                 raise ConfigError(
@@ -179,8 +179,8 @@ class CatalogueAdmin:
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _change(
-        self, name: str, change: Change, create: Callable[[], CatalogueModel] | None = None
-    ) -> CatalogueModel:
+        self, name: str, change: Change, create: Callable[[], RegisteredModel] | None = None
+    ) -> RegisteredModel:
         for _ in range(MAX_SWAPS):
             found = await self._found(name)
             if found is None:
@@ -195,9 +195,9 @@ class CatalogueAdmin:
                 return changed
         raise _contended(name)
 
-    async def _found(self, name: str) -> tuple[CatalogueModel, bytes] | None:
+    async def _found(self, name: str) -> tuple[RegisteredModel, bytes] | None:
         """The model and its record. Raises ConfigError for one that is unreadable."""
-        data = (await self._store.hash_get(CATALOGUE)).get(name.encode(errors="replace"))
+        data = (await self._store.hash_get(REGISTRY)).get(name.encode(errors="replace"))
         if data is None:
             return None
         try:
@@ -208,14 +208,14 @@ class CatalogueAdmin:
                 f"remove it with `hearth model remove {name}`"
             ) from error
 
-    async def _read(self, name: str) -> tuple[CatalogueModel, bytes]:
+    async def _read(self, name: str) -> tuple[RegisteredModel, bytes]:
         found = await self._found(name)
         if found is None:
             raise _unknown(name)
         return found
 
     async def _data(self, name: str) -> bytes:
-        data = (await self._store.hash_get(CATALOGUE)).get(name.encode(errors="replace"))
+        data = (await self._store.hash_get(REGISTRY)).get(name.encode(errors="replace"))
         if data is None:
             raise _unknown(name)
         return data
@@ -224,7 +224,7 @@ class CatalogueAdmin:
         """False if the record is no longer `before`. Empty bytes: no record."""
         outcome = await self._store.evaluate(
             SWAP_MODEL,
-            [CATALOGUE, CATALOGUE_VERSION],
+            [REGISTRY, REGISTRY_VERSION],
             [name, before, after, self._max_models, int(self._now())],
         )
         if outcome == b"full":
@@ -258,26 +258,26 @@ def check_revision_name(name: str) -> str:
     return name
 
 
-def _readable(name: str, data: bytes) -> CatalogueModel | None:
+def _readable(name: str, data: bytes) -> RegisteredModel | None:
     try:
         return model_of(name, data)
     except UNREADABLE:
         return None
 
 
-def _with_settings(model: CatalogueModel, changes: Mapping[str, Any]) -> CatalogueModel:
+def _with_settings(model: RegisteredModel, changes: Mapping[str, Any]) -> RegisteredModel:
     """Raises ConfigError for an invalid value."""
     for name, value in changes.items():
         fields = {each: getattr(model, each) for each in model.__struct_fields__}
         try:
-            model = msgspec.convert({**fields, name: value}, CatalogueModel)
+            model = msgspec.convert({**fields, name: value}, RegisteredModel)
         except msgspec.ValidationError as error:
             problem = str(error).partition(" - at ")[0]
             raise ConfigError(f"invalid {name} {value!r} of {model.name!r}: {problem}") from error
     return model
 
 
-def _encoded(model: CatalogueModel) -> bytes:
+def _encoded(model: RegisteredModel) -> bytes:
     """Raises ConfigError for a record that no reader could decode."""
     data = msgspec.json.encode(model)
     try:

@@ -1,4 +1,4 @@
-"""What a process knows of the catalogue: the last value that Redis had.
+"""What a process knows of the model registry: the last value that Redis had.
 
 One script, each `POLL_S`: Redis answers with its version alone while that is unchanged. While Redis
 is away, or has lost its records, the last value stays. No operation removes the version, so its
@@ -16,7 +16,7 @@ import structlog
 
 from shared.background import failing_alone
 from shared.clock import Clock
-from shared.model_registry.record import CATALOGUE, CATALOGUE_VERSION, MAX_MODELS, CatalogueModel
+from shared.model_registry.record import MAX_MODELS, REGISTRY, REGISTRY_VERSION, RegisteredModel
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.tenant import GENERATION
 from shared.transport.wire_errors import UNREADABLE, one_line
@@ -25,10 +25,10 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
 
-# KEYS: the catalogue, its version, the generation. ARGV: the version that the caller
+# KEYS: the registry, its version, the generation. ARGV: the version that the caller
 # has, the most models. Returns whether Redis has records (0 or 1), whether it has a version, the
 # version, and, if it is another one, names and records alternately.
-READ_CATALOGUE = """
+READ_REGISTRY = """
 local has_records = math.min(1, redis.call('EXISTS', KEYS[2], KEYS[3]))
 local number = redis.call('GET', KEYS[2])
 local version = (redis.call('GET', KEYS[3]) or '') .. '/' .. (number or '')
@@ -36,17 +36,17 @@ if version == ARGV[1] then return {has_records, number and 1 or 0, version} end
 if redis.call('HLEN', KEYS[1]) > tonumber(ARGV[2]) then error(KEYS[1] .. ' has too many models') end
 return {has_records, number and 1 or 0, version, redis.call('HGETALL', KEYS[1])}
 """
-_KEYS = (CATALOGUE, CATALOGUE_VERSION, GENERATION)
+_KEYS = (REGISTRY, REGISTRY_VERSION, GENERATION)
 
 
-class CatalogueReader:
+class RegistryReader:
     """`models`: by name, as last read; empty before. `is_read`: Redis has answered once.
     `unreadable`: names whose record cannot be decoded; such a model keeps its last value, if it had
     one here, and the other models are not affected.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
-        self.models: Mapping[str, CatalogueModel] = MappingProxyType({})
+        self.models: Mapping[str, RegisteredModel] = MappingProxyType({})
         self.unreadable: frozenset[str] = frozenset()
         self.is_read = False
         self._store = store
@@ -82,11 +82,11 @@ class CatalogueReader:
     async def refresh(self) -> None:
         """One round trip. Raises StoreUnavailable, also for a Redis that has lost its records."""
         reply: list[Any] = await self._store.evaluate(
-            READ_CATALOGUE, _KEYS, [self._version, MAX_MODELS]
+            READ_REGISTRY, _KEYS, [self._version, MAX_MODELS]
         )
         has_records, has_version, version, *changed = reply
         if not has_records or (self._is_versioned and not has_version):
-            raise StoreUnavailable(f"Redis has lost its records: it has no {CATALOGUE_VERSION}")
+            raise StoreUnavailable(f"Redis has lost its records: it has no {REGISTRY_VERSION}")
         self._is_versioned = bool(has_version)
         if changed:
             self._read(dict(zip(changed[0][::2], changed[0][1::2], strict=True)))
@@ -112,7 +112,7 @@ class CatalogueReader:
                 with failing_alone("catalogue_not_followed"):
                     handler()
 
-    def _model(self, key: bytes, name: str, data: bytes) -> CatalogueModel | None:
+    def _model(self, key: bytes, name: str, data: bytes) -> RegisteredModel | None:
         """Decodes only what has changed; logs a new record that is unreadable."""
         is_known = self._records.get(key) == data
         if is_known:
@@ -124,9 +124,9 @@ class CatalogueReader:
             return None
 
 
-def model_of(name: str, data: bytes) -> CatalogueModel:
+def model_of(name: str, data: bytes) -> RegisteredModel:
     """Decodes the record that stands under `name`. Raises one of UNREADABLE."""
-    model = msgspec.json.decode(data, type=CatalogueModel)
+    model = msgspec.json.decode(data, type=RegisteredModel)
     names = {each.name for each in model.revisions}
     if model.name != name:
         raise msgspec.ValidationError(f"its record is of {model.name!r}")

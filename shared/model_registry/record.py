@@ -1,7 +1,7 @@
 """The models that a cluster can serve: `hearth model` writes the records, gateways and hosts read
 them.
 
-    hearth:model:catalogue          hash: name → its CatalogueModel as JSON
+    hearth:model:catalogue          hash: name → its RegisteredModel as JSON
     hearth:model:catalogue:version  a counter that every change increments
 
 A name has one revision, or more while it moves from one to another (`revisions.py`). The revision
@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from shared.numerics import KvDtype
 
-CATALOGUE = "hearth:model:catalogue"
-CATALOGUE_VERSION = "hearth:model:catalogue:version"
+REGISTRY = "hearth:model:catalogue"
+REGISTRY_VERSION = "hearth:model:catalogue:version"
 MAX_MODELS = 1024
 MAX_REVISIONS = 4
 
@@ -29,7 +29,7 @@ WeightForm = Literal["auto", "dense", "compressed"]
 Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
-class CatalogueRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RegisteredRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`source`: a directory, a bundle or a hub id, as hosts see it. `digest`: of its weights, as
     workers announce it (`ModelCard.revision`): the first host that loads the source records it, and
     any other content of the source is refused from then on. `weight`: the share of new requests,
@@ -45,7 +45,7 @@ class CatalogueRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     added_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds
 
 
-class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`tenants`: who may use it; None: every tenant that may use its name. `max_context_tokens`: at
     most; None: what the model and the memory allow. `priority`: of two models that compete for
     memory, the one with the higher priority stays hot. `is_pinned`: never parked while hot.
@@ -53,7 +53,7 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     name: Text
     revisions: Annotated[
-        tuple[CatalogueRevision, ...], Meta(min_length=1, max_length=MAX_REVISIONS)
+        tuple[RegisteredRevision, ...], Meta(min_length=1, max_length=MAX_REVISIONS)
     ]
     tenants: Annotated[tuple[str, ...], Meta(max_length=1024)] | None = None
     max_context_tokens: Annotated[int, Meta(ge=1)] | None = None

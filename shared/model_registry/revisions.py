@@ -1,4 +1,4 @@
-"""How a name moves from one revision of its model to another: pure changes of a CatalogueModel.
+"""How a name moves from one revision of its model to another: pure changes of a RegisteredModel.
 
     add the name              r1 alone, which serves all requests
     add a revision            staged: weight 0, serves nothing
@@ -28,12 +28,12 @@ from itertools import accumulate
 import msgspec
 
 from shared.errors import ConfigError
-from shared.model_registry.record import MAX_REVISIONS, CatalogueModel, CatalogueRevision
+from shared.model_registry.record import MAX_REVISIONS, RegisteredModel, RegisteredRevision
 
-Revisions = tuple[CatalogueRevision, ...]
+Revisions = tuple[RegisteredRevision, ...]
 
 
-def choose_revision(model: CatalogueModel, draw: float) -> CatalogueRevision | None:
+def choose_revision(model: RegisteredModel, draw: float) -> RegisteredRevision | None:
     """The revision of a request, by weight; `draw` is uniform in [0, 1). None if no revision with a
     weight has a digest yet.
     """
@@ -45,12 +45,12 @@ def choose_revision(model: CatalogueModel, draw: float) -> CatalogueRevision | N
     return loaded[next(chosen, len(loaded) - 1)]
 
 
-def share_of(model: CatalogueModel, revision: CatalogueRevision) -> float:
+def share_of(model: RegisteredModel, revision: RegisteredRevision) -> float:
     """Of new requests, once all revisions are loaded: 0 to 1."""
     return revision.weight / sum(each.weight for each in model.revisions)
 
 
-def revision_of(model: CatalogueModel, name: str) -> CatalogueRevision:
+def revision_of(model: RegisteredModel, name: str) -> RegisteredRevision:
     """Raises ConfigError if the model has no such revision."""
     for each in model.revisions:
         if each.name == name:
@@ -59,13 +59,13 @@ def revision_of(model: CatalogueModel, name: str) -> CatalogueRevision:
     raise ConfigError(f"the model {model.name!r} has no revision {name!r}: it has {known}")
 
 
-def next_revision_name(model: CatalogueModel) -> str:
+def next_revision_name(model: RegisteredModel) -> str:
     """r and a number above those that the model has."""
     numbers = (each.name[1:] for each in model.revisions if each.name.startswith("r"))
     return f"r{1 + max((int(each) for each in numbers if each.isdecimal()), default=0)}"
 
 
-def with_revision(model: CatalogueModel, added: CatalogueRevision) -> CatalogueModel:
+def with_revision(model: RegisteredModel, added: RegisteredRevision) -> RegisteredModel:
     """With one more revision, staged."""
     if any(each.name == added.name for each in model.revisions):
         raise ConfigError(
@@ -80,7 +80,7 @@ def with_revision(model: CatalogueModel, added: CatalogueRevision) -> CatalogueM
     return _replaced(model, (*model.revisions, staged))
 
 
-def with_share(model: CatalogueModel, name: str, percent: float) -> CatalogueModel:
+def with_share(model: RegisteredModel, name: str, percent: float) -> RegisteredModel:
     """The revision gets `percent` of new requests; the others share the rest in proportion."""
     if not 0 < percent < 100:
         raise ConfigError(
@@ -100,13 +100,13 @@ def with_share(model: CatalogueModel, name: str, percent: float) -> CatalogueMod
             "requests"
         )
 
-    def weight_of(revision: CatalogueRevision) -> float:
+    def weight_of(revision: RegisteredRevision) -> float:
         return percent if revision.name == name else revision.weight * (100 - percent) / rest
 
     return _weighted(model.revisions, weight_of, model)
 
 
-def promoted(model: CatalogueModel, name: str, *, keep: bool) -> CatalogueModel:
+def promoted(model: RegisteredModel, name: str, *, keep: bool) -> RegisteredModel:
     """The revision serves all requests: now, or once it has a digest if another one serves."""
     revision = revision_of(model, name)
     is_served = any(each.digest and each.weight > 0 for each in model.revisions)
@@ -117,7 +117,7 @@ def promoted(model: CatalogueModel, name: str, *, keep: bool) -> CatalogueModel:
     return _replaced(model, (pending if each.name == name else each for each in others))
 
 
-def without_revision(model: CatalogueModel, name: str) -> CatalogueModel:
+def without_revision(model: RegisteredModel, name: str) -> RegisteredModel:
     revision_of(model, name)
     left = tuple(each for each in model.revisions if each.name != name)
     if not left:
@@ -136,7 +136,7 @@ def without_revision(model: CatalogueModel, name: str) -> CatalogueModel:
     )
 
 
-def with_digest(model: CatalogueModel, name: str, digest: str) -> CatalogueModel:
+def with_digest(model: RegisteredModel, name: str, digest: str) -> RegisteredModel:
     """Records what the revision's weights are, unless that is known; completes its promotion."""
     revision = revision_of(model, name)
     if revision.digest:
@@ -148,7 +148,7 @@ def with_digest(model: CatalogueModel, name: str, digest: str) -> CatalogueModel
     return _completed(model, name, keep=loaded.promotion == "keep")
 
 
-def _completed(model: CatalogueModel, name: str, *, keep: bool) -> CatalogueModel:
+def _completed(model: RegisteredModel, name: str, *, keep: bool) -> RegisteredModel:
     names = [each.name for each in model.revisions]
     newer = names[names.index(name) + 1 :]
     retained = (
@@ -160,15 +160,15 @@ def _completed(model: CatalogueModel, name: str, *, keep: bool) -> CatalogueMode
 
 
 def _weighted(
-    revisions: Iterable[CatalogueRevision],
-    weight_of: Callable[[CatalogueRevision], float],
-    model: CatalogueModel,
-) -> CatalogueModel:
+    revisions: Iterable[RegisteredRevision],
+    weight_of: Callable[[RegisteredRevision], float],
+    model: RegisteredModel,
+) -> RegisteredModel:
     changed = (
         msgspec.structs.replace(each, weight=weight_of(each), promotion="") for each in revisions
     )
     return _replaced(model, changed)
 
 
-def _replaced(model: CatalogueModel, revisions: Iterable[CatalogueRevision]) -> CatalogueModel:
+def _replaced(model: RegisteredModel, revisions: Iterable[RegisteredRevision]) -> RegisteredModel:
     return msgspec.structs.replace(model, revisions=tuple(revisions))

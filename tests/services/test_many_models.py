@@ -20,7 +20,7 @@ from services.worker.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, SchedulerConfig, WorkerConfig
 from shared.engine.executors.timing_executor import TimingExecutor
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import store_api_key
 from tests.support.servers import NatsServer, RedisServer
@@ -66,7 +66,7 @@ class Cluster:
         store = RedisStore(self._redis.url, MonotonicClock(), timeout_s=2.0)
         self._stack.push_async_callback(store.close)
         await store_api_key(store, "key", "acme")
-        self.admin = CatalogueAdmin(store, lambda: 1.0)
+        self.admin = RegistryAdmin(store, lambda: 1.0)
         scheduler = await build_scheduler(SchedulerConfig(**self.process("scheduler-1")))
         config = GatewayConfig(
             **self.process("gateway-1"), redis_url=self._redis.url, http_port=0, lame_duck_s=0.0

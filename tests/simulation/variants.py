@@ -91,7 +91,7 @@ def _with_two_more(fleet: FleetPlan) -> FleetPlan:
 
 def with_hosts(plan: Plan) -> Plan:
     """Two or three hosts serve several models, and have memory for few hot ones. Hosts die, wakes
-    never end, workers die when they have been woken, models leave the catalogue and come back.
+    never end, workers die when they have been woken, models leave the model registry and come back.
     """
     random = Random(plan.seed)
     models = tuple(f"m{index}" for index in range(random.choice((2, 3, 5))))

@@ -19,7 +19,7 @@ from services.local.redis_acl import REDIS_ROLES
 from shared import config, messages, subjects
 from shared.config import ProcessConfig
 from shared.metrics.families.fleet import FleetCollector
-from shared.model_registry.record import CatalogueModel
+from shared.model_registry.record import RegisteredModel
 from shared.subjects import CredentialRole, api_permissions, permissions
 from shared.tenancy import pinned_prefix, rate_limit, stored_responses, tenant
 from shared.tenancy.model_alias import ModelAlias
@@ -31,7 +31,7 @@ from tests.surface.type_shape import shape_lines
 REDIS_RECORDS = {
     "hearth:tenants": TenantRecord,
     "hearth:api_key:{digest}": ApiKeyRecord,
-    "hearth:model:catalogue": CatalogueModel,
+    "hearth:model:catalogue": RegisteredModel,
     "hearth:model:aliases": ModelAlias,
     "hearth:{tenant}:pinned_prefixes": Entry,
     "hearth:{tenant}:pinned_prefix:{name}": PinnedPrefix,

@@ -27,11 +27,11 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
         with live_host(folder, environ=hub_environ(url, name)) as host:
             gateway = await asyncio.to_thread(host.start_gateway)
             async with operator(host) as op:
-                await op.catalogue.add("demo-a", str(folder / "demo-a"))
+                await op.registry.add("demo-a", str(folder / "demo-a"))
                 await op.state("demo-a", "standby", "hot")
                 async with Probes({"host": host.health_url, "gateway": gateway}) as probes:
                     for fault in FAULTS:
-                        await op.catalogue.add(fault, f"org/{fault}")
+                        await op.registry.add(fault, f"org/{fault}")
                     for fault in FAULTS:
                         if fault not in ENDLESS:
                             await op.state(fault, "failed")

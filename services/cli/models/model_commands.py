@@ -1,4 +1,4 @@
-"""`hearth model`: the catalogue of models that the cluster can serve."""
+"""`hearth model`: the registry of models that the cluster can serve."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def add(
     A further revision serves nothing until --canary or `promote` gives it requests. Aliases are for
     the tenants that may use the model. Settings that are not given stay as they are.
     """
-    from services.cli.models.catalogue_changes import add_model
     from services.cli.models.model_options import settings_of
+    from services.cli.models.registry_changes import add_model
 
     settings = settings_of(
         tenant,
@@ -140,8 +140,8 @@ def set_settings(
     redis_url: RedisUrl = None,
 ) -> None:
     """Change only the given settings of a model."""
-    from services.cli.models.catalogue_changes import change_settings
     from services.cli.models.model_options import settings_of
+    from services.cli.models.registry_changes import change_settings
 
     settings = settings_of(
         tenant,
@@ -157,7 +157,7 @@ def set_settings(
 @model_app.command("list", epilog="Example:  hearth model list --json | jq")
 def list_models(redis_url: RedisUrl = None, nats_url: NatsUrl = None, json: Json = False) -> None:
     """List the models of the catalogue, a row for each revision, with their states on hosts."""
-    from services.cli.models.catalogue_table import show_models
+    from services.cli.models.registry_table import show_models
 
     show_models(redis_url, nats_url, is_json=json)
 
@@ -167,7 +167,7 @@ def show(
     name: Name, redis_url: RedisUrl = None, nats_url: NatsUrl = None, json: Json = False
 ) -> None:
     """Show a model: settings, revisions, and its state on each host."""
-    from services.cli.models.catalogue_table import show_model
+    from services.cli.models.registry_table import show_model
 
     show_model(redis_url, nats_url, name, is_json=json)
 
@@ -182,7 +182,7 @@ def remove(
     redis_url: RedisUrl = None,
 ) -> None:
     """Remove a model and its aliases, or a revision; running requests end on it."""
-    from services.cli.models.catalogue_changes import remove_model
+    from services.cli.models.registry_changes import remove_model
 
     remove_model(redis_url, name, revision)
 
@@ -205,7 +205,7 @@ def promote(
     Running requests end on the revision that they have. One that no host has loaded yet takes over
     as soon as a host has.
     """
-    from services.cli.models.catalogue_changes import promote_revision
+    from services.cli.models.registry_changes import promote_revision
 
     promote_revision(redis_url, name, revision, keep=keep, canary=canary)
 
@@ -214,7 +214,7 @@ def promote(
 @audited("model pin")
 def pin(name: Name, redis_url: RedisUrl = None) -> None:
     """Keep a model hot once it is: hosts never park it."""
-    from services.cli.models.catalogue_changes import set_pinned
+    from services.cli.models.registry_changes import set_pinned
 
     set_pinned(redis_url, name, True)
 
@@ -223,7 +223,7 @@ def pin(name: Name, redis_url: RedisUrl = None) -> None:
 @audited("model unpin")
 def unpin(name: Name, redis_url: RedisUrl = None) -> None:
     """Let hosts park a model again."""
-    from services.cli.models.catalogue_changes import set_pinned
+    from services.cli.models.registry_changes import set_pinned
 
     set_pinned(redis_url, name, False)
 

@@ -14,7 +14,7 @@ from services.gateway.tenancy.model_aliases import ModelAliases
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.lifecycle.health import Fleet
-from shared.model_registry.reader import CatalogueReader
+from shared.model_registry.reader import RegistryReader
 from shared.randomness import Randomness
 from shared.store import Store
 
@@ -42,7 +42,7 @@ class GatewayModels:
         self.texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
         setup = None if own is None else process_setup(own, config.tool_format)
         self.own = None if own is None or setup is None else loader.text(own, setup)
-        self.registry = CatalogueReader(slow_store, clock)
+        self.registry = RegistryReader(slow_store, clock)
         self.served = ServedModels(self.live, self.own, self.registry, self.texts, randomness)
         self.aliases = ModelAliases(store, clock, is_native=self.served.has)
         self.names = ModelNames(self.served, self.aliases)

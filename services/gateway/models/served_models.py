@@ -16,8 +16,8 @@ from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.tenancy.permissions import check_model, may_use
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
 from shared.messages import ModelCard
-from shared.model_registry.reader import CatalogueReader
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.reader import RegistryReader
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.model_registry.revisions import choose_revision
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
@@ -28,14 +28,14 @@ class ServedModels:
         self,
         catalog: Catalog,
         own: ServedText | None,
-        catalogue: CatalogueReader,
+        registry: RegistryReader,
         texts: LoadedTexts,
         randomness: Randomness,
     ) -> None:
         """`own`: of the model `catalog.name`; None: the gateway has none of its own."""
         self._catalog = catalog
         self._own = own
-        self._catalogue = catalogue
+        self._registry = registry
         self._texts = texts
         self._randomness = randomness
 
@@ -46,13 +46,13 @@ class ServedModels:
 
     @property
     def names(self) -> set[str]:
-        return {*self._catalogue.models, *filter(None, [self.default_name])}
+        return {*self._registry.models, *filter(None, [self.default_name])}
 
     def has(self, tenant_id: str, name: str) -> bool:
         """Whether `name` is a model that the tenant sees."""
         if name == self.default_name:
             return True
-        model = self._catalogue.models.get(name)
+        model = self._registry.models.get(name)
         return model is not None and (model.tenants is None or tenant_id in model.tenants)
 
     def serves(self, name: str) -> bool:
@@ -70,7 +70,7 @@ class ServedModels:
             reason = "the request names no model, and this gateway has no default"
             raise InvalidRequest(f"model: {reason}", param="model")
         if not self.has(tenant.tenant_id, name):
-            if not self._catalogue.is_read:
+            if not self._registry.is_read:
                 raise DependencyUnavailable("the catalogue is not read yet", retry_after_s=1.0)
             raise _unknown(name)
         check_model(tenant, name)
@@ -109,24 +109,24 @@ class ServedModels:
 
     def cards(self, tenant: TenantRecord) -> list[ModelCard]:
         """Of the models that the tenant may use, if they can be served; its own first."""
-        found = [*self._catalog.cards(), *self._catalogue_cards(tenant.tenant_id)]
+        found = [*self._catalog.cards(), *self._registry_cards(tenant.tenant_id)]
         return [card for card in found if may_use(tenant, card.name)]
 
-    def _catalogue_cards(self, tenant_id: str) -> Iterator[ModelCard]:
-        for name in self._catalogue.models:
+    def _registry_cards(self, tenant_id: str) -> Iterator[ModelCard]:
+        for name in self._registry.models:
             if name != self.default_name and self.has(tenant_id, name):
                 try:
                     yield self.card(name)
                 except NoCapacity:
                     continue
 
-    def _model(self, name: str) -> CatalogueModel:
-        model = self._catalogue.models.get(name)
+    def _model(self, name: str) -> RegisteredModel:
+        model = self._registry.models.get(name)
         if model is None:
             raise _unknown(name)
         return model
 
-    def _with_cards(self, model: CatalogueModel) -> CatalogueModel:
+    def _with_cards(self, model: RegisteredModel) -> RegisteredModel:
         """The model with the revisions that can be served now."""
         loaded = [each for each in model.revisions if each.digest and each.weight > 0]
         served = tuple(each for each in loaded if self._catalog.card_of(model.name, each.digest))
@@ -140,11 +140,11 @@ class ServedModels:
             reason = f"the model {model.name!r} cannot be served: {failure}"
         raise NoCapacity(reason, retry_after_s=self._catalog.start_s(model.name))
 
-    async def _served(self, model: CatalogueModel, revision: CatalogueRevision) -> ServedModel:
+    async def _served(self, model: RegisteredModel, revision: RegisteredRevision) -> ServedModel:
         text = await self._texts.get(TextSource(revision.source, revision.digest))
         return ServedModel(self._card(model, revision), text)
 
-    def _card(self, model: CatalogueModel, revision: CatalogueRevision) -> ModelCard:
+    def _card(self, model: RegisteredModel, revision: RegisteredRevision) -> ModelCard:
         card = self._catalog.card_of(model.name, revision.digest)
         if card is None:
             raise NoCapacity(f"the model {model.name!r} has just left", retry_after_s=1.0)
@@ -158,12 +158,12 @@ class ServedModels:
         return (int.from_bytes(self._randomness.bytes(8), "little") >> 11) / (1 << 53)
 
 
-def _heaviest(model: CatalogueModel) -> CatalogueRevision:
+def _heaviest(model: RegisteredModel) -> RegisteredRevision:
     """The first of several."""
     return max(model.revisions, key=lambda each: each.weight)
 
 
-def _names(revision: CatalogueRevision) -> tuple[str, str]:
+def _names(revision: RegisteredRevision) -> tuple[str, str]:
     """By which hosts call it."""
     return revision.name, revision.digest
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from services.host.budget import ModelKey, ModelMemory
-from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_revisions import HostedRevision
 from shared.config import HostConfig, WorkerConfig
 from shared.nats_urls import user_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TypeVar
 
-from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_revisions import HostedRevision
 from shared.errors import HearthError, RequestTimeout, WorkerBusy
 from shared.messages import Done, KvResized, ParkWorker, ResizeKv, WakeWorker
 from shared.subjects import lifecycle

@@ -68,7 +68,7 @@ class Streams:
         assert len(set(texts)) == len(MODELS), "models that answer alike hide a mix-up"
 
     async def _until_listed(self) -> None:
-        """The gateway reads what hosts record in the catalogue once a second."""
+        """The gateway reads what hosts record in the model registry once a second."""
         cluster = self.site.cluster
         async with gateway_client(cluster.url, cluster.api_key) as client:
 

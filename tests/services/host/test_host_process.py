@@ -46,10 +46,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveHost]:
 @pytest.fixture
 async def op(host: LiveHost) -> AsyncIterator[Operator]:
     async with operator(host) as found:
-        known = await found.catalogue.all()
+        known = await found.registry.all()
         for name in ("demo-a", "demo-b"):
             if name not in known:
-                await found.catalogue.add(name, str(host.folder / name))
+                await found.registry.add(name, str(host.folder / name))
         yield found
 
 
@@ -57,7 +57,7 @@ async def test_models_start_in_standby_wake_and_park(op: Operator) -> None:
     model = await op.state("demo-a", "standby")
     await op.state("demo-b", "standby")
     assert model.card is not None and model.kv_bytes == 0 and model.worker_id is not None
-    recorded = (await op.catalogue.one("demo-a")).revisions[0].digest
+    recorded = (await op.registry.one("demo-a")).revisions[0].digest
     assert recorded == model.card.revision == model.revision
     await op.wake("demo-a", recorded)
     hot = await op.state("demo-a", "hot")
@@ -73,13 +73,13 @@ async def test_unknown_model_and_missing_source_are_clear_lines(
 ) -> None:
     with pytest.raises(UnknownModel, match="does not have the model 'other', revision 'r1'"):
         await op.wake("other")
-    await op.catalogue.add("missing", str(host.folder / "missing"))
+    await op.registry.add("missing", str(host.folder / "missing"))
     failed = await op.state("missing", "failed")
     assert failed.failure.startswith(f"source '{host.folder}/missing' is not a directory")
     assert failed.public_failure.startswith("its source is missing")
     with pytest.raises(AssertionError, match=r"missing failed: source '.*(?s:.)*missing: .*failed"):
         await op.state("missing", "standby")
-    await op.catalogue.remove("missing")
+    await op.registry.remove("missing")
     await op.until(lambda: op.model("missing") is None)
 
 
@@ -88,7 +88,7 @@ async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: Liv
     pid = host.process.pid
     async with Probes({"host": host.health_url}) as probes:
         for fault in FAULTS:
-            await op.catalogue.add(fault, f"org/{fault}")
+            await op.registry.add(fault, f"org/{fault}")
         for fault in FAULTS:
             if fault in ENDLESS:
                 continue
@@ -98,7 +98,7 @@ async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: Liv
     assert probes.num_failed["host"] == 0
     assert probes.p50_ms("host") < 1000
     for fault in FAULTS:
-        await op.catalogue.remove(fault)
+        await op.registry.remove(fault)
     await op.until(lambda: all(op.model(fault) is None for fault in FAULTS))
     await op.until(lambda: not downloads(host))
     after = await op.state("demo-a", "standby", "hot")
@@ -117,14 +117,14 @@ def test_workers_inherit_no_secret(host: LiveHost) -> None:
 
 async def test_other_content_than_recorded_is_refused(op: Operator, host: LiveHost) -> None:
     link_model(host.folder / "altered")
-    await op.catalogue.add("altered", str(host.folder / "altered"))
-    await op.catalogue.record_digest("altered", "r1", "0" * 32)
+    await op.registry.add("altered", str(host.folder / "altered"))
+    await op.registry.record_digest("altered", "r1", "0" * 32)
     failed = await op.state("altered", "failed")
     assert f"and the catalogue has recorded {'0' * 32}" in failed.failure
     reason = "the model 'altered' cannot be served: its source has changed since it was added"
     with pytest.raises(NoCapacity, match=f"^{reason}$"):
         await op.wake("altered")
-    await op.catalogue.remove("altered")
+    await op.registry.remove("altered")
 
 
 async def test_killed_worker_becomes_hot_again(op: Operator, host: LiveHost) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.host.budget import ModelKey
-from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_revisions import HostedRevision
 from services.host.records import Records
 from services.host.service import HostService
 from services.host.sources import ModelSource
@@ -21,7 +21,7 @@ from shared.clock import MonotonicClock
 from shared.config import HostConfig
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.randomness import SystemRandomness
 from tests.services.faults.test_item_faults import ERRORS
 from tests.support.world.store import MemoryStore
@@ -56,10 +56,10 @@ async def host(tmp_path: Path) -> AsyncIterator[HostService]:
 
 
 def add_model(host: HostService, name: str) -> HostedRevision:
-    revision = CatalogueRevision(name="r1", source="/models/a")
-    model = CatalogueModel(name=name, revisions=(revision,), num_standby=1)
+    revision = RegisteredRevision(name="r1", source="/models/a")
+    model = RegisteredModel(name=name, revisions=(revision,), num_standby=1)
     hosted = HostedRevision(ModelKey(name, "r1"), model, revision, source=SOURCE)
-    host.catalogue.revisions[hosted.key] = hosted
+    host.registry.revisions[hosted.key] = hosted
     host._put(hosted)
     return hosted
 

@@ -12,17 +12,17 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.host import sources
 from services.host.budget import ModelKey
 from services.host.devices import weight_item_bytes
-from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_revisions import HostedRevision
 from services.host.sources import ModelSource, find_source
 from services.host.workers.worker_config import worker_config
 from shared.config import HostConfig, WorkerConfig, default_block_size
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 
-REVISION = CatalogueRevision(name="r1", source=str(DEMO_MODEL_DIR))
-MODEL = CatalogueModel(name="m", revisions=(REVISION,), max_context_tokens=100)
+REVISION = RegisteredRevision(name="r1", source=str(DEMO_MODEL_DIR))
+MODEL = RegisteredModel(name="m", revisions=(REVISION,), max_context_tokens=100)
 
 
-def config_of(source: ModelSource, model: CatalogueModel, device: str) -> WorkerConfig:
+def config_of(source: ModelSource, model: RegisteredModel, device: str) -> WorkerConfig:
     key = ModelKey("m", "r1")
     host = HostConfig(
         nats_url="nats://x",
@@ -63,14 +63,14 @@ async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(
     monkeypatch.setattr(sources, "compute_capability", capabilities.__getitem__)
     for device in ("cpu", "cuda:0", "cuda:1"):
         plain = await find_source(MODEL, REVISION, device)
-        own = await find_source(MODEL, CatalogueRevision(name="r1", source=str(tmp_path)), device)
+        own = await find_source(MODEL, RegisteredRevision(name="r1", source=str(tmp_path)), device)
         factor = 1 if device == "cuda:0" else weight_item_bytes(device)
         assert own.kv_bytes_per_token * factor == plain.kv_bytes_per_token
         assert own.weights_bytes == plain.weights_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-async def test_kv_is_planned_and_stored_in_the_dtype_that_the_catalogue_names(device: str) -> None:
+async def test_kv_is_planned_and_stored_in_the_dtype_that_the_registry_names(device: str) -> None:
     in_fp8 = msgspec.structs.replace(MODEL, kv_dtype="fp8")
     plain, own = [await find_source(each, REVISION, device) for each in (MODEL, in_fp8)]
     assert own.kv_bytes_per_token * weight_item_bytes(device) == plain.kv_bytes_per_token

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.host.budget import ModelKey
-from services.host.hosted_catalogue import HostedRevision
+from services.host.hosted_revisions import HostedRevision
 from services.host.workers.worker_control import WorkerControl
 from shared.errors import HearthError
 from shared.messages import Done, ParkWorker, WakeWorker
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.subjects import lifecycle
 from shared.transport.bus import NatsBus
 from tests.support.servers import NatsServer
@@ -32,8 +32,8 @@ def nats(tmp_path: Path) -> Iterator[NatsServer]:
 
 
 def hosted_model() -> HostedRevision:
-    revision = CatalogueRevision(name="r1", source="m")
-    model = CatalogueModel(name="m", revisions=(revision,))
+    revision = RegisteredRevision(name="r1", source="m")
+    model = RegisteredModel(name="m", revisions=(revision,))
     return HostedRevision(ModelKey("m", "r1"), model, revision, worker_id=WORKER)
 
 

@@ -14,8 +14,8 @@ from services.gateway.dialects.responses.storage import scripts
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.local.redis_acl import REDIS_ROLES, acl_line, acl_rules
 from shared.clock import MonotonicClock
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.reader import CatalogueReader
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.reader import RegistryReader
 from shared.store import RedisStore, StoreRejected
 from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import TENANTS
@@ -146,18 +146,18 @@ async def test_operator_makes_tenants_that_others_may_not(server: RedisServer) -
         await store.close()
 
 
-async def test_roles_read_the_catalogue_that_the_operator_writes(server: RedisServer) -> None:
+async def test_roles_read_the_registry_that_the_operator_writes(server: RedisServer) -> None:
     stores = {
         role: RedisStore(url_of(server, role), MonotonicClock(), timeout_s=2.0)
         for role in ("operator", "host", "gateway", "kv_index")
     }
-    await CatalogueAdmin(stores["operator"], lambda: 0.0).add("m", "/x")
+    await RegistryAdmin(stores["operator"], lambda: 0.0).add("m", "/x")
     for role in ("host", "gateway"):
-        reader = CatalogueReader(stores[role], MonotonicClock())
+        reader = RegistryReader(stores[role], MonotonicClock())
         await reader.refresh()
         assert list(reader.models) == ["m"]
     with pytest.raises(StoreRejected):
-        await CatalogueReader(stores["kv_index"], MonotonicClock()).refresh()
+        await RegistryReader(stores["kv_index"], MonotonicClock()).refresh()
     await asyncio.gather(*(each.close() for each in stores.values()))
 
 

@@ -71,7 +71,7 @@ class Peer:
 
 
 @pytest.mark.parametrize("num_models", [40, 256, 1024])
-def test_size_of_a_heartbeat_does_not_follow_the_catalogue(num_models: int) -> None:
+def test_size_of_a_heartbeat_does_not_follow_the_registry(num_models: int) -> None:
     async def scenario() -> None:
         network = SimulatedNetwork()
         host, peer = Host(network, num_models), Peer(network, "gateway-1")

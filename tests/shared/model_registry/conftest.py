@@ -1,4 +1,4 @@
-"""The catalogue on a real Redis, and on the simulation's, which must behave alike."""
+"""The model registry on a real Redis, and on the simulation's, which must behave alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.clock import MonotonicClock
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.store import RedisStore, Store
 from tests.support.servers import RedisServer
 from tests.support.world.store import MemoryStore
@@ -27,5 +27,5 @@ async def store(request: pytest.FixtureRequest, redis_server: RedisServer) -> As
 
 
 @pytest.fixture
-def admin(store: Store) -> CatalogueAdmin:
-    return CatalogueAdmin(store, lambda: NOW)
+def admin(store: Store) -> RegistryAdmin:
+    return RegistryAdmin(store, lambda: NOW)

@@ -1,4 +1,4 @@
-"""What `CatalogueAdmin` stores and refuses, also with two operators at once."""
+"""What `RegistryAdmin` stores and refuses, also with two operators at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from shared.errors import ConfigError
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.model_registry.record import (
-    CATALOGUE,
-    CATALOGUE_VERSION,
-    CatalogueModel,
-    CatalogueRevision,
+    REGISTRY,
+    REGISTRY_VERSION,
+    RegisteredModel,
+    RegisteredRevision,
 )
 from shared.store import Store
 from shared.tenancy.tenant import TENANTS
@@ -22,17 +22,17 @@ from tests.shared.model_registry.conftest import NOW
 
 async def version(store: Store) -> int:
     """The number of changes."""
-    found = await store.get(CATALOGUE_VERSION)
+    found = await store.get(REGISTRY_VERSION)
     return 0 if found is None else int(found) - int(NOW)
 
 
 async def test_model_is_added_extended_promoted_and_removed(
-    admin: CatalogueAdmin, store: Store
+    admin: RegistryAdmin, store: Store
 ) -> None:
     await admin.add("m", "/one", settings={"priority": 3})
-    first = CatalogueRevision(name="r1", source="/one", added_at=NOW)
+    first = RegisteredRevision(name="r1", source="/one", added_at=NOW)
     assert await admin.all() == {
-        "m": CatalogueModel(name="m", revisions=(first,), priority=3, created_at=NOW)
+        "m": RegisteredModel(name="m", revisions=(first,), priority=3, created_at=NOW)
     }
     await admin.record_digest("m", "r1", "d1")
     extended = await admin.add("m", "/two", canary=5, settings={"num_standby": 2})
@@ -50,7 +50,7 @@ async def test_model_is_added_extended_promoted_and_removed(
     assert await admin.all() == {} and await version(store) == 9
 
 
-async def test_only_changes_increment_the_version(admin: CatalogueAdmin, store: Store) -> None:
+async def test_only_changes_increment_the_version(admin: RegistryAdmin, store: Store) -> None:
     await admin.add("m", "/one")
     await admin.pin("m")
     assert (await admin.one("m")).is_pinned and await version(store) == 2
@@ -60,7 +60,7 @@ async def test_only_changes_increment_the_version(admin: CatalogueAdmin, store: 
     assert not (await admin.unpin("m")).is_pinned
 
 
-async def test_first_digest_stays(admin: CatalogueAdmin) -> None:
+async def test_first_digest_stays(admin: RegistryAdmin) -> None:
     await admin.add("m", "/one")
     found = await asyncio.gather(*(admin.record_digest("m", "r1", f"d{i}") for i in range(8)))
     assert len(set(found)) == 1 and found[0] == (await admin.one("m")).revisions[0].digest
@@ -70,8 +70,8 @@ async def test_first_digest_stays(admin: CatalogueAdmin) -> None:
         await admin.record_digest("m", "r2", "d")
 
 
-async def test_operators_do_not_overwrite_each_other(admin: CatalogueAdmin, store: Store) -> None:
-    other = CatalogueAdmin(store, lambda: NOW)
+async def test_operators_do_not_overwrite_each_other(admin: RegistryAdmin, store: Store) -> None:
+    other = RegistryAdmin(store, lambda: NOW)
     await admin.add("m", "/one")
     await asyncio.gather(
         admin.pin("m"),
@@ -85,16 +85,16 @@ async def test_operators_do_not_overwrite_each_other(admin: CatalogueAdmin, stor
     assert [(each.digest, each.weight) for each in found.revisions] == [("d1", 80), ("", 20)]
 
 
-async def test_one_of_two_operators_adds_a_name(admin: CatalogueAdmin, store: Store) -> None:
+async def test_one_of_two_operators_adds_a_name(admin: RegistryAdmin, store: Store) -> None:
     """The second one adds a further revision."""
-    await asyncio.gather(admin.add("m", "/a"), CatalogueAdmin(store, lambda: NOW).add("m", "/b"))
+    await asyncio.gather(admin.add("m", "/a"), RegistryAdmin(store, lambda: NOW).add("m", "/b"))
     revisions = (await admin.one("m")).revisions
     assert {each.source for each in revisions} == {"/a", "/b"}
     assert [(each.name, each.weight) for each in revisions] == [("r1", 1), ("r2", 0)]
 
 
 async def test_number_of_models_is_limited(store: Store) -> None:
-    admin = CatalogueAdmin(store, lambda: NOW, max_models=2)
+    admin = RegistryAdmin(store, lambda: NOW, max_models=2)
     for name in ("a", "b"):
         await admin.add(name, "/x")
     await admin.add("b", "/y")
@@ -105,7 +105,7 @@ async def test_number_of_models_is_limited(store: Store) -> None:
     assert list(await admin.all()) == ["b", "c"]
 
 
-async def test_tenants_must_exist(admin: CatalogueAdmin, store: Store) -> None:
+async def test_tenants_must_exist(admin: RegistryAdmin, store: Store) -> None:
     await store.write([("HSET", TENANTS, "acme", "{}")])
     added = await admin.add("m", "/x", settings={"tenants": ("acme",)})
     assert added.tenants == ("acme",)
@@ -125,14 +125,14 @@ async def test_tenants_must_exist(admin: CatalogueAdmin, store: Store) -> None:
     ],
 )
 async def test_invalid_settings_are_rejected(
-    admin: CatalogueAdmin, settings: dict[str, Any], words: str
+    admin: RegistryAdmin, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         await admin.add("m", "/x", settings=settings)
     assert await admin.all() == {}
 
 
-async def test_invalid_and_unknown_names_are_rejected(admin: CatalogueAdmin, store: Store) -> None:
+async def test_invalid_and_unknown_names_are_rejected(admin: RegistryAdmin, store: Store) -> None:
     await admin.add("m", "/x")
     before = await version(store)
     for change, words in (
@@ -152,11 +152,9 @@ async def test_invalid_and_unknown_names_are_rejected(admin: CatalogueAdmin, sto
     assert await version(store) == before
 
 
-async def test_unreadable_record_affects_its_model_only(
-    admin: CatalogueAdmin, store: Store
-) -> None:
+async def test_unreadable_record_affects_its_model_only(admin: RegistryAdmin, store: Store) -> None:
     await admin.add("m", "/x")
-    await store.write([("HSET", CATALOGUE, "broken", b'{"name": "broken"}')])
+    await store.write([("HSET", REGISTRY, "broken", b'{"name": "broken"}')])
     assert (await admin.all())["broken"] is None and (await admin.one("m")).name == "m"
     with pytest.raises(ConfigError, match=r"'broken' is unreadable .*revisions.*: remove it with"):
         await admin.add("broken", "/x")

@@ -1,4 +1,4 @@
-"""What a process knows of the catalogue, and what it keeps while Redis is away."""
+"""What a process knows of the model registry, and what it keeps while Redis is away."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.reader import POLL_S, CatalogueReader
-from shared.model_registry.record import CATALOGUE, CATALOGUE_VERSION
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.reader import POLL_S, RegistryReader
+from shared.model_registry.record import REGISTRY, REGISTRY_VERSION
 from shared.store import RedisStore, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.tenant import GENERATION
 from tests.support.servers import RedisServer
@@ -56,12 +56,12 @@ class CountingStore:
 
 
 @pytest.fixture
-def reader(store: Store) -> CatalogueReader:
-    return CatalogueReader(store, Polls())
+def reader(store: Store) -> RegistryReader:
+    return RegistryReader(store, Polls())
 
 
 async def test_changes_are_read_and_reported_once(
-    admin: CatalogueAdmin, reader: CatalogueReader
+    admin: RegistryAdmin, reader: RegistryReader
 ) -> None:
     seen: list[list[str]] = []
     reader.on_change(lambda: seen.append(list(reader.models)))
@@ -83,7 +83,7 @@ async def test_changes_are_read_and_reported_once(
     assert list(before) == ["a", "b"] and not before["a"].is_pinned  # a snapshot
 
 
-async def test_empty_catalogue_is_a_first_read(store: Store, reader: CatalogueReader) -> None:
+async def test_empty_registry_is_a_first_read(store: Store, reader: RegistryReader) -> None:
     seen: list[int] = []
     reader.on_change(lambda: seen.append(1))
     await store.write([("SET", GENERATION, "g")])
@@ -92,9 +92,9 @@ async def test_empty_catalogue_is_a_first_read(store: Store, reader: CatalogueRe
     assert reader.is_read and seen == [1]
 
 
-async def test_unchanged_catalogue_costs_a_short_reply(admin: CatalogueAdmin, store: Store) -> None:
+async def test_unchanged_registry_costs_a_short_reply(admin: RegistryAdmin, store: Store) -> None:
     counting = CountingStore(store)
-    reader = CatalogueReader(counting, Polls())  # type: ignore[arg-type]
+    reader = RegistryReader(counting, Polls())  # type: ignore[arg-type]
     await admin.add("m", "/x")
     for _ in range(3):
         await reader.refresh()
@@ -102,13 +102,13 @@ async def test_unchanged_catalogue_costs_a_short_reply(admin: CatalogueAdmin, st
 
 
 async def test_unreadable_record_affects_its_model_only_and_is_logged_once(
-    admin: CatalogueAdmin, store: Store, reader: CatalogueReader
+    admin: RegistryAdmin, store: Store, reader: RegistryReader
 ) -> None:
     await admin.add("m", "/x")
     await admin.add("n", "/x")
     await reader.refresh()
     old = reader.models["m"]
-    await store.write([("HSET", CATALOGUE, "m", "{"), ("HSET", CATALOGUE, "new", b"\xff")])
+    await store.write([("HSET", REGISTRY, "m", "{"), ("HSET", REGISTRY, "new", b"\xff")])
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
             await admin.set_fields("n", {"priority": len(logs) + 1})
@@ -134,32 +134,32 @@ async def test_unreadable_record_affects_its_model_only_and_is_logged_once(
     ],
 )
 async def test_impossible_record_is_unreadable(
-    store: Store, reader: CatalogueReader, record: str
+    store: Store, reader: RegistryReader, record: str
 ) -> None:
-    await store.write([("HSET", CATALOGUE, "m", record), ("INCRBY", CATALOGUE_VERSION, 1)])
+    await store.write([("HSET", REGISTRY, "m", record), ("INCRBY", REGISTRY_VERSION, 1)])
     await reader.refresh()
     assert reader.unreadable == {"m"} and reader.models == {}
 
 
-async def test_lost_records_leave_the_last_value(store: Store, reader: CatalogueReader) -> None:
-    """Also when the tenants are there again, but not the catalogue."""
+async def test_lost_records_leave_the_last_value(store: Store, reader: RegistryReader) -> None:
+    """Also when the tenants are there again, but not the model registry."""
     with pytest.raises(StoreUnavailable, match="Redis has lost its records"):
         await reader.refresh()
-    await CatalogueAdmin(store, lambda: 1.0).add("m", "/x")
+    await RegistryAdmin(store, lambda: 1.0).add("m", "/x")
     await reader.refresh()
-    await store.write([("DEL", CATALOGUE, CATALOGUE_VERSION)])
+    await store.write([("DEL", REGISTRY, REGISTRY_VERSION)])
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match="Redis has lost its records"):
             await reader.refresh()
         await store.write([("SET", GENERATION, "new")])
     assert list(reader.models) == ["m"]
-    await CatalogueAdmin(store, lambda: 2.0).add("n", "/x")
+    await RegistryAdmin(store, lambda: 2.0).add("n", "/x")
     await reader.refresh()
     assert list(reader.models) == ["n"]
 
 
 async def test_removing_the_last_model_is_no_loss(
-    admin: CatalogueAdmin, reader: CatalogueReader
+    admin: RegistryAdmin, reader: RegistryReader
 ) -> None:
     await admin.add("m", "/x")
     await reader.refresh()
@@ -168,8 +168,8 @@ async def test_removing_the_last_model_is_no_loss(
     assert reader.models == {}
 
 
-async def test_oversized_catalogue_leaves_the_last_value(
-    admin: CatalogueAdmin, store: Store, reader: CatalogueReader, monkeypatch: pytest.MonkeyPatch
+async def test_oversized_registry_leaves_the_last_value(
+    admin: RegistryAdmin, store: Store, reader: RegistryReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await admin.add("m", "/x")
     await reader.refresh()
@@ -183,7 +183,7 @@ async def test_oversized_catalogue_leaves_the_last_value(
 async def test_run_keeps_the_last_value_while_redis_is_away() -> None:
     server, polls = RedisServer(), Polls()
     store = RedisStore(server.url, polls, timeout_s=2.0)
-    admin, reader = CatalogueAdmin(store, polls.now), CatalogueReader(store, polls)
+    admin, reader = RegistryAdmin(store, polls.now), RegistryReader(store, polls)
     await admin.add("m", "/x")
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(reader.run())

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shared.errors import ConfigError
-from shared.model_registry.record import MAX_REVISIONS, CatalogueModel, CatalogueRevision
+from shared.model_registry.record import MAX_REVISIONS, RegisteredModel, RegisteredRevision
 from shared.model_registry.revisions import (
     choose_revision,
     next_revision_name,
@@ -22,23 +22,23 @@ from shared.model_registry.revisions import (
 )
 
 
-def revision(name: str, weight: float = 0.0, digest: str = "d") -> CatalogueRevision:
-    return CatalogueRevision(name=name, source=f"/{name}", digest=digest, weight=weight)
+def revision(name: str, weight: float = 0.0, digest: str = "d") -> RegisteredRevision:
+    return RegisteredRevision(name=name, source=f"/{name}", digest=digest, weight=weight)
 
 
-def model(*revisions: CatalogueRevision) -> CatalogueModel:
-    return CatalogueModel(name="m", revisions=revisions)
+def model(*revisions: RegisteredRevision) -> RegisteredModel:
+    return RegisteredModel(name="m", revisions=revisions)
 
 
-def weights(found: CatalogueModel) -> dict[str, float]:
+def weights(found: RegisteredModel) -> dict[str, float]:
     return {each.name: each.weight for each in found.revisions}
 
 
-def shares(found: CatalogueModel) -> dict[str, float]:
+def shares(found: RegisteredModel) -> dict[str, float]:
     return {each.name: pytest.approx(share_of(found, each)) for each in found.revisions}
 
 
-def chosen(found: CatalogueModel, draw: float) -> str | None:
+def chosen(found: RegisteredModel, draw: float) -> str | None:
     revision = choose_revision(found, draw)
     return None if revision is None else revision.name
 
@@ -153,11 +153,11 @@ def test_a_name_that_serves_never_stops_serving() -> None:
         num_changes += 1
         assert choose_revision(found, draw.random()) is not None, found
         assert sum(bool(each.promotion) for each in found.revisions) <= 1
-        msgspec.json.decode(msgspec.json.encode(found), type=CatalogueModel)
+        msgspec.json.decode(msgspec.json.encode(found), type=RegisteredModel)
     assert num_changes > 1000
 
 
-def changed(found: CatalogueModel, draw: random.Random) -> CatalogueModel:
+def changed(found: RegisteredModel, draw: random.Random) -> RegisteredModel:
     """One random change; raises ConfigError if it is refused."""
     name = draw.choice([each.name for each in found.revisions])
     match draw.randrange(4):
@@ -171,7 +171,7 @@ def changed(found: CatalogueModel, draw: random.Random) -> CatalogueModel:
             return with_digest(found, name, f"digest of {name}")
 
 
-def without_others(found: CatalogueModel) -> CatalogueModel:
+def without_others(found: RegisteredModel) -> RegisteredModel:
     """Makes room: promotes the revision that serves most."""
     loaded = [each for each in found.revisions if each.digest and each.weight > 0]
     best = max(loaded, key=lambda each: each.weight)

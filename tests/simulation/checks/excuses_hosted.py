@@ -5,7 +5,7 @@ may fail with
     client_gone          if its client left
     deadline_exceeded    at its deadline, if it is an impatient one
     overloaded           if it is impatient, and the reported wait is longer than its deadline
-    no_capacity          if its model was not in the catalogue while it waited; or before the end of
+    no_capacity          if its model was not in the registry while it waited; or before the end of
                          an impatient one's deadline, if the time that the answer names is later
 """
 

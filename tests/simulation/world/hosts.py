@@ -115,7 +115,7 @@ class SimulatedHost:
                 member.is_up = False
                 member.vanish()
 
-    # ── the catalogue ────────────────────────────────────────────────────────────────────────────
+    # ── the registry ─────────────────────────────────────────────────────────────────────────────
 
     def add_model(self, model: str) -> None:
         memory = ModelMemory(

@@ -26,7 +26,7 @@ from shared.messages import (
     ParkModel,
     WakeModel,
 )
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, CredentialRole, host_models
 from shared.transport.bus import NatsBus
@@ -165,7 +165,7 @@ class Operator:
     """Commands the host as a scheduler does, and sees its heartbeats."""
 
     bus: NatsBus
-    catalogue: CatalogueAdmin
+    registry: RegistryAdmin
     host: LiveHost
     states: dict[str, list[str]] = field(default_factory=dict)  # of each model, in their order
     newest: dict[str, Heartbeat] = field(default_factory=dict)
@@ -240,7 +240,7 @@ async def operator(host: LiveHost) -> AsyncIterator[Operator]:
     url = host.nats.url("scheduler-1")
     bus = await NatsBus.connect(url, process_id="scheduler-1")
     store = RedisStore(host.redis.url, MonotonicClock(), timeout_s=5.0)
-    found = Operator(bus, CatalogueAdmin(store, time.time), host)
+    found = Operator(bus, RegistryAdmin(store, time.time), host)
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, found.receive)
         yield found

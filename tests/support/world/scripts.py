@@ -13,7 +13,7 @@ from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.model_registry.admin import SWAP_MODEL
-from shared.model_registry.reader import READ_CATALOGUE
+from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
@@ -116,7 +116,7 @@ def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     return 1
 
 
-def _read_catalogue(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+def _read_registry(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
     known, max_models = arguments
     number, generation = (store.data.get(each, b"") for each in keys[1:3])
     version = generation + b"/" + number
@@ -290,7 +290,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     READ_MEMORY: lambda *_: b"used_memory:0\r\nmaxmemory:0\r\n",
     RECORD_LUA: _tenant_record,
     SWAP: _swap,
-    READ_CATALOGUE: _read_catalogue,
+    READ_REGISTRY: _read_registry,
     SWAP_MODEL: _swap_model,
     responses.SAVE: _save_response,
     DELETE_SOME_LUA: _delete_responses,

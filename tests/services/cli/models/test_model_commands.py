@@ -14,13 +14,13 @@ import pytest
 import redis
 from rich.console import Console
 
-from services.cli.models.catalogue_table import Catalogue, table_of_catalogue
+from services.cli.models.registry_table import RegistryView, table_of_registry
 from shared.clock import MonotonicClock
 from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import HostedModel
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.record import CATALOGUE, CatalogueModel, CatalogueRevision
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.record import REGISTRY, RegisteredModel, RegisteredRevision
 from shared.store import RedisStore
 from shared.subjects import heartbeat
 from shared.tenancy.audit import AUDIT
@@ -50,7 +50,7 @@ def rows(hearth: Hearth) -> list[list[str]]:
 
 async def record_digest(url: str, name: str, revision: str, digest: str) -> None:
     store = RedisStore(url, MonotonicClock(), timeout_s=2.0)
-    await CatalogueAdmin(store, lambda: 0.0).record_digest(name, revision, digest)
+    await RegistryAdmin(store, lambda: 0.0).record_digest(name, revision, digest)
     await store.close()
 
 
@@ -129,7 +129,7 @@ def test_unreadable_record_affects_its_model_only(
 ) -> None:
     text(hearth("model", "add", "m", "org/name"))
     with redis.Redis.from_url(redis_server.url) as client:
-        client.hset(CATALOGUE, "[b]broken", "{")
+        client.hset(REGISTRY, "[b]broken", "{")
     first, second = rows(hearth)
     assert " ".join(first) == "[b]broken its record is unreadable" and second[:2] == ["m", "r1"]
     assert [row["is_readable"] for row in json.loads(_json(hearth))] == [False, True]
@@ -172,10 +172,10 @@ def test_invalid_arguments_are_rejected(
     hearth: Hearth, redis_server: RedisServer, arguments: list[str], words: str
 ) -> None:
     with redis.Redis.from_url(redis_server.url) as client:
-        client.hset(CATALOGUE, "m", RECORD)
+        client.hset(REGISTRY, "m", RECORD)
         result = hearth("model", *arguments)
-        assert client.hgetall(CATALOGUE) == {b"m": RECORD}
-        assert set(client.keys()) <= {CATALOGUE.encode(), AUDIT.encode()}
+        assert client.hgetall(REGISTRY) == {b"m": RECORD}
+        assert set(client.keys()) <= {REGISTRY.encode(), AUDIT.encode()}
     assert result.returncode == 2 and result.stdout == ""
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
@@ -198,7 +198,7 @@ async def test_list_shows_states_on_hosts(
     hearth: Hearth, redis_server: RedisServer, nats: NatsServer
 ) -> None:
     with redis.Redis.from_url(redis_server.url) as client:
-        client.hset(CATALOGUE, "m", RECORD)
+        client.hset(REGISTRY, "m", RECORD)
     await record_digest(redis_server.url, "m", "r1", "d1")
     models = (hosted("m", "d1", "hot"), hosted("m", "other", "standby"))
     assert await beside_host(nats, models, lambda: states(hearth, nats)) == [("hot", "host-1")]
@@ -208,7 +208,7 @@ async def test_operators_see_why_a_host_cannot_serve_a_model(
     hearth: Hearth, nats: NatsServer, redis_server: RedisServer
 ) -> None:
     with redis.Redis.from_url(redis_server.url) as client:
-        client.hset(CATALOGUE, "m", RECORD)
+        client.hset(REGISTRY, "m", RECORD)
     failed = hosted("m", "r1", "failed", failure="no config.json in /x", public_failure="it is not")
     show = ("model", "show", "m", "--nats-url", nats.url("observer-1"))
     assert "no config.json in /x" in await beside_host(nats, (failed,), lambda: text(hearth(*show)))
@@ -244,7 +244,7 @@ def test_list_without_heartbeats_has_no_states(
     hearth: Hearth, redis_server: RedisServer, nats: NatsServer
 ) -> None:
     with redis.Redis.from_url(redis_server.url) as client:
-        client.hset(CATALOGUE, "m", RECORD)
+        client.hset(REGISTRY, "m", RECORD)
     assert states(hearth, nats) == []
     nats.stop()
     assert states(hearth, nats) == []
@@ -256,12 +256,12 @@ def test_states_are_grouped_in_the_table() -> None:
             name="m", revision="d", state=state, host_id=host_id, device="cpu", host_state="ready"
         )
 
-    model = CatalogueModel(name="m", revisions=(CatalogueRevision(name="r1", source="/x"),))
+    model = RegisteredModel(name="m", revisions=(RegisteredRevision(name="r1", source="/x"),))
     live = [view("host-1", "hot"), view("host-2", "standby"), view("host-3", "standby")]
     for named, shown in (("d", "hot on host-1, standby on host-2 and host-3"), ("other", "-")):
         revision = msgspec.structs.replace(model.revisions[0], digest=named)
         row = msgspec.structs.replace(model, revisions=(revision,))
         console = Console(width=250)
         with console.capture() as captured:
-            console.print(table_of_catalogue(Catalogue({"m": row}, [], live)))
+            console.print(table_of_registry(RegistryView({"m": row}, [], live)))
         assert captured.get().splitlines()[-1].rstrip().endswith(f"no      {shown}")

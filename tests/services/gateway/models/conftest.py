@@ -20,7 +20,7 @@ from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.messages import ModelCard
-from shared.model_registry.admin import CatalogueAdmin
+from shared.model_registry.admin import RegistryAdmin
 from shared.store import RedisStore
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -51,7 +51,7 @@ class Fleet:
     nats: NatsServer
     gateway: GatewayService
     http: httpx.AsyncClient
-    admin: CatalogueAdmin
+    admin: RegistryAdmin
     scheduler: PeerScheduler
     dirs: dict[str, Path]
     store: RedisStore
@@ -135,7 +135,7 @@ async def _started(
         stack.push_async_callback(each.stop)
     http = httpx.AsyncClient(base_url=gateway.http_address, timeout=30)
     await stack.enter_async_context(http)
-    admin = CatalogueAdmin(store, lambda: 1.0)
+    admin = RegistryAdmin(store, lambda: 1.0)
     fleet = Fleet(nats, gateway, http, admin, scheduler, dirs, store)
     assert not gateway.readiness().ready
     await fleet.add("en", str(dirs["en"]), "digest-en")

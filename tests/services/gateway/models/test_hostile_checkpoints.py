@@ -19,7 +19,7 @@ from services.gateway.models.served_text import ServedText
 from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.host.sources import find_source
 from shared.errors import HearthError, Overloaded
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from tests.services.gateway.models.conftest import Fleet
 from tests.services.gateway.models.hostile_checkpoints import HEAD, Spoil, folders
 
@@ -157,8 +157,8 @@ def for_host(root: Path) -> Iterator[Path]:
 
 async def searched(path: Path) -> bool:
     """As a host looks for the source of a model: whether it finds one."""
-    revision = CatalogueRevision(name="r1", source=str(path))
-    model = CatalogueModel(name="m", revisions=(revision,))
+    revision = RegisteredRevision(name="r1", source=str(path))
+    model = RegisteredModel(name="m", revisions=(revision,))
     with contextlib.suppress(HearthError):
         await find_source(model, revision, "cpu")
         return True

@@ -20,8 +20,8 @@ from services.gateway.text.model_files import ModelFiles
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad, WorkerLoad
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.reader import CatalogueReader
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.reader import RegistryReader
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
 from tests.services.gateway.peer import CARD
@@ -36,8 +36,8 @@ class Rig:
     def __init__(self, own: ModelFiles | None) -> None:
         self.time, self.number = 0.0, 0
         self.store = MemoryStore()
-        self.admin = CatalogueAdmin(self.store, lambda: 1.0)
-        self.reader = CatalogueReader(self.store, self)
+        self.admin = RegistryAdmin(self.store, lambda: 1.0)
+        self.reader = RegistryReader(self.store, self)
         self.fleet = Fleet("gateway-0")
         self.catalog = Catalog(self.fleet, "" if own is None else "tiny", self)
         pool = PreparationPool(None)
@@ -179,7 +179,7 @@ async def test_cards_of_hosts_prepare_requests_of_cold_models(rig: Rig, model_di
         await rig.models.choose("m")
 
 
-async def test_context_of_the_catalogue_limits(rig: Rig, model_dir: Path) -> None:
+async def test_context_of_the_registry_limits(rig: Rig, model_dir: Path) -> None:
     await add(rig, model_dir, "m", "d")
     for limit, expected in ((100, 100), (8192, 4096)):
         await rig.admin.set_fields("m", {"max_context_tokens": limit})
@@ -188,7 +188,7 @@ async def test_context_of_the_catalogue_limits(rig: Rig, model_dir: Path) -> Non
         assert rig.models.card("m").max_context_tokens == expected
 
 
-async def test_names_before_the_catalogue_is_read_and_no_name(rig: Rig) -> None:
+async def test_names_before_the_registry_is_read_and_no_name(rig: Rig) -> None:
     with pytest.raises(DependencyUnavailable):
         rig.models.check(ACME, "m")
     await rig.reader.refresh()
@@ -199,7 +199,7 @@ async def test_names_before_the_catalogue_is_read_and_no_name(rig: Rig) -> None:
     assert raised.value.param == "model"
 
 
-async def test_own_model_goes_before_one_of_the_catalogue(
+async def test_own_model_goes_before_one_of_the_registry(
     model_dir: Path, model_files: ModelFiles
 ) -> None:
     rig = Rig(model_files)

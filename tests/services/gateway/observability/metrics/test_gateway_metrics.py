@@ -127,7 +127,7 @@ def test_ten_thousand_tenants_have_a_bounded_number_of_series() -> None:
     )
 
 
-def test_series_of_a_model_end_when_it_leaves_the_catalogue() -> None:
+def test_series_of_a_model_end_when_it_leaves_the_registry() -> None:
     metrics = GatewayMetrics()
     for model in ("a", "b"):
         ended(metrics, "t", model=model)

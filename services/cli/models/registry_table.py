@@ -1,4 +1,4 @@
-"""The catalogue on the terminal: what operators have set, and what hosts do with it."""
+"""The model registry on the terminal: what operators have set, and what hosts do with it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from services.cli.models.live_states import live_models
 from services.cli.options import ALL, UNLIMITED
 from services.cli.output import print_json, show, time_text, with_store
 from shared.fleet.host_view import ModelView
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.model_registry.revisions import share_of
 from shared.store import Store
 from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
@@ -28,15 +28,15 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
-    models: Mapping[str, CatalogueModel | None]  # None: its record is unreadable
+class RegistryView:
+    models: Mapping[str, RegisteredModel | None]  # None: its record is unreadable
     aliases: Sequence[AliasRow]
     live: Sequence[ModelView]
 
     def aliases_of(self, name: str) -> list[AliasRow]:
         return [each for each in self.aliases if each.model == name]
 
-    def live_of(self, model: CatalogueModel, revision: CatalogueRevision) -> list[ModelView]:
+    def live_of(self, model: RegisteredModel, revision: RegisteredRevision) -> list[ModelView]:
         key = (model.name, revision.name, revision.digest)
         return [each for each in self.live if each.is_of(*key)]
 
@@ -71,17 +71,17 @@ class ModelListing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show_models(redis_url: str | None, nats_url: str | None, *, is_json: bool) -> None:
-    catalogue = _read(redis_url, nats_url)
+    registry = _read(redis_url, nats_url)
     if is_json:
-        print_json([_row(catalogue, name) for name in catalogue.models])
+        print_json([_row(registry, name) for name in registry.models])
     else:
-        show(table_of_catalogue(catalogue) if catalogue.models else "no model in the catalogue")
+        show(table_of_registry(registry) if registry.models else "no model in the catalogue")
 
 
 def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_json: bool) -> None:
     """Raises ConfigError for an unknown model."""
-    catalogue = _read(redis_url, nats_url, name)
-    row = _row(catalogue, name)
+    registry = _read(redis_url, nats_url, name)
+    row = _row(registry, name)
     if is_json:
         print_json(row)
         return
@@ -91,26 +91,26 @@ def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_jso
         show("", table_of_models(live))
 
 
-def _read(redis_url: str | None, nats_url: str | None, name: str | None = None) -> Catalogue:
+def _read(redis_url: str | None, nats_url: str | None, name: str | None = None) -> RegistryView:
     """With `name`: only that model, which must be there and readable."""
 
-    async def read(store: Store) -> tuple[Mapping[str, CatalogueModel | None], Sequence[AliasRow]]:
-        admin = CatalogueAdmin(store, time.time)
+    async def read(store: Store) -> tuple[Mapping[str, RegisteredModel | None], Sequence[AliasRow]]:
+        admin = RegistryAdmin(store, time.time)
         models = await admin.all() if name is None else {name: await admin.one(name)}
         return models, await ModelAliasAdmin(store, time.time).all()
 
     models, aliases = with_store(redis_url, read)
-    return Catalogue(models, aliases, live_models(redis_url, nats_url) if models else ())
+    return RegistryView(models, aliases, live_models(redis_url, nats_url) if models else ())
 
 
-def _row(catalogue: Catalogue, name: str) -> ModelListing:
-    model = catalogue.models[name]
+def _row(registry: RegistryView, name: str) -> ModelListing:
+    model = registry.models[name]
     if model is None:
         return ModelListing(name=name, is_readable=False)
     return ModelListing(
         name=name,
-        revisions=[_revision_row(catalogue, model, each) for each in model.revisions],
-        aliases=catalogue.aliases_of(name),
+        revisions=[_revision_row(registry, model, each) for each in model.revisions],
+        aliases=registry.aliases_of(name),
         tenants=model.tenants,
         max_context_tokens=model.max_context_tokens,
         weights=model.weights,
@@ -123,7 +123,7 @@ def _row(catalogue: Catalogue, name: str) -> ModelListing:
 
 
 def _revision_row(
-    catalogue: Catalogue, model: CatalogueModel, revision: CatalogueRevision
+    registry: RegistryView, model: RegisteredModel, revision: RegisteredRevision
 ) -> RevisionRow:
     return RevisionRow(
         name=revision.name,
@@ -132,24 +132,24 @@ def _revision_row(
         share=share_of(model, revision),
         promotion=revision.promotion,
         added_at=revision.added_at,
-        states=catalogue.live_of(model, revision),
+        states=registry.live_of(model, revision),
     )
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def table_of_catalogue(catalogue: Catalogue) -> Table:
+def table_of_registry(registry: RegistryView) -> Table:
     """A row for each revision; the model's settings in the first one."""
-    columns = (*COLUMNS, "state") if catalogue.live else COLUMNS
+    columns = (*COLUMNS, "state") if registry.live else COLUMNS
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
-    for name in catalogue.models:
-        row = _row(catalogue, name)
+    for name in registry.models:
+        row = _row(registry, name)
         if not row.is_readable:
             table.add_row(escape(name), "its record is unreadable", style="red")
         settings = [escape(each) for each in _settings(row)]
         for revision in row.revisions:
-            states = [_states(revision)] if catalogue.live else []
+            states = [_states(revision)] if registry.live else []
             table.add_row(escape(name), *_revision_cells(revision), *settings, *states)
             settings = [""] * len(settings)
     return table

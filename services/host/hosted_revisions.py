@@ -1,4 +1,4 @@
-"""The revisions of the catalogue on this host: where their weights are, and what is known of them.
+"""The revisions of the registry on this host: where their weights are, and what is known of them.
 
 A source is looked for in the background, since it may have to be downloaded. One that is not found
 is looked for again each RETRY_S: a directory may appear later.
@@ -20,7 +20,7 @@ from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import ModelCard, WorkerLoad
-from shared.model_registry.record import CatalogueModel, CatalogueRevision
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +34,8 @@ class HostedRevision:
     """
 
     key: ModelKey
-    model: CatalogueModel
-    revision: CatalogueRevision
+    model: RegisteredModel
+    revision: RegisteredRevision
     source: ModelSource | None = None
     search: asyncio.Task[None] | None = None
     failure: str = ""
@@ -59,11 +59,11 @@ class HostedRevision:
         return self.revision.digest or ("" if self.card is None else self.card.revision)
 
     def is_called(self, name: str, revision: str) -> bool:
-        """By its name in the catalogue, or by the digest of its weights."""
+        """By its name in the model registry, or by the digest of its weights."""
         return self.key.name == name and revision in (self.key.revision, self.digest)
 
 
-class HostedCatalogue:
+class HostedRevisions:
     """`on_found` is called once the source of a revision is known."""
 
     def __init__(
@@ -81,7 +81,7 @@ class HostedCatalogue:
         return next(found, None)
 
     def update(
-        self, models: Mapping[str, CatalogueModel]
+        self, models: Mapping[str, RegisteredModel]
     ) -> tuple[list[HostedRevision], list[HostedRevision]]:
         """Returns the revisions that changed beyond their digests, and those that have gone, or
         come from another source now: call again once their workers have ended.
@@ -133,20 +133,22 @@ class HostedCatalogue:
 
 
 def _all(
-    models: Mapping[str, CatalogueModel],
-) -> Iterator[tuple[CatalogueModel, CatalogueRevision]]:
+    models: Mapping[str, RegisteredModel],
+) -> Iterator[tuple[RegisteredModel, RegisteredRevision]]:
     return ((model, revision) for model in models.values() for revision in model.revisions)
 
 
-def _is_another(hosted: HostedRevision, model: CatalogueModel, revision: CatalogueRevision) -> bool:
+def _is_another(
+    hosted: HostedRevision, model: RegisteredModel, revision: RegisteredRevision
+) -> bool:
     """Whether a worker of it would have other options."""
 
-    def options(model: CatalogueModel, revision: CatalogueRevision) -> tuple[object, ...]:
+    def options(model: RegisteredModel, revision: RegisteredRevision) -> tuple[object, ...]:
         return revision.source, model.max_context_tokens, model.weights, model.kv_dtype
 
     return options(hosted.model, hosted.revision) != options(model, revision)
 
 
-def _without_digests(model: CatalogueModel) -> CatalogueModel:
+def _without_digests(model: RegisteredModel) -> RegisteredModel:
     revisions = tuple(msgspec.structs.replace(each, digest="") for each in model.revisions)
     return msgspec.structs.replace(model, revisions=revisions)

@@ -1,4 +1,4 @@
-"""Changes of the catalogue on the terminal: one Redis connection per command."""
+"""Changes of the model registry on the terminal: one Redis connection per command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from services.cli.models.model_options import checked_source
 from services.cli.output import with_store
 from shared.errors import ConfigError
-from shared.model_registry.admin import CatalogueAdmin
-from shared.model_registry.record import CatalogueModel
+from shared.model_registry.admin import RegistryAdmin
+from shared.model_registry.record import RegisteredModel
 from shared.model_registry.revisions import revision_of
 from shared.store import Store
 from shared.tenancy.model_alias import check_model_id
@@ -20,9 +20,9 @@ from shared.tenancy.model_alias_admin import ModelAliasAdmin
 T = TypeVar("T")
 
 
-def with_catalogue(redis_url: str | None, action: Callable[[CatalogueAdmin], Awaitable[T]]) -> T:
+def with_registry(redis_url: str | None, action: Callable[[RegistryAdmin], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
-    return with_store(redis_url, lambda store: action(CatalogueAdmin(store, time.time)))
+    return with_store(redis_url, lambda store: action(RegistryAdmin(store, time.time)))
 
 
 def add_model(
@@ -41,8 +41,8 @@ def add_model(
         if check_model_id(each, "alias") == name:
             raise ConfigError(f"the alias {each!r} is the model's own name, which works anyway")
 
-    async def add(store: Store) -> CatalogueModel:
-        model = await CatalogueAdmin(store, time.time).add(
+    async def add(store: Store) -> RegisteredModel:
+        model = await RegistryAdmin(store, time.time).add(
             name, source, revision=revision, canary=canary, settings=settings
         )
         alias_admin = ModelAliasAdmin(store, time.time)
@@ -63,18 +63,18 @@ def add_model(
 def change_settings(redis_url: str | None, name: str, settings: Mapping[str, Any]) -> None:
     if not settings:
         raise ConfigError("no setting is given: see `hearth model set --help`")
-    with_catalogue(redis_url, lambda admin: admin.set_fields(name, settings))
+    with_registry(redis_url, lambda admin: admin.set_fields(name, settings))
 
 
 def set_pinned(redis_url: str | None, name: str, is_pinned: bool) -> None:
-    with_catalogue(redis_url, lambda it: it.pin(name) if is_pinned else it.unpin(name))
+    with_registry(redis_url, lambda it: it.pin(name) if is_pinned else it.unpin(name))
 
 
 def remove_model(redis_url: str | None, name: str, revision: str | None) -> None:
     """A model's aliases go with it."""
 
     async def remove(store: Store) -> None:
-        await CatalogueAdmin(store, time.time).remove(name, revision)
+        await RegistryAdmin(store, time.time).remove(name, revision)
         if revision is None:
             await _remove_aliases(ModelAliasAdmin(store, time.time), name)
 
@@ -93,9 +93,9 @@ def promote_revision(
     if canary is not None:
         if keep:
             raise ConfigError("--keep is for a complete promotion: --canary removes no revision")
-        with_catalogue(redis_url, lambda it: it.set_share(name, revision, canary))
+        with_registry(redis_url, lambda it: it.set_share(name, revision, canary))
         return
-    model = with_catalogue(redis_url, lambda it: it.promote(name, revision, keep=keep))
+    model = with_registry(redis_url, lambda it: it.promote(name, revision, keep=keep))
     if revision_of(model, revision).promotion:
         _note(f"{revision} takes over once a host has loaded it")
 
